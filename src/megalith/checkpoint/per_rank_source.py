@@ -65,7 +65,9 @@ from megalith.checkpoint.source import Contents, StoredTensor, listing
 from megalith.checkpoint.torch_archive import changed_records
 from megalith.errors import CheckpointError, LayoutError
 
+# As Megatron formats it: mp_rank_{tp:02d}, then _{pp:03d} and _{ep:03d} where these sizes are above 1.
 _PLACE = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
+# Keys of older versions -> today's (docs/reference/checkpoints.md#top-level-keys).
 _SCHEDULE = {
     "start_lr": "max_lr",
     "warmup_iter": "lr_warmup_steps",
@@ -219,8 +221,9 @@ class PerRankSource:
         layers, expected = (space.layers_in(stages[pp][chunk]), space.names_of(self._layout, pp, place[2])[chunk])
         found = {module_name(name, layers, experts.start) or name: (name, value) for name, value in named}
         for name in expected:
-            if name.startswith(HEAD_OF_T5) and name in found:
+            if name.startswith(HEAD_OF_T5) and name in found:  # written twice: under `output_layer.` too
                 found.pop(name.removeprefix("lm_head."), None)
+        # Of grouped experts one tensor holds several parameters that are expected by name.
         grouped = {name: grouped_experts(name, experts) for name in found}
         held = {one for name, several in grouped.items() for one in several or [name]}
         lines = [f"{name} is missing" for name in expected if name not in held and not space.is_copy(name, pp)]
@@ -443,7 +446,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 _MAPS = Path("/proc/self/maps")
-_DONTNEED = 4
+_DONTNEED = 4  # MADV_DONTNEED of Linux; torch's mapping is no `mmap.mmap`, whose method could be called
 
 
 class MappedFolder:

@@ -231,6 +231,7 @@ class DirectoryStore:
             before = self._latest()
             replace_durably(self.path / TRACKER_FILE, str(iteration).encode("ascii"), claimed=self._claimed)
             there = self._iterations()
+            # Only now: until the tracker names the new checkpoint, an older one is what a crash resumes from.
             superseded = self._retention.superseded(iteration, before, there, self._is_complete)
             self._delete(superseded, beside=staging is not None)
 
@@ -256,7 +257,7 @@ class DirectoryStore:
         asides = []
         for iteration in iterations:
             folder = self.folder(iteration)
-            if not folder.is_symlink():
+            if not folder.is_symlink():  # it points to a checkpoint of another folder, which is not this run's
                 try:
                     manifests.refuse_newer(folder)
                     asides.append(set_aside(folder, claimed=self._claimed))
@@ -266,7 +267,7 @@ class DirectoryStore:
                     if self._claimed:
                         check_claim(self.path, workspace_of(self.path))
                     _log.warning("%s cannot be deleted: %s", folder, error.strerror or error)
-        if beside and asides:
+        if beside and asides:  # training does not wait until large files are removed
             threading.Thread(target=delete, args=(asides,), name="checkpoint-removal").start()
         else:
             delete(asides)
@@ -290,7 +291,7 @@ class DirectoryStore:
         if not verify or self._sound.get(iteration) == signature:
             return self._loaded(lambda: readings[0].load({}))
         rank, size = self._crew.axis.index, self._crew.axis.size
-        self._stop_fetching()
+        self._stop_fetching()  # the load reads the same files now
         try:
             loaded = self._loaded(lambda: readings[0].load(self._existing(iteration).read_through(rank, size)))
         except Exception as error:
@@ -402,7 +403,7 @@ class DirectoryStore:
         if self._released() is not None:
             return 0
         text = self._tracker_text()
-        return int(text) if text is not None and re.fullmatch(r"[0-9]{1,18}", text) else None
+        return int(text) if text is not None and re.fullmatch(r"[0-9]{1,18}", text) else None  # fits 64 bits
 
     def _tracker_text(self) -> str | None:
         try:

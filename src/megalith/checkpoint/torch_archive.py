@@ -49,19 +49,21 @@ from megalith.checkpoint.safe_loading import RefusedTypeError, RestrictedUnpickl
 from megalith.checkpoint.torch_internals import rebuild_tensor
 from megalith.errors import CheckpointError
 
+# Structures of the ZIP format by PKWARE's APPNOTE, sections 4.3.7 (local header), 4.3.9 (descriptor), 4.3.12
+# (directory entry) and 4.3.16 (end of directory).
 _LOCAL_HEADER = struct.Struct("<26xHH")  # up to the lengths of the name and the extra field
 _RECORD = struct.Struct("<4sHHHHHIIIHH")
 _DESCRIPTOR = struct.Struct("<4sIII")
 _ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_ENTRY_CRC = 16
+_ENTRY_CRC = 16  # offset of the checksum in a directory entry
 _END = struct.Struct("<4sHHHHIIH")
 _FLAGS = 0x0808  # sizes and sum behind the record; names in UTF-8
 _HAS_DESCRIPTOR = 8  # bit of the flags
 _DESCRIPTOR_MARK = b"PK\7\x08"
 _ENTRY_MARK = b"PK\1\2"
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # torch's own default, which `.storage_alignment` records
 _BLOCK = 2**20
-_SEALING_THREADS = 8
+_SEALING_THREADS = 8  # zlib.crc32 and pread release the interpreter lock
 _STORAGES = {
     f"torch.{name}Storage": dtype
     for name, dtype in {
@@ -79,7 +81,7 @@ _STORAGES = {
 }
 _PLAIN = {dtype: getattr(torch, name.removeprefix("torch.")) for name, dtype in _STORAGES.items()}
 _LONGEST_HEAD = 4096  # bytes before the elements that are worth remembering
-_LARGEST = 2**32 - 2**16  # bytes of a tensor whose archive needs no ZIP64
+_LARGEST = 2**32 - 2**16  # bytes of a tensor whose archive needs no ZIP64: sizes and offsets have 32 bits
 # What a ZIP archive, a pickle in it and the header that this makes raise when they are not what they claim to be.
 _UNREADABLE = (
     zipfile.BadZipFile,
@@ -309,6 +311,7 @@ class _Archive:
         path, start = f"archive/{name}".encode("ascii"), self._size
         head = _RECORD.size + len(path)
         filling = -(start + head + 4) % _ALIGNMENT
+        # torch pads by an extra field of this id too, so that records can be mapped.
         extra = struct.pack("<2sH", b"FB", filling) + b"Z" * filling
         self._put(_RECORD.pack(b"PK\3\4", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra)
         if isinstance(content, memoryview):
@@ -338,7 +341,7 @@ class _Pickler(pickle.Pickler):
     """Pickles a contiguous CPU tensor as torch does, whose elements are in record 0."""
 
     def __init__(self, buffer: io.BytesIO, tensor: Tensor) -> None:
-        super().__init__(buffer, protocol=2)
+        super().__init__(buffer, protocol=2)  # torch.serialization.DEFAULT_PROTOCOL
         self._storage = object()  # in place of the elements; `data.pkl` says their type, record, device and number
         self._id = ("storage", _PLAIN[tensor.dtype], "0", "cpu", tensor.numel())
 
@@ -446,6 +449,7 @@ def find(path: Path) -> list[int]:
 
 def _data_start(fd: int, info: zipfile.ZipInfo, archive: int = 0) -> int:
     """The byte of a file at which the content of a record begins, in an archive that begins at byte `archive`."""
+    # The extra field of the local header may be longer than that of the directory: padding stands in the former.
     local, start = bytearray(_LOCAL_HEADER.size), archive + info.header_offset
     read_exactly(fd, memoryview(local), start)
     return start + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(local))
@@ -487,6 +491,7 @@ def _write_all(fd: int, data: memoryview, at: int) -> None:
 def seal(path: Path) -> None:
     """Enter the checksums of the tensors into a filled file, durably; torch does not look at them, others do."""
     with zipfile.ZipFile(path) as archive:
+        # `lay_out` wrote blank records, whose checksum is 0.
         open_records = [info for info in archive.infolist() if not info.CRC and info.file_size]
         directory: int = archive.start_dir
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

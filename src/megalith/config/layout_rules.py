@@ -30,7 +30,7 @@ SHARDING = (
 """Settings of what data-parallel processes divide."""
 MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
-_MOST = 3
+_MOST = 3  # remedies that one message offers
 
 
 def sizes_of(run: RunConfig) -> dict[str, int]:
@@ -81,11 +81,13 @@ def _model_allows(run: RunConfig, name: str, size: int) -> bool:
     try:
         if name == "pipeline_model_parallel_size":
             own_split = parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
+            # Stages of their own lengths need not divide the layers.
             return bool(own_split) or model.num_layers % size == 0
         if name == "context_parallel_size":
             return size == 1 or run.data.seq_length % (2 * size) == 0
         groups = model.query_groups
         divide = model.num_attention_heads % size == 0 and model.ffn_size % size == 0
+        # With fewer query groups than ranks Megatron replicates them: docs/reference/checkpoints.md.
         return divide and (groups % size == 0 or size % groups == 0)
     except UnusableError:
         return True
@@ -172,6 +174,7 @@ def sequence_divides_over_its_ranks(draft: Draft) -> str:
 @rule
 def heads_divide_over_exchanging_ranks(draft: Draft) -> str:
     parallel, heads = draft.run.parallel, draft.run.model.num_attention_heads
+    # All-to-all over context ranks divides the heads that tensor parallelism has left on each rank (Ulysses).
     unit = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     if parallel.cp_comm_type != "a2a" or parallel.context_parallel_size == 1 or heads % unit == 0:
         return ""

@@ -46,7 +46,7 @@ from megalith.errors import ConfigError, MegalithError, PeerError
 PATIENCE_SECONDS = 20.0
 """After this time whoever waits says for whom."""
 
-_NAMED_RANKS = 16
+_NAMED_RANKS = 16  # a message stays readable in a run of thousands
 _SECONDS_TO_LEAVE = 10.0
 _SECONDS_TO_HEAR = 3.0
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -145,7 +145,7 @@ def connect(
                 rank=launch.rank,
                 world_size=launch.world_size,
                 timeout=timeout,
-                device_id=device if backend == "nccl" else None,
+                device_id=device if backend == "nccl" else None,  # NCCL alone uses it
             )
         yield Meeting(launch.rank, launch.world_size, meeting.one_host, connection)
     except BaseException as error:
@@ -173,7 +173,7 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
-        return 130
+        return 130  # 128 + SIGINT, as a shell reports it
     return error.exit_code if isinstance(error, MegalithError) else 1
 
 
@@ -212,11 +212,12 @@ class _Meeting:
         self._backend, self.one_host = backend, launch.one_host
         self._interfaces: dict[int, str] = {}
         self._asked_to_stop = asked_to_stop
+        # torchrun sets it where its agent, not rank 0, listens at MASTER_PORT.
         self._agent_holds_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._address, self._prefix, self._times = (launch.master_addr, launch.master_port), "", 0
         self._clock = AwakeClock()
         self._join_seconds = join_seconds
-        self._next_word = min(PATIENCE_SECONDS, 0.5 * join_seconds)
+        self._next_word = min(PATIENCE_SECONDS, 0.5 * join_seconds)  # before a short wait ends, too
 
     def hold(self) -> dist.Store:
         """Return the store once all ranks have signed in."""
@@ -317,6 +318,7 @@ class _Meeting:
             return
         if self.one_host:
             here = {name for _, name in socket.if_nameindex()}
+            # Linux calls the loopback interface lo, macOS lo0.
             name = next((name for name in ("lo", "lo0") if name in here), "")
         else:
             # As seen from rank 0; its own host may know itself by a loopback address.
@@ -375,7 +377,7 @@ class _Meeting:
                 self._launch.world_size,
                 listener is not None,
                 timedelta(seconds=self._join_seconds),
-                wait_for_workers=False,
+                wait_for_workers=False,  # `_sign_in` waits, and names who is missing
                 master_listen_fd=listener,
             ),
             "open-store",
@@ -400,7 +402,7 @@ class _Meeting:
             return socket.socket(fileno=int(os.environ["MEGALITH_STORE_FD"]))
         port = self._launch.master_port
         try:
-            return listen(host, port, 4096)
+            return listen(host, port, 4096)  # backlog: the ranks of a large run connect at about the same time
         except OSError as error:
             raise ConfigError(
                 f"rank 0 cannot listen on port {port} of {socket.gethostname()}: {os.strerror(error.errno or 0)}; is "
@@ -414,6 +416,7 @@ class _Meeting:
             hint = "ranks on other hosts need MASTER_ADDR, the host of rank 0"
         while error := refusal(host, port):
             why = error.strerror or str(error)
+            # Not at once: the name of a service may resolve only when the host of rank 0 is up.
             if isinstance(error, socket.gaierror) and self._clock.elapsed() > self._next_word:
                 raise PeerError(
                     f"{self._me()}: MASTER_ADDR={host} is not the name of a host that is known here ({why}); give the "

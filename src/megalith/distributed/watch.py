@@ -53,7 +53,8 @@ machine suspended, and most likely the other ranks with it."""
 _STACK_FRAMES = 10
 _SECONDS_FOR_STACKS = 2.5
 _SECONDS_FOR_CAUSE = 3.0
-_SECONDS_TO_FOLLOW = 1.0
+_SECONDS_TO_FOLLOW = 1.0  # after so long a wait a rank asks the board whether another one has failed
+# gloo raises plain RuntimeErrors: a lost connection is known by its words alone, capitals cut off where they vary.
 _SIGNS_OF_A_PEER = ("onnection", "Timed out", "timed out", "Read error", "Write error", "Broken pipe", "NCCL", "peer")
 
 
@@ -171,6 +172,7 @@ class Watch(Observer):
     @property
     def _pause(self) -> float:
         """Seconds between two beats."""
+        # At least ten beats in a timeout; in large runs at most 200 posts a second reach the one store.
         return min(self.timeout / 10.0, max(1.0, self._size / 200.0))
 
     def _look(self) -> None:
@@ -254,6 +256,7 @@ class Watch(Observer):
             with suppress(BoardGone):
                 self._board.post(self.status().encode())
                 self._board.write(f"stack-{self._identity.rank}", _stack())
+                # `_report` waits for stacks, and for 2.5 pauses in each of two `_views`.
                 deadline = time.monotonic() + _SECONDS_FOR_STACKS + 6.0 * self._pause + 2.0
                 while self._board.read(CAUSE) is None and time.monotonic() < deadline:
                     self._beat += 1
@@ -304,7 +307,7 @@ class Watch(Observer):
                 if text := self._board.read(FAILURE):
                     return self._failed_first(text)
             found = self.absent()
-            if found is not None and found[0].state != "stopped":
+            if found is not None and found[0].state != "stopped":  # a stopped process keeps its connections open
                 return found[1]
             if time.monotonic() >= deadline:
                 break
@@ -356,7 +359,7 @@ class Watch(Observer):
         if now.phase in ("left", "failed"):
             return now.phase
         if identity.host == self._identity.host:
-            kernel = process_state(identity.pid)
+            kernel = process_state(identity.pid)  # letters of proc(5): T and t stopped, Z zombie, X dead, "" no process
             return {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead", "": "dead"}.get(kernel, "running")
         return "silent" if before is None or before.beat == now.beat else "running"
 
@@ -441,6 +444,7 @@ class Watch(Observer):
             if any(view.state in ("dead", "left", "silent") for view in views):
                 return self._cause(views)
             time.sleep(0.05)
+        # A timeout of the backend itself: nobody broke a connection, so ask everybody.
         if "imed out" in str(error) or "imeout" in str(error):
             self.sound_alarm()
         return None

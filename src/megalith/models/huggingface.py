@@ -37,6 +37,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 _SILU = ("silu", "swish")
 _GELU_TANH, _GELU_ERF = ("gelu_new", "gelu_pytorch_tanh"), ("gelu",)
 _WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
+# Defaults of transformers' Qwen2Config and Qwen3Config.
 _WINDOW_OF_QWEN = {"sliding_window": 4096, "max_window_layers": 28}
 
 
@@ -55,6 +56,7 @@ class Family:
     others: tuple[str, ...] = ()
 
 
+# In the order in which `family_for` tries them.
 FAMILIES = {
     family.model_type: family
     for family in (
@@ -350,6 +352,7 @@ def config_of_model(
         described = huggingface_bert.config_of(model, family.model_type)
     elif family.model_type in huggingface_t5.ABSENT:
         roles = special or {}
+        # T5 has no bos: its decoder starts with pad.
         described = huggingface_t5.config_of(model, roles.get("bos", roles.get("pad")))
         eod = roles.get("eos", eod)
     elif family.model_type == huggingface_deepseek.KIND:
@@ -360,6 +363,7 @@ def config_of_model(
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **described,
+        # One token of GPT-2, <|endoftext|>, both begins and ends texts.
         "bos_token_id": eod if family.model_type == "gpt2" else None,
         "eos_token_id": eod,
         "initializer_range": model.init_method_std,
@@ -442,6 +446,7 @@ def _llama_config(family: Family, model: ModelConfig) -> dict[str, Any]:
         "mixtral": lambda: {"sliding_window": tokens_of_window(model)},
         "qwen3_moe": lambda: {"attention_bias": False},
     }
+    # Qwen2Config has no head_dim: its heads always make up the hidden size.
     heads = {} if family.model_type == "qwen2" else {"head_dim": model.head_size}
     return {
         "attention_dropout": model.attention_dropout,

@@ -100,6 +100,7 @@ class Optimizer:
             self._main.update({name: on_host(self._main[name]) for name in self._hosted})
         self.step_count, self._last_rates = 0, _Rates(0.0, 0.0, 0.0)
         self.scaler: LossScale = build_loss_scale(precision)
+        # As in Megatron, bf16 is unscaled and checked only where --loss-scale gives it a scale.
         self._checks_overflow = precision.fp16 or (precision.bf16 and precision.loss_scale is not None)
         self._scales = precision.fp16
         self._replicated: set[str] = set()
@@ -152,7 +153,7 @@ class Optimizer:
         if self._checks_overflow and self._unscale(list(grads.values())):
             self.scaler.update(overflow=True)
             return StepOutcome(applied=False, grad_norm=None, num_zeros=None)
-        norm = self._norms.norm(grads)
+        norm = self._norms.norm(grads)  # of unscaled gradients: --clip-grad must not depend on the loss scale
         self.scaler.update(overflow=not math.isfinite(norm))
         zeros = self._norms.zeros(grads) if self._count_zeros else None
         if not math.isfinite(norm) or norm > largest_norm:
@@ -318,7 +319,7 @@ class Optimizer:
         return {
             "wd_mult": group.wd_mult,
             "lr_mult": group.lr_mult,
-            "is_expert_parallel": False,
+            "is_expert_parallel": False,  # `with_expert_groups` adds those of experts at a save
             "is_decoupled_lr": group.decoupled,
             "lr": lr,
             "weight_decay": weight_decay,
@@ -368,7 +369,7 @@ def choose_hosted(sizes: Mapping[str, int], fraction: float) -> frozenset[str]:
     left, chosen = fraction * sum(sizes.values()), []
     for name, size in sizes.items():
         left -= size
-        if left < -1e-6:
+        if left < -1e-6:  # fraction x sum is rounded
             break
         chosen.append(name)
     return frozenset(chosen)

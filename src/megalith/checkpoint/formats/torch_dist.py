@@ -144,7 +144,7 @@ class Stacking:
             if layers is None or layer in layers
             for key in self._extra_states(*self._of_layer(stack, layer), number, across=stack == "decoder")
         ]
-        last = max(map(len, self.stacks.values())) - 1
+        last = max(map(len, self.stacks.values())) - 1  # prediction layers are on the stage of the last layer
         for layer, number in enumerate(self.predictions if layers is None or last in layers else ()):
             keys.append(_object_key(f"{_PREDICTION}{layer}.eh_proj", (), ()))
             keys += self._extra_states(f"{_PREDICTION}{layer}.transformer_layer.", (), (), number)
@@ -169,6 +169,7 @@ class Stacking:
 
 
 def _object_key(module: str, index: tuple[int, ...], extents: tuple[int, ...]) -> str:
+    # Megatron calls an object that is not stacked shard 0 of 1.
     at, of = (".".join(map(str, values)) for values in (index or (0,), extents or (1,)))
     return f"{module}._extra_state/shard_{at}_{of}"
 
@@ -335,6 +336,7 @@ def _chunks(
     first, last = box.offset[dim], box.offset[dim] + box.tensor.shape[dim]
     for piece in local_pieces(placement, extent[dim], size, rank):
         start, stop = max(first, piece.local), min(last, piece.local + piece.length)
+        # Replicated parts: of the ranks that hold one, the first writes it.
         if start < stop and (not once or piece.holders[0] == rank):
             part = box.tensor.narrow(dim, start - first, stop - start)
             part = part.view(*(1 for _ in slot.index), *part.shape)
@@ -419,6 +421,7 @@ def read_optimizer_common(state: Mapping[Any, Any]) -> OptimizerScalars:
         )
     inner = state.get("optimizer", state)
     groups = [dict(group) for group in inner["param_groups"]]
+    # Distributed optimizers write the step into each group, others beside them (`common_step`).
     steps = [group.pop("step") for group in groups if "step" in group]
     common_step = inner.get("state", {}).get("common_step", steps[0] if steps else 0)
     scaler = state.get("grad_scaler")

@@ -25,7 +25,7 @@ _REDIRECTIONS = (">", ">>", "<", ">&", "&>", "<<", "<<-", "<<<")
 _INTRODUCING = ("then", "else", "do", "{", "}", "!", "time", "function")
 _SHELLS = ("bash", "sh", "zsh", "dash")
 _READ_SCRIPTS = (*_SHELLS, "sbatch", "ssh")  # run what comes on their standard input
-_DEEPEST = 20  # of functions and scripts inside each other
+_DEEPEST = 20  # of functions and scripts inside each other; a function may call itself without end
 _MOST = 1000  # of them in all; a function that calls itself twice would have a million
 _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
     **{"-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt},
@@ -99,6 +99,7 @@ class _Interpreter:
         """Run a script, this one or one inside it."""
         asked = _directives(text)
         self.script.directives |= asked
+        # sbatch sets these in the job; what the caller's environment says goes before.
         given = {name: value for what, value in asked.items() for name in _SLURM_VARIABLES[what]}
         self.variables.environ = given | dict(self.variables.environ)
         self.run(tokens(text))
@@ -136,6 +137,7 @@ class _Interpreter:
             token = rest.pop(0)
             if isinstance(token, Operator):
                 depth += (token.text == "(") - (token.text == ")")
+                # `if [ A ] && [ B ]` is one condition, elsewhere && ends a statement.
                 joins = token.text in ("&&", "||") and _plain_head(statement) in ("if", "elif")
                 if depth <= 0 and token.text in _SEPARATORS and not joins:
                     break
@@ -304,7 +306,7 @@ class _Interpreter:
             values[name] = [*before, text]
         else:
             own[name] = before + text
-            if declaring or not _is_command(rest):
+            if declaring or not _is_command(rest):  # `A=1 command` sets A for that command alone
                 values[name] = own[name]
 
     def _words(self, statement: list[Token]) -> tuple[list[str], str]:
@@ -317,7 +319,7 @@ class _Interpreter:
             if isinstance(token, Word):
                 words += self.variables.expand(token)
             elif token.text in _REDIRECTIONS:
-                if token.glued and words and words[-1].isdigit():
+                if token.glued and words and words[-1].isdigit():  # a file descriptor, as in 2>&1
                     words.pop()
                 if rest and isinstance(rest[0], Word):
                     target = rest.pop(0)
@@ -332,7 +334,7 @@ def _shell_text(words: Sequence[str]) -> int | None:
     for place in range(shell + 1, len(words) - 1) if shell is not None else ():
         if not words[place].startswith("-"):
             return None
-        if not words[place].startswith("--") and "c" in words[place]:
+        if not words[place].startswith("--") and "c" in words[place]:  # -c may be one of several letters: -lc
             return place + 1
     return None
 
@@ -479,7 +481,7 @@ def _tasks(words: Sequence[str], directives: Mapping[str, str]) -> dict[str, str
         if word.startswith("-") and name in names and (has_value or place + 1 < len(words)):
             said[names[name]] = value if has_value else words[place + 1]
     hosts, each, tasks = (said.get(name, "") for name in ("nodes", "ntasks-per-node", "ntasks"))
-    if not each and tasks.isdigit():
+    if not each and tasks.isdigit():  # --ntasks counts over all hosts
         each = str(int(tasks) // int(hosts)) if hosts.isdigit() and int(hosts) else tasks
     return {name: value for name, value in (("processes", each), ("hosts", hosts)) if value}
 

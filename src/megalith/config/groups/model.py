@@ -190,6 +190,7 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
     yarn_original_max_position_embeddings: int | None = setting(
         None, help="longest sequence before YaRN stretched positions", unit="tokens", at_least=1
     )
+    # Defaults of YaRN: Peng et al. 2023, arXiv:2309.00071, section 3.2.
     yarn_beta_fast: float | None = setting(
         None, help="turns over that length from which YaRN leaves a frequency alone; 32 unless given", above=0
     )
@@ -339,6 +340,7 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
         """Width of the feed-forward layers by Megatron's rule."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
+        # A gated layer has three matrices: 2/3 of the width keeps the parameters of two (arXiv:2002.05202).
         return int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
 
     @property
@@ -369,6 +371,7 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
             return "relu"
         if self.onnx_safe in ("True", "true", "1"):
             return "gelu_onnx"
+        # Megatron turns its fused bias-GELU off where layers have no bias, and GELU is then the exact one.
         tanh = self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear)
         return "gelu_tanh" if tanh else "gelu_erf"
 
@@ -415,6 +418,7 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
         if self.window_attn_skip_freq is None:
             return (window,) * self.num_layers
         marks = of_layers(self.window_attn_skip_freq, self.num_layers)
+        # Megatron's two forms say the opposite: an N marks layers without the window, a list layers with it.
         by_list = not isinstance(read_pattern(self.window_attn_skip_freq), int)
         return tuple(window if mark == by_list else None for mark in marks)
 
@@ -441,7 +445,7 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
     def rotary_kind(self) -> str:
         """How positions turn heads: rope or yarn, "" where they do not."""
         if self.multi_latent_attention:
-            return self.rope_type or "yarn"
+            return self.rope_type or "yarn"  # Megatron's default under multi-latent attention
         return self.position_embedding_type if self.position_embedding_type in ("rope", "yarn") else ""
 
     @property
