@@ -129,6 +129,37 @@ def test_help_of_a_command_is_its_own(command: types.SimpleNamespace, capsys: py
     assert "megalith paint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["train", "--help"], ["train", "-h"], ["help", "train"]], ids=" ".join)
+def test_help_of_training_shows_common_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 0
+    shown = capsys.readouterr()
+    assert "--num-layers" in shown.out and "--moe-router-topk" not in shown.out and not shown.err
+    assert "--help-all" in shown.out.splitlines()[-1]
+
+
+def test_help_of_training_shows_all_flags_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = """
+from dataclasses import dataclass
+from megalith.registry import mark
+
+@dataclass(frozen=True)
+class PaintSettings:
+    paint_layers: int = 3
+
+@mark("norm", "paint", settings=PaintSettings)
+class Paint: ...
+"""
+    (tmp_path / "help_paint.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["train", "--help-all"]) == 0
+    shown = capsys.readouterr().out
+    assert "--moe-router-topk" in shown and "--paint-layers" not in shown
+    assert cli.main(["train", "--import", "help_paint", "--help-all"]) == 0
+    assert "--paint-layers" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @pytest.mark.parametrize(
     ("typed", "offered"),
@@ -137,6 +168,7 @@ def test_help_of_a_command_is_its_own(command: types.SimpleNamespace, capsys: py
         (["help", "tra"], {"train"}),
         (["train", "--num-layers-per"], {"--num-layers-per-virtual-pipeline-stage"}),
         (["train", "--disable-bias"], {"--disable-bias-linear"}),
+        (["train", "--hel"], {"--help", "--help-all"}),
         (["serve", "--he"], {"--help"}),
         (["train", "some"], set()),
     ],

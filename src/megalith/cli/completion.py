@@ -26,8 +26,9 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if list(argv) not in (["bash"], ["zsh"]):
         raise ConfigError(f"megalith completion {' '.join(argv)}: name the shell, bash or zsh")
-    flags = sorted({"--config", "--help", *(word for s in all_settings().values() for word in (*s.spellings, s.flag))})
+    flags = {word for setting in all_settings().values() for word in (*setting.spellings, setting.flag)}
+    flags |= {"--config", "--help", "--help-all"}
     script = (files("megalith.cli") / "completion.bash").read_text(encoding="utf-8")
-    script = script.replace("@COMMANDS@", " ".join(available_commands())).replace("@FLAGS@", " ".join(flags))
+    script = script.replace("@COMMANDS@", " ".join(available_commands())).replace("@FLAGS@", " ".join(sorted(flags)))
     sys.stdout.write(_ZSH + script if argv[0] == "zsh" else script)
     return 0

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     except BrokenPipeError:  # the reader of our output, such as `head`, has left
         drop(sys.stdout)
-        only_printing = words[0] in _ONLY_PRINTING or not {"-h", "--help"}.isdisjoint(words)
+        only_printing = words[0] in _ONLY_PRINTING or not {"-h", "--help", "--help-all"}.isdisjoint(words)
         return 0 if only_printing else _READER_LEFT
     except OSError as error:
         # Path.is_file and its like raise this one, where they return False for a path that does not exist.

@@ -29,7 +29,7 @@ from megalith.config import RunConfig, load
 from megalith.config.command_line import given_settings, without_settings
 from megalith.config.environment import first_of_machine
 from megalith.config.load import imported
-from megalith.config.render import flags_text
+from megalith.config.render import common_flags_text, flags_text
 from megalith.config.run import all_settings
 from megalith.errors import ConfigError, MegalithError
 from megalith.kernels.cpu.process import keep_freed_memory
@@ -69,9 +69,9 @@ saving: run it again.
 def run(argv: Sequence[str]) -> int:
     """Train as the flags say; the exit codes are those of the help text."""
     began = time.monotonic()
-    if "--help" in argv or "-h" in argv:
+    if not {"-h", "--help", "--help-all"}.isdisjoint(argv):
         print(_HELP)
-        print(flags_text(), end="")
+        print(flags_text(imported(argv)) if "--help-all" in argv else common_flags_text(), end="")
         return EXIT_FINISHED
     if os.environ.get("MEGALITH_EXPLAIN", "0") not in ("", "0"):
         from megalith.cli.from_megatron import explain

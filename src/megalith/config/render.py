@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -13,9 +14,28 @@ from megalith.config.fields import Setting
 from megalith.config.known import known_flags
 from megalith.config.run import RunConfig, all_settings, group_types
 from megalith.config.values import legal_range
+from megalith.registry import EMPTY, IMPORT_FLAG, TRUST_FLAG, Registry
 
 _WIDTH = 100
 _COLUMN = 38
+_RECIPE_LINE = f"  {RECIPE_FLAG + ' FILE.toml':{_COLUMN - 2}}recipe to start from; flags override it"
+COMMON_SETTINGS = {
+    "Model": """
+        num_layers hidden_size num_attention_heads max_position_embeddings position_embedding_type normalization swiglu
+        """,
+    "Data": "data_path mock_data seq_length tokenizer_type tokenizer_model",
+    "Training": "micro_batch_size global_batch_size train_iters eval_interval seed",
+    "Optimizer and learning rate": "optimizer lr min_lr lr_decay_style lr_warmup_iters weight_decay",
+    "Precision": "bf16 fp16",
+    "Parallelism": """
+        nproc tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size use_distributed_optimizer
+        use_torch_fsdp2
+        """,
+    "Checkpoints": "save save_interval load",
+    "Logging": "log_interval tensorboard_dir wandb_project",
+}
+"""Heading -> settings that most runs give: what `megalith train --help` shows, in this order."""
+
 _GENERATED = "<!-- Generated: `megalith config --flags --markdown > docs/flags.md`; a test keeps it current. -->"
 
 
@@ -72,13 +92,30 @@ def given_recipe(values: Mapping[str, Any]) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def flags_text() -> str:
-    """All flags that have an effect here, for the terminal."""
-    lines = [f"  {RECIPE_FLAG + ' FILE.toml':{_COLUMN - 2}}recipe to start from; flags override it"]
-    for group, kind in group_types().items():
-        flagged = [setting for setting in _settings(group) if setting.spellings]
-        lines += ["", f"{(kind.__doc__ or group).splitlines()[0]}"]
-        lines += [line for setting in flagged for line in _terminal_lines(setting)]
+def common_flags_text() -> str:
+    """The flags that most runs give, for the terminal."""
+    settings = all_settings()
+    lines = [_RECIPE_LINE]
+    for heading, names in COMMON_SETTINGS.items():
+        lines += ["", heading, *(line for name in names.split() for line in _terminal_lines(settings[name]))]
+    lines += ["", "--help-all shows all flags."]
+    return "\n".join(lines) + "\n"
+
+
+def flags_text(registry: Registry = EMPTY) -> str:
+    """All flags that have an effect here, those of registered objects too, for the terminal."""
+    lines = [
+        _RECIPE_LINE,
+        f"  {IMPORT_FLAG + ' MODULE ...':{_COLUMN - 2}}Python modules that register objects of your own",
+        f"  {TRUST_FLAG:{_COLUMN - 2}}import the modules that the recipe names, too",
+    ]
+    parts = [part for group, kind in group_types().items() for part in _parts(group, kind, registry)]
+    for entry in registry.entries:
+        own = [one for one in all_settings(registry).values() if one.group == entry.name]
+        parts.append((f"Settings of {entry.kind} {entry.name}", own))
+    for heading, settings in parts:
+        flagged = [line for setting in settings if setting.spellings for line in _terminal_lines(setting)]
+        lines += ["", heading, *flagged] if flagged else []
     lines += ["", "Every other flag of Megatron is accepted or refused with a reason: docs/flags.md."]
     return "\n".join(lines) + "\n"
 
@@ -107,10 +144,10 @@ def _page_head() -> Iterator[str]:
 
 def _page_settings() -> Iterator[str]:
     for group, kind in group_types().items():
-        yield from ("", f"## [{group}] {(kind.__doc__ or '').splitlines()[0]}", "")
-        yield from ("| flag | value | default | meaning |", "|---|---|---|---|")
-        for setting in _settings(group):
-            yield _page_row(setting)
+        for number, (heading, settings) in enumerate(_parts(group, kind)):
+            yield from ("", f"### {heading}" if number else f"## [{group}] {heading}", "")
+            yield from ("| flag | value | default | meaning |", "|---|---|---|---|")
+            yield from map(_page_row, settings)
 
 
 def _page_row(setting: Setting) -> str:
@@ -228,6 +265,15 @@ def _plain(value: Any) -> str:
 
 def _settings(group: str) -> list[Setting]:
     return [setting for setting in all_settings().values() if setting.group == group]
+
+
+def _parts(group: str, kind: type, registry: Registry = EMPTY) -> Iterator[tuple[str, list[Setting]]]:
+    """Heading and settings of a group: first its own, then those of each class that it inherits from."""
+    settings = all_settings(registry)
+    for part in kind.__mro__:
+        own = [settings[name] for name in inspect.get_annotations(part) if name in settings]
+        if own:
+            yield (part.__doc__ or group).splitlines()[0], own
 
 
 def _value(run: RunConfig, setting: Setting) -> Any:

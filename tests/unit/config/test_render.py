@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from megalith.config import all_settings, from_values
+from megalith.config.fields import setting
 from megalith.config.known import known_flags
-from megalith.config.render import Difference, differences, flags_markdown, flags_text
+from megalith.config.render import (
+    COMMON_SETTINGS,
+    Difference,
+    common_flags_text,
+    differences,
+    flags_markdown,
+    flags_text,
+)
+from megalith.registry import Entry, Registry
 
 VALUES = {
     "num_layers": 2,
@@ -34,10 +45,45 @@ def test_the_page_names_every_flag() -> None:
     assert [flag for flag in sorted(documented | set(known_flags())) if f"`{flag}`" not in page] == []
 
 
-def test_the_terminal_names_every_flag_with_an_effect() -> None:
+def options_of(text: str) -> list[str]:
+    """The flags that have lines of their own, in their order."""
+    return [match for line in text.splitlines() for match in re.findall(r"^  (--[\w-]+)", line)]
+
+
+def declared(names: list[str]) -> list[str]:
+    """The flags by which settings are documented."""
+    found = [all_settings()[name] for name in names]
+    return [one.flag for one in found if one.spellings]
+
+
+def test_the_terminal_names_every_flag_with_an_effect_once_and_the_model_first() -> None:
     text = flags_text()
-    assert all(setting.flag in text for setting in all_settings().values() if setting.spellings)
+    beside = ["--config", "--import", "--trust-recipe"]
+    assert sorted(options_of(text)) == sorted([*beside, *declared(list(all_settings()))])
+    assert options_of(text)[:5] == [*beside, "--num-layers", "--hidden-size"]
     assert max(len(line) for line in text.splitlines()) <= 120
+
+
+def test_common_flags_are_few_declared_ones_in_order() -> None:
+    names = [name for part in COMMON_SETTINGS.values() for name in part.split()]
+    flags = options_of(common_flags_text())
+    assert flags == ["--config", *declared(names)]
+    assert len(flags) <= 40 and len(set(flags)) == len(flags)
+    required = [one.flag for one in all_settings().values() if one.required]
+    expected = [*required, "--data-path", "--tensor-model-parallel-size", "--save", "--load", "--bf16", "--train-iters"]
+    assert set(expected) <= set(flags)
+    assert not {"--moe-router-dtype", "--mscale", "--num-experts", "--profile-ranks"} & set(flags)
+
+
+@dataclass(frozen=True)
+class PaintSettings:
+    paint_layers: int = setting(3, help="layers of paint", ours=True)
+
+
+def test_the_terminal_names_flags_of_registered_objects() -> None:
+    registry = Registry((Entry("norm", "paint", object, PaintSettings),))
+    options = options_of(flags_text(registry))
+    assert [flag for flag in options if flag not in options_of(flags_text())] == ["--paint-layers"]
 
 
 def test_differences_are_what_is_required_or_not_the_default() -> None:

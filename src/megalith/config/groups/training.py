@@ -10,7 +10,7 @@ from megalith.registry import Registered
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Number formats and the loss scale."""
+    """Precision of weights, activations and gradients, and the loss scale."""
 
     fp16: bool = setting(False, help="fp16 weights and activations with a loss scale")
     bf16: bool = setting(False, help="bf16 weights and activations")
@@ -258,10 +258,9 @@ class OptimizerConfig:
 
     optimizer: str = setting(
         "adam",
-        help="optimizer: adam is AdamW, with decoupled weight decay; sgd has momentum; muon orthogonalises the updates "
-        "of the matrices in the layers, and leaves the rest to --muon-scalar-optimizer; dist_muon gives what muon "
-        "does; adaptive_muon divides these updates by the root of their mean square (AdaMuon); soap is AdamW in the "
-        "eigenbasis of Shampoo's preconditioners for these matrices, and plain AdamW for the rest",
+        help="optimizer: adam is AdamW (decoupled weight decay); sgd has momentum; muon, adaptive_muon (AdaMuon) and "
+        "soap (AdamW in the eigenbasis of Shampoo's preconditioners) update the matrices in the layers, AdamW or "
+        "--muon-scalar-optimizer the rest; dist_muon is equivalent to muon",
         choices=("adam", "sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap"),
         registers="optimizer",
     )
