@@ -20,6 +20,7 @@ from megalith.schedules.parameters import LearningRateSchedule
 
 if TYPE_CHECKING:
     from megalith.assemble.trained import Trained, load_trained
+    from megalith.optim.rules import UpdateBatch, UpdateRule
     from megalith.train.loop import TrainingRun, train
     from megalith.train.results import Evaluation, SavedCheckpoint, StepResult
     from megalith.train.step import train_step
@@ -36,6 +37,8 @@ _LATER = {
     "StepResult": "megalith.train.results:StepResult",
     "Trained": "megalith.assemble.trained:Trained",
     "TrainingRun": "megalith.train.loop:TrainingRun",
+    "UpdateBatch": "megalith.optim.rules:UpdateBatch",
+    "UpdateRule": "megalith.optim.rules:UpdateRule",
     "load_trained": "megalith.assemble.trained:load_trained",
     "train": "megalith.train.loop:train",
     "train_step": "megalith.train.step:train_step",
@@ -60,11 +63,14 @@ __all__ = [
     "TokenizerConfig",
     "Trained",
     "TrainingRun",
+    "UpdateBatch",
+    "UpdateRule",
     "collect",
     "from_values",
     "load",
     "load_trained",
     "register_dataset",
+    "register_optimizer",
     "register_schedule",
     "register_tokenizer",
     "setting",
@@ -93,6 +99,25 @@ def register_dataset(name: str, *, settings: type | None = None, shuffle: bool =
         shuffle: Whether each epoch has an order of its own.
     """
     return mark("dataset", name, settings=settings, shuffle=shuffle)
+
+
+def register_optimizer(name: str, *, unit: str = "element", settings: type | None = None) -> Callable[[Thing], Thing]:
+    """Register a subclass of `UpdateRule`, or any class of `torch.optim.Optimizer`, for `--optimizer name`.
+
+    Master weights, gradient clipping, the loss scale, weight decay groups and checkpoints are the run's. The fields of
+    the settings are the keyword arguments of a torch optimizer, beside lr and weight_decay.
+
+    Args:
+        unit: "element" if the update of an element depends on that element's values alone, so that ZeRO-1 may divide a
+            parameter anywhere; "matrix" for rules that need whole matrices of the layers.
+        settings: As of `register_dataset`.
+
+    Raises:
+        ValueError: There is no such unit.
+    """
+    if unit not in ("element", "matrix"):
+        raise ValueError(f"unit={unit!r}: give 'element' or 'matrix'")
+    return mark("optimizer", name, settings=settings, unit=unit)
 
 
 def register_schedule(name: str, *, settings: type | None = None) -> Callable[[Thing], Thing]:
