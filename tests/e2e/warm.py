@@ -19,13 +19,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+MOCK_DOCUMENTS = 2000
+"""Documents of `--mock-data` in commands that the template starts, instead of 100,000."""
 _TEMPLATE = """
 import json, os, signal, sys
 import megalith.assemble.ranks, megalith.cli.train, megalith.cli.train_start, megalith.cli.train_hooks
 import megalith.train.metrics, megalith.train.records
+import megalith.data.mock
 from tests.spoil import spoil_runs
 from megalith.cli.main import main
 
+# At a context of 16 tokens the index of Megatron's 100,000 made-up documents takes most of the time of a short run.
+megalith.data.mock.NUM_DOCUMENTS = int(os.environ["MOCK_DOCUMENTS"])
 running = set()
 for line in sys.stdin:
     request = json.loads(line)
@@ -117,7 +122,7 @@ class WarmProcess:
 
     def __init__(self, logs: Path, **env: str) -> None:
         self._logs, self._count = logs, 0
-        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "MOCK_DOCUMENTS": str(MOCK_DOCUMENTS), **env}
         self._process = self._start_template()
 
     def _start_template(self) -> subprocess.Popen[str]:

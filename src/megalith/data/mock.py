@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megalith.tokenizers import Tokenizer
 
 MOCK_SPLIT = "1,1,1"
-_NUM_DOCUMENTS = 100_000
+NUM_DOCUMENTS = 100_000
 _LONGEST = 4096
 
 
@@ -21,7 +21,7 @@ class MockDocuments:
     """100,000 documents that count from 1 to their length, 1 to 4095, and end with the end-of-document id."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.lengths: NDArray[np.int32] = np.random.default_rng(0).integers(1, _LONGEST, _NUM_DOCUMENTS, np.int32)
+        self.lengths: NDArray[np.int32] = np.random.default_rng(0).integers(1, _LONGEST, NUM_DOCUMENTS, np.int32)
         self._vocab_size, self._eod = tokenizer.vocab_size, tokenizer.eod
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
