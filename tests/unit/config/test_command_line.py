@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megalith.config import RunConfig, all_settings, load
@@ -74,185 +76,134 @@ def test_no_spelling_means_two_things() -> None:
 
 
 def test_negative_numbers_are_values() -> None:
-    with pytest.raises(ConfigError, match="--min-lr -1e-05: must be at least 0"):
+    with pytest.raises(ConfigError, match="--min-lr -1e-05"):
         read("--min-lr", "-1e-5")
-    with pytest.raises(ConfigError, match="--weight-decay -0.5: must be at least 0"):
+    with pytest.raises(ConfigError, match="--weight-decay -0.5"):
         read("--weight-decay", "-.5")
 
 
 def test_flags_are_not_abbreviated() -> None:
-    with pytest.raises(ConfigError, match="--init-method is not a flag; did you mean --init-method-std?"):
+    with pytest.raises(ConfigError, match="--init-method .*--init-method-std"):
         read("--init-method", "0.1")
 
 
 def test_underscores_are_noted() -> None:
     run = read("--transformer_impl", "local")
     assert run.model.transformer_impl == "local"
-    assert [str(note) for note in run.notes] == ["--transformer_impl is read as --transformer-impl"]
+    (note,) = map(str, run.notes)
+    assert "--transformer_impl" in note and "--transformer-impl" in note
 
 
 def test_the_last_value_holds_and_is_noted() -> None:
     run = read("--seed", "1", "--seed", "2")
     assert run.train.seed == 2
-    assert [str(note) for note in run.notes] == ["--seed is given more than once; the last one holds"]
+    (note,) = map(str, run.notes)
+    assert note.startswith("--seed ")
     assert read("--seed", "2", "--seed", "2").notes == ()
 
 
 def test_a_flag_that_needs_nothing_is_noted_with_its_reason() -> None:
     run = read("--no-rope-fusion", "--no-masked-softmax-fusion")
-    assert [str(note) for note in run.notes] == [
-        "--no-rope-fusion, --no-masked-softmax-fusion need nothing here: whether operations are fused is decided by "
-        "the kernels here, and the numbers do not change",
-    ]
+    (note,) = run.notes
+    assert note.needs_nothing == ("--no-rope-fusion", "--no-masked-softmax-fusion") and note.text
     (line,) = notes_lines(run)
     assert line.endswith("--no-rope-fusion --no-masked-softmax-fusion")
 
 
 def test_a_refused_flag_with_megatrons_default_asks_for_nothing() -> None:
     run = read("--moe-upcycling-granularity", "1", "--moe-paged-stash-page-size", "64")
-    assert [str(note) for note in run.notes] == [
-        "--moe-upcycling-granularity, --moe-paged-stash-page-size need nothing here: this is Megatron's default"
-    ]
+    (note,) = run.notes
+    assert note.needs_nothing == ("--moe-upcycling-granularity", "--moe-paged-stash-page-size") and note.text
 
 
 def test_settings_of_experts_say_where_they_have_no_effect() -> None:
     run = read("--num-experts", "0", "--moe-router-topk", "4", "--moe-grouped-gemm")
-    assert not run.model.mixture and [str(note) for note in run.notes] == [
-        "--moe-router-topk 4 has no effect: --num-experts is not given, no layer has experts",
-        "--moe-grouped-gemm needs nothing here: which kernels move and multiply tokens is decided here, and the "
-        "numbers do not change",
-    ]
+    assert not run.model.mixture
+    idle, needless = run.notes
+    assert "--moe-router-topk 4" in idle.text and "--num-experts" in idle.text
+    assert needless.needs_nothing == ("--moe-grouped-gemm",)
     alone = read("--expert-tensor-parallel-size", "3")
-    assert alone.layout == Layout() and "--expert-tensor-parallel-size 3 has no effect" in notes_lines(alone)[0]
+    assert alone.layout == Layout() and "--expert-tensor-parallel-size 3" in notes_lines(alone)[0]
     spread = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.1", "--moe-router-load-balancing-type", "none")
     (line,) = notes_lines(read(*spread))
-    assert "--moe-aux-loss-coeff 0.1 has no effect" in line
+    assert "--moe-aux-loss-coeff 0.1" in line
 
 
 def test_some_values_of_a_flag_may_need_nothing() -> None:
-    assert [str(note) for note in read("--exit-signal", "SIGTERM").notes] == [
-        "--exit-signal needs nothing here: this signal is always answered by finishing the step and saving",
-    ]
-    with pytest.raises(ConfigError, match="--exit-signal SIGQUIT: signals other than"):
+    assert [note.needs_nothing for note in read("--exit-signal", "SIGTERM").notes] == [("--exit-signal",)]
+    with pytest.raises(ConfigError, match="--exit-signal SIGQUIT"):
         read("--exit-signal", "SIGQUIT")
 
 
 @pytest.mark.parametrize(
-    ("words", "note"),
+    ("words", "named"),
     [
-        ("--num-query-groups 2", "--num-query-groups 2 has no effect: --group-query-attention is not given"),
-        ("--save-interval 5", "--save-interval 5 has no effect: nothing is saved without --save"),
-        (
-            "--phase-transition-iterations 4",
-            "--phase-transition-iterations 4 stops the run where a phase ends, and without --save nothing is there for "
-            "the next one to go on from",
-        ),
-        ("--finetune", "--finetune has no effect: nothing is loaded without --load"),
+        ("--num-query-groups 2", ("--num-query-groups 2", "--group-query-attention")),
+        ("--save-interval 5", ("--save-interval 5", "--save")),
+        ("--phase-transition-iterations 4", ("--phase-transition-iterations 4", "--save")),
+        ("--finetune", ("--finetune", "--load")),
         (
             "--no-use-tokenizer-model-from-checkpoint-args",
-            "--no-use-tokenizer-model-from-checkpoint-args has no effect: --use-checkpoint-args is not given, the "
-            "tokenizer is the one that the flags name",
+            ("--no-use-tokenizer-model-from-checkpoint-args", "--use-checkpoint-args"),
         ),
-        ("--no-t5-logits-bias", "--no-t5-logits-bias has no effect: the model is no T5"),
-        ("--t5-scaled-logits", "--t5-scaled-logits has no effect: the model is no T5"),
-        (
-            "--use-torch-fsdp2",
-            "--use-torch-fsdp2 has no effect: with one data-parallel process there is nothing to split",
-        ),
+        ("--no-t5-logits-bias", ("--no-t5-logits-bias",)),
+        ("--t5-scaled-logits", ("--t5-scaled-logits",)),
+        ("--use-torch-fsdp2", ("--use-torch-fsdp2",)),
         (
             "--torch-fsdp2-no-reshard-after-forward",
-            "--torch-fsdp2-no-reshard-after-forward has no effect without --use-torch-fsdp2",
+            ("--torch-fsdp2-no-reshard-after-forward", "--use-torch-fsdp2"),
         ),
-        ("--hysteresis 4", "--hysteresis 4 has no effect: the loss scale moves only under --fp16"),
-        ("--split 100,0,0", "--split 100,0,0 has no effect: --mock-data gives each split a third, as in Megatron"),
-        ("--recompute-method block", "--recompute-method block has no effect: --recompute-granularity is not given"),
-        *(
-            (
-                words,
-                "selective recomputation of core_attn needs nothing here: fused attention stores no scores, which is "
-                "what it would save; the numbers are the same",
-            )
-            for words in ("--recompute-activations", "--recompute-granularity selective --recompute-modules core_attn")
-        ),
-        ("--recompute-modules", "--recompute-modules has no effect without --recompute-granularity selective"),
-        (
-            "--recompute-modules mlp",
-            "--recompute-modules mlp has no effect without --recompute-granularity selective",
-        ),
+        ("--hysteresis 4", ("--hysteresis 4", "--fp16")),
+        ("--split 100,0,0", ("--split 100,0,0", "--mock-data")),
+        ("--recompute-method block", ("--recompute-method block", "--recompute-granularity")),
+        ("--recompute-activations", ("core_attn",)),
+        ("--recompute-granularity selective --recompute-modules core_attn", ("core_attn",)),
+        ("--recompute-modules", ("--recompute-modules", "--recompute-granularity selective")),
+        ("--recompute-modules mlp", ("--recompute-modules mlp", "--recompute-granularity selective")),
         *(
             (
                 f"--recompute-granularity selective --recompute-modules {part} {more}",
-                f"--recompute-modules {part}: {said}",
+                (f"--recompute-modules {part}", without),
             )
-            for part, more, said in (
-                ("moe_act", "", "there are no experts to recompute without --num-experts"),
-                (
-                    "shared_experts",
-                    "--num-experts 2",
-                    "there are no shared experts without --moe-shared-expert-intermediate-size",
-                ),
-                ("mla_up_proj", "", "mla_up_proj is a part of --multi-latent-attention alone"),
+            for part, more, without in (
+                ("moe_act", "", "--num-experts"),
+                ("shared_experts", "--num-experts 2", "--moe-shared-expert-intermediate-size"),
+                ("mla_up_proj", "", "--multi-latent-attention"),
             )
         ),
-        ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2 has no effect: --window-size is not given"),
-        (
-            "--window-size 8,3",
-            "--window-size 8,3: attention is causal, so that the 3 to the right count as 8,0",
-        ),
-        (
-            "--no-rope-freq 1",
-            "--no-rope-freq 1 has no effect with --position-embedding-type learned_absolute (the default)",
-        ),
-        (
-            "--glu-linear-offset 1",
-            "--glu-linear-offset 1 has no effect: the feed-forward layers are not gated",
-        ),
+        ("--window-attn-skip-freq 2", ("--window-attn-skip-freq 2", "--window-size")),
+        ("--window-size 8,3", ("--window-size 8,3", "8,0")),
+        ("--no-rope-freq 1", ("--no-rope-freq 1", "--position-embedding-type learned_absolute")),
+        ("--glu-linear-offset 1", ("--glu-linear-offset 1",)),
         (
             "--apply-query-key-layer-scaling",
-            "--apply-query-key-layer-scaling has no effect with fused attention, which never rounds scores; "
-            "--attention-backend unfused repeats the numbers of Megatron's own kernel",
+            ("--apply-query-key-layer-scaling", "--attention-backend unfused"),
         ),
-        ("--lr-wsd-decay-iters 4", "--lr-wsd-decay-iters 4: no effect without --lr-decay-style WSD"),
-        ("--sgd-momentum 0.5", "--sgd-momentum 0.5 has no effect with --optimizer adam (the default)"),
-        ("--optimizer sgd --adam-beta1 0.8", "--adam-beta1 0.8 has no effect with --optimizer sgd"),
-        ("--muon-nesterov", "--muon-nesterov has no effect with --optimizer adam (the default)"),
-        (
-            "--optimizer dist_muon",
-            "--optimizer dist_muon divides no work here: each data-parallel replica keeps and updates all states, as "
-            "with --optimizer muon, which gives the same weights",
-        ),
-        ("--decoupled-min-lr 1e-5", "--decoupled-min-lr 1e-05 has no effect: --decoupled-lr is not given"),
+        ("--lr-wsd-decay-iters 4", ("--lr-wsd-decay-iters 4", "--lr-decay-style WSD")),
+        ("--sgd-momentum 0.5", ("--sgd-momentum 0.5", "--optimizer adam")),
+        ("--optimizer sgd --adam-beta1 0.8", ("--adam-beta1 0.8", "--optimizer sgd")),
+        ("--muon-nesterov", ("--muon-nesterov", "--optimizer adam")),
+        ("--optimizer dist_muon", ("--optimizer dist_muon", "--optimizer muon")),
+        ("--decoupled-min-lr 1e-5", ("--decoupled-min-lr 1e-05", "--decoupled-lr")),
         (
             "--use-precision-aware-optimizer",
-            "--use-precision-aware-optimizer has no effect by itself: everything is stored in fp32; add "
-            "--exp-avg-dtype bf16, --exp-avg-sq-dtype bf16, --main-grads-dtype bf16 or --main-params-dtype fp16",
+            ("--use-precision-aware-optimizer", "--exp-avg-dtype bf16", "--main-params-dtype fp16"),
         ),
-        (
-            "--error-injection-rate 5 --rerun-mode disabled",
-            "--error-injection-rate 5 has no effect with --rerun-mode disabled",
-        ),
-        (
-            "--fp16 --nan-policy skip",
-            "--nan-policy skip has no effect on losses that are not finite: the dynamic loss scale skips such steps",
-        ),
-        (
-            "--iterations-to-skip 3 10",
-            "--iterations-to-skip 10 has no effect: the run has 10 iterations, the last of them after 9",
-        ),
-        (
-            "--grad-reduce-in-bf16",
-            "--grad-reduce-in-bf16 has no effect: it is for --bf16; under --fp16 gradients are fp16 by themselves",
-        ),
+        ("--error-injection-rate 5 --rerun-mode disabled", ("--error-injection-rate 5", "--rerun-mode disabled")),
+        ("--fp16 --nan-policy skip", ("--nan-policy skip",)),
+        ("--iterations-to-skip 3 10", ("--iterations-to-skip 10", "9")),
+        ("--grad-reduce-in-bf16", ("--grad-reduce-in-bf16", "--bf16")),
     ],
 )
-def test_what_has_no_effect_is_noted(words: str, note: str) -> None:
-    assert [str(item) for item in read(*words.split()).notes] == [note]
+def test_what_has_no_effect_is_noted(words: str, named: tuple[str, ...]) -> None:
+    (note,) = map(str, read(*words.split()).notes)
+    assert all(re.search(rf"(?<![\w-]){re.escape(fact)}(?![\w-])", note) for fact in named), note
 
 
 def test_the_launcher_speaks_through_the_environment() -> None:
     assert read(environ={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3"}).launch.local_rank == 3
     assert read("--local-rank", "1", environ={"LOCAL_RANK": "3"}).launch.local_rank == 1
-    with pytest.raises(ConfigError, match="--rank is not a flag"):
+    with pytest.raises(ConfigError, match="--rank "):
         read("--rank", "0")
 
 
@@ -283,13 +234,13 @@ def test_words_of_settings_can_be_taken_out_in_every_spelling() -> None:
 @pytest.mark.parametrize(("precision", "said"), [([], True), (["--fp16"], False), (["--bf16"], False)])
 def test_a_loss_scale_without_half_precision_has_no_effect(precision: list[str], said: bool) -> None:
     text = "\n".join(notes_lines(read("--loss-scale", "8", *precision)))
-    assert ("--loss-scale 8 has no effect" in text) is said
+    assert ("--loss-scale 8" in text) is said
 
 
 def test_a_batch_is_rounded_down_where_that_is_asked_for() -> None:
     run = read("--global-batch-size", "7", "--decrease-batch-size-if-needed")
     assert (run.global_batch_size, run.num_micro_batches, run.batch_sizes.running(0)) == (7, 3, 6)
-    with pytest.raises(ConfigError, match="--global-batch-size 7 is not divisible"):
+    with pytest.raises(ConfigError, match="--global-batch-size 7 .*--micro-batch-size 2"):
         read("--global-batch-size", "7")
 
 
@@ -302,4 +253,4 @@ def test_a_batch_by_tokens_is_the_last_one_at_the_end() -> None:
 def test_quotes_that_the_shell_has_kept_are_taken_off() -> None:
     reading = read_command_line(["--split", "'99,1,0'", "--save", '"a b"', "--load", "'"])
     assert (reading.values["split"], reading.values["save"], reading.values["load"]) == ("99,1,0", "a b", "'")
-    assert reading.notes[0] == "--split '99,1,0': its quotes are taken off (the shell has kept them)"
+    assert reading.notes[0].startswith("--split '99,1,0'")

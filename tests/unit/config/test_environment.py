@@ -218,7 +218,7 @@ def test_nothing_is_said_of_processes_whose_number_could_not_be_read() -> None:
     ("environ", "how"), [(SRUN, "srun --ntasks"), (OPEN_MPI, "mpirun -n"), ({}, "torchrun --nproc_per_node")]
 )
 def test_the_remedy_speaks_of_the_launcher(environ: dict[str, str], how: str) -> None:
-    with pytest.raises(ConfigError, match=f"start .* \\({how}\\), or with"):
+    with pytest.raises(ConfigError, match=rf"--context-parallel-size 4.*\({how}\)"):
         load(f"{MODEL} --context-parallel-size 4".split(), environ)
 
 
@@ -245,19 +245,19 @@ def test_launch_errors_come_with_all_others_before_anything_starts() -> None:
     with pytest.raises(ConfigError) as caught:
         load([*MODEL.replace("--hidden-size 16", "--hidden-size 15").split(), "--nproc", "2"], {"RANK": "3"})
     texts = caught.value.violations
-    assert any("RANK=3 is set and WORLD_SIZE is not" in text for text in texts)
+    assert any("RANK=3" in text and "WORLD_SIZE" in text for text in texts)
     assert any("--hidden-size 15" in text for text in texts)
 
 
 @pytest.mark.parametrize(
     ("flags", "environ", "message"),
     [
-        ("", {"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2: ranks count from 0 to 1"),
-        ("--nproc 2", {"RANK": "0", "WORLD_SIZE": "4"}, "--nproc 2 starts 2 processes itself"),
-        ("--max-restarts 3", {}, "--max-restarts 3 needs --nproc N"),
-        ("--nproc 3 --tensor-model-parallel-size 2", {}, "needs a multiple of 2 processes and 3 processes were"),
+        ("", {"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2"),
+        ("--nproc 2", {"RANK": "0", "WORLD_SIZE": "4"}, "--nproc 2 "),
+        ("--max-restarts 3", {}, "--max-restarts 3 "),
+        ("--nproc 3 --tensor-model-parallel-size 2", {}, "--tensor-model-parallel-size 2 "),
         ("", {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "x"}, "environment variable MASTER_PORT=x"),
-        ("", {**SRUN, "SLURM_JOB_NODELIST": ""}, "the host of rank 0 is unknown"),
+        ("", {**SRUN, "SLURM_JOB_NODELIST": ""}, "MASTER_ADDR"),
     ],
 )
 def test_refused_launches(flags: str, environ: dict[str, str], message: str) -> None:
