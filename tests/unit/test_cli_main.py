@@ -102,9 +102,10 @@ def test_an_unknown_command_is_answered_with_the_nearest(
     command: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["pant"]) == 2
-    assert "did you mean `megalith paint`?" in capsys.readouterr().err
+    assert "megalith paint" in capsys.readouterr().err
     assert cli.main(["xyz"]) == 2
-    assert "commands: paint, config" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "paint" in said and "config" in said
 
 
 def test_help_lists_the_commands_that_are_there(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ def test_a_sound_installation(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert f"torch {torch.__version__}" in out and "float32 (default)" in out
-    assert "gloo (CPU): there" in out
-    assert out.endswith("everything that training needs works here\n")
+    assert "gloo" in out
+    assert "WRONG" not in out
 
 
 def test_what_is_missing_is_said_with_its_use(
@@ -34,17 +35,16 @@ def test_what_is_missing_is_said_with_its_use(
     monkeypatch.setattr(doctor, "_EXTRAS", {"no_such_package": ("nothing at all", "track")})
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "WRONG   tiktoken is missing: pip install tiktoken" in out
-    assert f"no_such_package is missing: nothing at all ({install_command('track')})" in out
-    assert out.endswith("1 things are wrong\n")
+    assert re.search("WRONG +tiktoken .*pip install tiktoken", out)
+    assert re.search(f"no_such_package .*{re.escape(install_command('track'))}", out) and out.count("WRONG") == 1
 
 
 def test_a_device_that_computes_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "_TOLERANCE", dict.fromkeys(doctor._TOLERANCE, -1.0))
     assert main(["doctor"]) == 1
-    assert "WRONG       float32 (default): a product is off by" in capsys.readouterr().out
+    assert re.search("WRONG +float32", capsys.readouterr().out)
 
 
 def test_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--all"]) == 2
-    assert "takes no words: --all" in capsys.readouterr().err
+    assert "--all" in capsys.readouterr().err

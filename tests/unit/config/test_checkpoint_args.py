@@ -31,8 +31,8 @@ def test_model_and_tokenizer_are_those_of_the_checkpoint(tmp_path: Path) -> None
     run = run_from(tmp_path, "--hidden-size 24")
     assert (run.model.hidden_size, run.model.num_layers) == (16, 2)
     assert (run.tokenizer.tokenizer_type, run.tokenizer.tokenizer_model) == ("HuggingFaceTokenizer", str(tmp_path))
-    said = [note.text for note in run.notes]
-    assert "Setting hidden_size to 16 from checkpoint (the command line says 24)" in said
+    said = [note.text for note in run.notes if "Setting hidden_size to 16 from checkpoint" in note.text]
+    assert len(said) == 1 and "24" in said[0]
 
 
 @pytest.mark.parametrize("said_twice", [True, False])
@@ -62,9 +62,9 @@ def test_a_tokenizer_that_is_typed_as_the_checkpoint_has_it_needs_no_word(tmp_pa
 
 def test_what_only_the_checkpoint_says_is_not_held_against_the_user(tmp_path: Path) -> None:
     quiet = run_from(tmp_path, "")
-    assert [note.text for note in quiet.notes if "has no effect" in note.text] == []
-    (said,) = [note.text for note in run_from(tmp_path, "--moe-router-topk 2").notes if "has no effect" in note.text]
-    assert said.startswith("--moe-router-topk 2 has no effect")
+    assert [note.text for note in quiet.notes if "--moe-router-topk" in note.text] == []
+    said = [note.text for note in run_from(tmp_path, "--moe-router-topk 2").notes]
+    assert any(text.startswith("--moe-router-topk 2 ") for text in said)
 
 
 def test_the_layout_too_where_it_is_asked_for() -> None:

@@ -48,5 +48,5 @@ def test_names_of_other_versions() -> None:
     assert _run("--optimizer muon --muon-use-nesterov").optimizer.muon_nesterov
     assert not _run("--optimizer muon").optimizer.muon_nesterov
     for old, new in (("granularity full", "granularity"), ("method block", "method"), ("num-layers 2", "num-layers")):
-        with pytest.raises(ConfigError, match=f"it is called --recompute-{new} now"):
+        with pytest.raises(ConfigError, match=f"--recompute-{new}"):
             _run(f"--checkpoint-{old}")

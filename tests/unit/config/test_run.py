@@ -138,46 +138,45 @@ def test_what_is_saved_may_be_older_but_not_foreign() -> None:
     saved = from_values(VALUES).to_dict()
     del saved["precision"], saved["model"]["swiglu"]
     assert RunConfig.from_dict(saved) == from_values(VALUES)
-    with pytest.raises(ConfigError, match="group 'model' has no setting 'colour'"):
+    with pytest.raises(ConfigError, match="'model'.*'colour'"):
         RunConfig.from_dict({**saved, "model": {**saved["model"], "colour": 1}})
-    with pytest.raises(ConfigError, match="group 'train' lacks 'micro_batch_size'"):
+    with pytest.raises(ConfigError, match="'train'.*'micro_batch_size'"):
         RunConfig.from_dict({**saved, "train": {}})
-    with pytest.raises(ConfigError, match="no group called 'paint'"):
+    with pytest.raises(ConfigError, match="'paint'"):
         RunConfig.from_dict({**saved, "paint": {}})
 
 
 def test_values_are_checked_like_flags() -> None:
     with pytest.raises(ConfigError) as caught:
         from_values({**VALUES, "hidden_size": 18, "colour": 1})
-    assert caught.value.violations[0].startswith("no setting is called colour")
-    assert caught.value.violations[1].startswith("--hidden-size 18 is not divisible")
-    assert len(caught.value.violations) == 2
+    unknown, wrong = caught.value.violations
+    assert "colour" in unknown and wrong.startswith("--hidden-size 18 ")
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("name", "value", "remedy"),
     [
-        ("optimizer", "adamw", ("not one of", "did you mean adam?")),
-        ("optimizer", "myopt", ("not one of", "sgd")),
-        ("position_embedding_type", "ropee", ("did you mean rope?",)),
-        ("normalization", "LayerNrom", ("did you mean LayerNorm?",)),
-        ("bf16", "no", ("not true or false",)),
-        ("bf16", 1, ("not true or false",)),
-        ("num_layers", "2", ("not a whole number",)),
-        ("num_layers", 2.5, ("not a whole number",)),
-        ("num_layers", True, ("not a whole number",)),
-        ("num_layers", None, ("not a whole number",)),
-        ("lr", float("nan"), ("not a finite number",)),
-        ("lr", "1e-3", ("not a number",)),
-        ("rampup_batch_size", (2, "2", 8), ("not a whole number",)),
-        ("mock_data", "false", ("not true or false",)),
+        ("optimizer", "adamw", "adam?"),
+        ("optimizer", "myopt", "sgd"),
+        ("position_embedding_type", "ropee", "rope?"),
+        ("normalization", "LayerNrom", "LayerNorm?"),
+        ("bf16", "no", ""),
+        ("bf16", 1, ""),
+        ("num_layers", "2", ""),
+        ("num_layers", 2.5, ""),
+        ("num_layers", True, ""),
+        ("num_layers", None, ""),
+        ("lr", float("nan"), ""),
+        ("lr", "1e-3", ""),
+        ("rampup_batch_size", (2, "2", 8), ""),
+        ("mock_data", "false", ""),
     ],
 )
-def test_values_have_the_types_and_choices_of_flags(name: str, value: Any, words: tuple[str, ...]) -> None:
+def test_values_have_the_types_and_choices_of_flags(name: str, value: Any, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_values({**VALUES, name: value})
     (violation,) = caught.value.violations
-    assert violation.startswith(f"{name} = {value!r}: ") and all(word in violation for word in words)
+    assert violation.startswith(f"{name} = {value!r}: ") and remedy in violation
 
 
 def test_a_name_near_a_setting_is_one_violation() -> None:
@@ -213,7 +212,7 @@ MODEL = {name: VALUES[name] for name in ("num_layers", "num_attention_heads", "m
         ([ModelConfig(**MODEL, hidden_size=0)], ["hidden_size = 0"]),
         ([ModelConfig(**MODEL, hidden_size="64")], ["hidden_size = '64'"]),  # type: ignore[arg-type]
         ([OptimizerConfig(optimizer="myopt")], ["myopt"]),
-        ([PrecisionConfig(fp16=True, bf16=True)], ["--fp16 and --bf16"]),
+        ([PrecisionConfig(fp16=True, bf16=True)], ["--fp16"]),
         ([DataConfig(seq_length=64, data_path="/data/x")], ["data_path = '/data/x'"]),  # type: ignore[arg-type]
         (
             [DataConfig(seq_length=65, mock_data=True), ModelConfig(**MODEL, hidden_size=64)],
@@ -232,16 +231,16 @@ def test_groups_by_hand_are_checked(groups: list[Any], names: list[str]) -> None
 def test_a_run_changed_by_hand_is_checked_by_all_rules() -> None:
     run = from_values(VALUES)
     check_run(run)
-    with pytest.raises(ConfigError, match="--global-batch-size 3 is not divisible"):
+    with pytest.raises(ConfigError, match="--global-batch-size 3 "):
         check_run(dataclasses.replace(run, train=dataclasses.replace(run.train, global_batch_size=3)))
 
 
 def test_values_with_what_a_launcher_says() -> None:
     by_hand = {"RANK": "1", "WORLD_SIZE": "2"}
     assert from_values({**VALUES, "tensor_model_parallel_size": 2}, environ=by_hand).launch.rank == 1
-    with pytest.raises(ConfigError, match="needs a multiple of 3 processes and 2 processes were started"):
+    with pytest.raises(ConfigError, match="--context-parallel-size 3 "):
         from_values({**VALUES, "context_parallel_size": 3}, environ=by_hand)
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 is set and RANK is not"):
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 .*RANK"):
         from_values(VALUES, environ={"WORLD_SIZE": "2"})
     assert from_values(VALUES).launch.world_size == 1, "the environment is read where it is given"
 

@@ -66,23 +66,23 @@ def test_the_checkpoint_is_left_its_own(words: str, config: TokenizerConfig | No
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "named"),
     [
-        ("--vocab-file v", "--vocab-file: --tokenizer-type GPT2BPETokenizer (the default) requires --merge-file too"),
+        ("--vocab-file v", ("--vocab-file", "--tokenizer-type GPT2BPETokenizer", "--merge-file")),
         (
             "--tokenizer-type BertWordPieceCase --vocab-extra-ids 20",
-            "--vocab-extra-ids: --tokenizer-type BertWordPieceCase requires --vocab-file too",
+            ("--vocab-extra-ids", "--tokenizer-type BertWordPieceCase", "--vocab-file"),
         ),
         (
             "--tokenizer-type TikTokenizer --tokenizer-model m --tiktoken-num-special-tokens 1",
-            "--tiktoken-num-special-tokens 1: there are 3 special tokens",
+            ("--tiktoken-num-special-tokens 1", "3"),
         ),
     ],
 )
-def test_half_a_tokenizer_is_refused_and_not_passed_over(words: str, said: str) -> None:
+def test_half_a_tokenizer_is_refused_and_not_passed_over(words: str, named: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         tokenizer_of_flags(parse(words))
-    assert caught.value.violations[0].startswith(said)
+    assert all(fact in caught.value.violations[0] for fact in named)
 
 
 def test_arguments_are_called_as_the_settings_are() -> None:
@@ -102,8 +102,8 @@ def test_arguments_are_called_as_the_settings_are() -> None:
         "NullTokenizer", vocab_size=9
     )
     for wrong, said in (
-        ({"trust_remote_code": True}, "trust_remote_code=True is not known"),
-        ({"tokenizer_hf_no_include_special_tokens": "maybe"}, "maybe is not True or False"),
+        ({"trust_remote_code": True}, "trust_remote_code=True"),
+        ({"tokenizer_hf_no_include_special_tokens": "maybe"}, "maybe"),
         ({"tokenizer_type": "Llama3"}, "--tokenizer-type Llama3"),
     ):
         with pytest.raises(ConfigError, match=said):
