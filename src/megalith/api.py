@@ -20,6 +20,10 @@ from megalith.schedules.parameters import LearningRateSchedule
 
 if TYPE_CHECKING:
     from megalith.assemble.trained import Trained, load_trained
+    from megalith.nn.linear import Linear, column, row
+    from megalith.nn.own_attention import Attend
+    from megalith.nn.placement import Replicated, Split
+    from megalith.nn.region import Region
     from megalith.optim.rules import UpdateBatch, UpdateRule
     from megalith.train.loop import TrainingRun, train
     from megalith.train.results import Evaluation, SavedCheckpoint, StepResult
@@ -37,6 +41,13 @@ _LATER = {
     "StepResult": "megalith.train.results:StepResult",
     "Trained": "megalith.assemble.trained:Trained",
     "TrainingRun": "megalith.train.loop:TrainingRun",
+    "Attend": "megalith.nn.own_attention:Attend",
+    "Linear": "megalith.nn.linear:Linear",
+    "Region": "megalith.nn.region:Region",
+    "Replicated": "megalith.nn.placement:Replicated",
+    "Split": "megalith.nn.placement:Split",
+    "column": "megalith.nn.linear:column",
+    "row": "megalith.nn.linear:row",
     "UpdateBatch": "megalith.optim.rules:UpdateBatch",
     "UpdateRule": "megalith.optim.rules:UpdateRule",
     "load_trained": "megalith.assemble.trained:load_trained",
@@ -45,6 +56,7 @@ _LATER = {
 }
 
 __all__ = [
+    "Attend",
     "CheckpointError",
     "ConfigError",
     "Control",
@@ -53,12 +65,16 @@ __all__ = [
     "Evaluation",
     "Hook",
     "LearningRateSchedule",
+    "Linear",
     "MegalithError",
     "ModelConfig",
     "OptimizerConfig",
+    "Region",
     "Registry",
+    "Replicated",
     "RunConfig",
     "SavedCheckpoint",
+    "Split",
     "StepResult",
     "TokenizerConfig",
     "Trained",
@@ -66,13 +82,18 @@ __all__ = [
     "UpdateBatch",
     "UpdateRule",
     "collect",
+    "column",
     "from_values",
     "load",
     "load_trained",
+    "register_attention",
     "register_dataset",
+    "register_mlp",
+    "register_norm",
     "register_optimizer",
     "register_schedule",
     "register_tokenizer",
+    "row",
     "setting",
     "train",
     "train_step",
@@ -85,6 +106,32 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = _LATER[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def register_attention(name: str, *, settings: type | None = None) -> Callable[[Thing], Thing]:
+    """Register a module for `--attention name`: `(config: ModelConfig, layer, *, region, dtype, device)`.
+
+    Its `forward(hidden [S, B, D], attend: Attend)` returns [S, B, D]. It makes queries, keys and values of its heads
+    and calls `attend(q, k, v)`, which knows the run's mask, dropout, KV cache, documents and context parallelism. A GPT
+    has it in every layer, numbered from 0.
+
+    With tensor parallelism it is built from `Linear`, `column` and `row`, or its modules have a method `placements`.
+    Modules with a `reset_parameters` draw their own initial weights; others get those of Megalith's layers.
+
+    Args:
+        settings: As of `register_dataset`.
+    """
+    return mark("attention", name, settings=settings)
+
+
+def register_mlp(name: str, *, settings: type | None = None) -> Callable[[Thing], Thing]:
+    """Register a module for `--mlp name`: constructed as of `register_attention`, `forward(hidden) -> [S, B, D]`."""
+    return mark("mlp", name, settings=settings)
+
+
+def register_norm(name: str, *, settings: type | None = None) -> Callable[[Thing], Thing]:
+    """Register a module for `--normalization name`: `(size, epsilon, *, dtype, device)`, over the last dimension."""
+    return mark("norm", name, settings=settings)
 
 
 def register_dataset(name: str, *, settings: type | None = None, shuffle: bool = True) -> Callable[[Thing], Thing]:

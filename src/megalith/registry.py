@@ -25,12 +25,9 @@ KINDS: Mapping[str, str] = {
     "attention": "--attention",
     "dataset": "--data-source",
     "hook": "--hook",
-    "loss": "--loss",
     "mlp": "--mlp",
-    "model": "--model",
     "norm": "--normalization",
     "optimizer": "--optimizer",
-    "position": "--position-embedding-type",
     "schedule": "--lr-decay-style",
     "tokenizer": "--tokenizer-type",
 }

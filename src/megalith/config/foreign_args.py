@@ -152,7 +152,6 @@ _OF_THE_RUN = (
     *("label_smoothing", "calculate_per_token_loss", "apply_query_key_layer_scaling", "init_method_std"),
     *("embedding_init_method_std", "init_method_xavier_uniform", "use_cpu_initialization", "attention_backend"),
     "transformer_impl",
-    "loss",
 )
 MODEL_SETTINGS = tuple(setting.name for setting in settings_of("model", ModelConfig) if setting.name not in _OF_THE_RUN)
 """Settings that decide what the weights of a model mean, or how many there are."""

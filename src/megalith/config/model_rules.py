@@ -43,6 +43,14 @@ def hidden_size_divides_into_heads(draft: Draft) -> str:
     )
 
 
+own_attention_is_for_gpt = forbid(
+    lambda run: run.model.attention and (run.model.model_family != "gpt" or run.model.multi_latent_attention),
+    "{attention} is for GPT without --multi-latent-attention; leave one of them out",
+)
+own_mlp_is_for_gpt = forbid(
+    lambda run: run.model.mlp and (run.model.model_family != "gpt" or run.model.mixture),
+    "{mlp} is for GPT without --num-experts; leave one of them out",
+)
 heads_divide_into_query_groups = forbid(
     lambda run: run.model.group_query_attention and run.model.num_attention_heads % run.model.num_query_groups != 0,
     "{num_attention_heads} is not divisible by {num_query_groups}; use {fitting} groups",

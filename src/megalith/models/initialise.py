@@ -108,10 +108,26 @@ def initialise(model: LanguageModel, seed: int) -> None:
     The copy of a tied embedding on the last pipeline stage is drawn under the name of the embedding.
     """
     _fill_constants(model)
+    _reset_parameters(model, seed)
     for name, parameter, placement in named_placements(model):
-        if _is_drawn(name, parameter):
+        if _is_drawn(name, parameter) and not _draws_its_own(model.get_submodule(name.rpartition(".")[0])):
             origin = WORD_EMBEDDINGS if name == model.copied_weight else name_among_all(name, model)
             _keep_part(parameter, placement, model, name, generator_for(seed, origin))
+
+
+def _draws_its_own(module: nn.Module) -> bool:
+    """Whether a module of a user's layer has initial weights of its own; those of Megalith declare placements."""
+    return hasattr(module, "reset_parameters") and not hasattr(module, "placements")
+
+
+def _reset_parameters(model: LanguageModel, seed: int) -> None:
+    """Have the modules of users' layers draw their weights from (seed, their global name)."""
+    for name, module in model.named_modules():
+        if _draws_its_own(module) and any(True for _ in module.parameters(recurse=False)):
+            devices = [model.device] if model.device.type == "cuda" else []
+            with torch.random.fork_rng(devices=devices):
+                torch.manual_seed(generator_for(seed, name).initial_seed())
+                module.reset_parameters()
 
 
 def megatron_draw_order(model: LanguageModel) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import ModelConfig, check_groups
+from megalith.errors import ConfigError
 from megalith.models.layer_options import rotations
 from megalith.nn.attention import LocalMixer, SelfAttention, SequenceMixer
 from megalith.nn.documents import Documents
@@ -24,7 +25,7 @@ from megalith.nn.latent_attention import LatentAttention
 from megalith.nn.loss import LogitsBuffer, vocabulary_loss
 from megalith.nn.moe.balance import Alone, Auxiliary, Peers
 from megalith.nn.moe.layer import MoE
-from megalith.nn.placement import Placement
+from megalith.nn.placement import Placement, Replicated
 from megalith.nn.precision import FactoryKwargs, at_least_fp32
 from megalith.nn.recompute import Recompute
 from megalith.nn.region import Region, Solo
@@ -208,13 +209,26 @@ class LanguageModel(nn.Module, ABC):
         return None if self.stage.embeds else self.shared_weight
 
     def placements(self) -> dict[str, Placement]:
-        """The placement table of the whole model: parameter name -> placement."""
-        return {
+        """The placement table of the whole model: parameter name -> placement.
+
+        Raises:
+            ConfigError: A parameter of a registered layer has none, which tensor parallelism needs, or is a scalar.
+        """
+        table: dict[str, Placement] = {
             f"{prefix}.{name}": placement
             for prefix, module in self.named_modules()
             if module is not self and hasattr(module, "placements")
             for name, placement in module.placements().items()
         }
+        lacking = [name for name, _ in self.named_parameters() if name not in table]
+        if scalars := [name for name in lacking if self.get_parameter(name).ndim == 0]:
+            raise ConfigError(f"the parameters {', '.join(scalars)} have no dimension; give them the shape [1]")
+        if lacking and self.region.size > 1:
+            raise ConfigError(
+                f"--tensor-model-parallel-size {self.region.size}: no placement is declared for {', '.join(lacking)}; "
+                "build the layer from megalith.api.Linear, or give its module a method placements()"
+            )
+        return table | dict.fromkeys(lacking, Replicated())
 
     @property
     def hidden_dtype(self) -> torch.dtype:

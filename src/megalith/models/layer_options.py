@@ -22,6 +22,7 @@ from megalith.nn.norm import build_norm
 from megalith.nn.precision import FactoryKwargs
 from megalith.nn.region import Region
 from megalith.nn.rope import Interpolation, LongContext, RotationTable, Scaling, Yarn
+from megalith.registry import Registered
 
 
 def attention_shape(config: ModelConfig) -> AttentionShape:
@@ -175,8 +176,11 @@ def build_feed_forward(
     auxiliary: Auxiliary,
     recompute: Collection[str] = (),
     **factory: Unpack[FactoryKwargs],
-) -> FeedForward | MoE:
-    """Build the feed-forward layer of a block; arguments as of `Block`."""
+) -> nn.Module:
+    """Build the feed-forward layer of a block, a registered one if --mlp names it; arguments as of `Block`."""
+    if isinstance(config.mlp, Registered):
+        own: nn.Module = config.mlp(config, layer, region=region, **factory)
+        return own
     if config.experts[min(layer, config.num_layers - 1)]:
         return MoE(
             mixture(config),

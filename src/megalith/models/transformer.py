@@ -27,10 +27,12 @@ from megalith.nn.dropout import HiddenDropout
 from megalith.nn.latent_attention import LatentAttention
 from megalith.nn.moe.balance import Auxiliary, Peers
 from megalith.nn.moe.layer import MoE
+from megalith.nn.own_attention import OwnAttention
 from megalith.nn.precision import FactoryKwargs
 from megalith.nn.recompute import Group, OutputAgain, Recompute, recomputed
 from megalith.nn.region import Region
 from megalith.nn.rope import Rotation
+from megalith.registry import Registered
 
 
 class Block(nn.Module):
@@ -62,7 +64,11 @@ class Block(nn.Module):
         self.residual_of_norm = config.apply_residual_connection_post_layernorm
         self.input_layernorm = layer_norm(config, **factory)
         rule = attention_rule(config, layer, causal=causal)
-        self.self_attention = self._self_attention(config, rule, mixer, **factory)
+        self.self_attention: SelfAttention | LatentAttention | OwnAttention = (
+            self._own_attention(config, config.attention, layer, rule, mixer, **factory)
+            if isinstance(config.attention, Registered)
+            else self._self_attention(config, rule, mixer, **factory)
+        )
         if cross:
             self.pre_cross_attn_layernorm = layer_norm(config, **factory)
         self.cross_attention = self._cross_attention(config, layer, **factory) if cross else None
@@ -73,6 +79,28 @@ class Block(nn.Module):
         )
         self.feeds_again = bool(whole) if isinstance(self.mlp, MoE) else "mlp" in whole
         self.dropout = HiddenDropout(config.hidden_dropout, region)
+
+    def _own_attention(
+        self,
+        config: ModelConfig,
+        build: Registered,
+        layer: int,
+        rule: AttentionRule,
+        mixer: SequenceMixer,
+        **factory: Unpack[FactoryKwargs],
+    ) -> OwnAttention:
+        return OwnAttention(
+            build(config, layer, region=self.region, **factory),
+            config.attention_dropout,
+            self.region,
+            attention_kernel(config),
+            rule,
+            mixer,
+            recompute_core="core_attn" in self.recompute,
+            interleaved=config.rotary_interleaved,
+            num_groups=self.region.shard(config.query_groups, share=True).size,
+            head_size=config.head_size,
+        )
 
     def _self_attention(
         self, config: ModelConfig, rule: AttentionRule, mixer: SequenceMixer, **factory: Unpack[FactoryKwargs]

@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 from megalith.nn.placement import Placement, Replicated
 from megalith.nn.precision import FactoryKwargs, at_least_fp32
 from megalith.nn.rms_norm import rms_norm
+from megalith.registry import Registered
 
 
 class _Norm(nn.Module):
@@ -99,7 +100,13 @@ def build_norm(
     of_heads: bool = False,
     **factory: Unpack[FactoryKwargs],
 ) -> nn.Module:
-    """Build the norm that `--normalization` names ("LayerNorm" or "RMSNorm"), or "L2Norm"; arguments as of `_Norm`."""
+    """Build the norm that `--normalization` names ("LayerNorm", "RMSNorm", a registered one), or "L2Norm".
+
+    Arguments as of `_Norm`; a registered one takes size, epsilon, dtype and device.
+    """
+    if isinstance(kind, Registered):
+        norm: nn.Module = kind(size, epsilon, **factory)
+        return norm
     if kind == "L2Norm":
         return L2Norm(epsilon)
     build = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[kind]

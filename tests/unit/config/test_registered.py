@@ -30,6 +30,12 @@ def decay(num_samples, schedule, settings):
 @mark("norm", "own-norm")
 class Norm: ...
 
+@mark("attention", "own-attention")
+class Attention: ...
+
+@mark("mlp", "own-mlp")
+class MLP: ...
+
 @mark("dataset", "own-data")
 def data(config, tokenizer, split, seed): ...
 """
@@ -91,6 +97,8 @@ def test_nothing_is_imported_unless_it_is_typed(module: str, tmp_path: Path) -> 
         ("--import {module} --no-mock-data --data-source own-data own-data", "--data-source-weights"),
         ("--import {module} --no-mock-data --data-source own-data --model-family bert", "--data-source own-data: BERT"),
         ("--import {module} --no-mock-data --data-source own-data --model-family t5", "--data-source own-data: T5"),
+        ("--import {module} --attention own-attention --multi-latent-attention", "--attention own-attention"),
+        ("--import {module} --mlp own-mlp --num-experts 2", "--mlp own-mlp"),
     ],
 )
 def test_a_wrong_choice_names_flag_and_value(module: str, words: str, named: str) -> None:

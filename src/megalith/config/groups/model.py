@@ -106,17 +106,11 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
         choices=("gpt", "bert", "t5"),
         ours=True,
     )
-    own_model: str | None = setting(
-        None, help="registered model, in place of --model-family", flag="--model", registers="model", ours=True
-    )
     attention: str | None = setting(
         None, help="registered attention, in place of the layers' own", registers="attention", ours=True
     )
     mlp: str | None = setting(
         None, help="registered feed-forward layer, in place of the layers' own", registers="mlp", ours=True
-    )
-    loss: str | None = setting(
-        None, help="registered loss, in place of the cross-entropy of GPT", registers="loss", ours=True
     )
     bert_binary_head: bool = setting(
         True,
@@ -143,7 +137,6 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
         "learned_absolute",
         help="how positions enter the model",
         choices=("learned_absolute", "rope", "yarn", "relative", "none"),
-        registers="position",
         shorthands={"--use-rotary-position-embeddings": "rope"},
         later=("mrope",),
         later_with="the work on more models",

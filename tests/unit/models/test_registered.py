@@ -1,0 +1,140 @@
+"""Layers that users register: what they are given, and what is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalith.config import ModelConfig
+from megalith.errors import ConfigError
+from megalith.models.gpt import GPT
+from megalith.models.initialise import initialise
+from megalith.models.language_model import named_placements
+from megalith.nn.documents import Documents
+from megalith.nn.placement import Replicated
+from megalith.nn.region import Solo
+from megalith.registry import Entry, Registered
+from megalith.serve.model_runner import ModelRunner
+from megalith.serve.runner import Batch, Piece
+
+CONFIG = ModelConfig(
+    num_layers=2,
+    hidden_size=16,
+    num_attention_heads=4,
+    max_position_embeddings=24,
+    position_embedding_type="rope",
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+
+
+class Heads(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, *, region: Any, dtype: Any, device: Any) -> None:
+        super().__init__()
+        self.calls = True
+        self.qkv = nn.Linear(16, 48, bias=False, dtype=dtype, device=device)
+        self.back = nn.Linear(16, 16, bias=False, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, attend: Any) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).unbind(-3)
+        if not self.calls:
+            return self.back(v.flatten(2))
+        return self.back(attend(attend.rotate(q), attend.rotate(k), v).flatten(2))
+
+
+class Scale(nn.Module):
+    def __init__(self, size: int, epsilon: float, *, dtype: Any, device: Any, shape: tuple[int, ...] = (1,)) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def own(kind: str, thing: Any) -> Registered:
+    return Registered(Entry(kind, f"my-{kind}", thing))
+
+
+def model_with(config: ModelConfig = CONFIG, **parts: Any) -> GPT:
+    model = GPT(replace(config, **parts), 40)
+    initialise(model, seed=3)
+    return model
+
+
+def test_an_own_attention_generates_as_it_reads() -> None:
+    model = model_with(attention=own("attention", Heads), normalization=own("norm", Scale)).eval()
+    tokens = torch.randint(0, 40, (1, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = model(tokens)[0]
+        runner = ModelRunner(model, 4, 4)
+        first = runner.run(Batch([Piece(tokens[0, :7].tolist(), 0, range(3))]))
+        rest = runner.run(Batch([Piece(tokens[0, 7:].tolist(), 7, range(3))]))
+    torch.testing.assert_close(first[-1], wanted[6])
+    torch.testing.assert_close(rest[-1], wanted[11])
+
+
+def test_documents_reach_an_own_attention() -> None:
+    model = model_with(attention=own("attention", Heads))
+    tokens = torch.randint(0, 40, (1, 8), generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    together = model(tokens, documents=Documents.of(ids, torch.device("cpu")), position_ids_BS=None)
+    alone = model(tokens[:, :3])
+    torch.testing.assert_close(together[:, :3], alone)
+    for block in model.blocks():
+        block.self_attention.layer.calls = False  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"Heads.*attend"):
+        model(tokens, documents=Documents.of(ids, torch.device("cpu")))
+    model(tokens)
+
+
+def test_initial_weights_follow_from_seed_and_name() -> None:
+    one, other = model_with(attention=own("attention", Heads)), model_with(attention=own("attention", Heads))
+    for (name, left), right in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(left, right), name
+    layers = [block.self_attention.layer.qkv.weight for block in one.blocks()]  # type: ignore[union-attr]
+    assert not torch.equal(layers[0], layers[1]) and 0.0 < float(layers[0].detach().abs().max()) <= 0.25 + 1e-6
+
+
+def test_what_has_no_placement_is_replicated_or_refused() -> None:
+    model = model_with(attention=own("attention", Heads))
+    table = {name: placement for name, _, placement in named_placements(model)}
+    assert table["decoder.layers.1.self_attention.layer.qkv.weight"] == Replicated()
+    model.region = type("Two", (Solo,), {"size": 2})()
+    with pytest.raises(ConfigError, match=r"--tensor-model-parallel-size 2.*layers\.0\.self_attention\.layer\.qkv"):
+        model.placements()
+
+
+def test_a_scalar_parameter_is_refused_by_name() -> None:
+    kind = own("norm", lambda size, epsilon, dtype, device: Scale(size, epsilon, dtype=dtype, device=device, shape=()))
+    with pytest.raises(ConfigError, match=r"layers\.0\.input_layernorm\.scale"):
+        model_with(normalization=kind)
+
+
+def test_keys_of_another_size_are_refused() -> None:
+    class Wide(Heads):
+        def forward(self, x: Tensor, attend: Any) -> Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).unbind(-3)
+            return self.back(attend(q, k, v).flatten(2))
+
+    with pytest.raises(ConfigError, match=r"\[S, B, 4, 4\]"):
+        model_with(attention=own("attention", Wide))(torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_an_own_feed_forward_layer_learns() -> None:
+    class Plain(nn.Module):
+        def __init__(self, config: ModelConfig, layer: int, *, region: Any, dtype: Any, device: Any) -> None:
+            super().__init__()
+            self.up = nn.Linear(16, 16, dtype=dtype, device=device)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.up(x))
+
+    model = model_with(mlp=own("mlp", Plain))
+    tokens = torch.randint(0, 40, (2, 8), generator=torch.Generator().manual_seed(0))
+    model(tokens, labels_BS=tokens).mean().backward()
+    gradients = [block.mlp.up.weight.grad for block in model.blocks()]  # type: ignore[union-attr]
+    assert all(gradient is not None and float(gradient.abs().sum()) > 0 for gradient in gradients)
