@@ -183,14 +183,14 @@ def test_experts_that_cannot_be_divided(
 
 
 def test_layers_that_cannot_be_divided(models: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(LayoutError, match="the 4 layers of .* do not divide over --pp 3; use 1, 2, 4"):
+    with pytest.raises(LayoutError, match="4 layers.*--pp 3.* 1, 2, 4"):
         convert(models["llama"], tmp_path, Wanted(pp=3))
 
 
 def test_tokens_are_not_left_out(tmp_path: Path) -> None:
     facts = {"megalith_version": "0", "created": "", "tokenizer": {"vocab_size": 45}}
     write_torch_dist(model_source(), tmp_path / "a" / "iter_0000007", facts=facts, files={}, publish=lambda: None)
-    with pytest.raises(CheckpointError, match="--true-vocab-size 44 is less than the 45 tokens of the tokenizer"):
+    with pytest.raises(CheckpointError, match="--true-vocab-size 44 .*45"):
         convert(tmp_path / "a", tmp_path / "b", Wanted(true_vocab_size=44))
 
 
@@ -350,18 +350,18 @@ def test_the_args_of_another_layout() -> None:
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere holds no checkpoint: it does not exist; give a save folder"):
+    with pytest.raises(CheckpointError, match="nowhere"):
         convert(tmp_path / "nowhere", tmp_path / "b", Wanted())
 
 
 def test_a_folder_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint: neither iter_0000000 .*; it holds notes\.txt"):
+    with pytest.raises(CheckpointError, match=r"iter_0000000.*notes\.txt"):
         convert(tmp_path, tmp_path / "b", Wanted())
 
 
 def test_an_iteration_that_is_not_there(models: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no iteration 8; it holds 7"):
+    with pytest.raises(CheckpointError, match="iteration 8.* 7"):
         convert(models["llama"], tmp_path, Wanted(), iteration=8)
 
 
@@ -383,7 +383,7 @@ def test_a_missing_rank_folder_is_named(models: dict[str, Path], tmp_path: Path)
     made = convert(models["gpt2"], tmp_path / "a", Wanted(format="torch", tp=2, pp=2)).path
     shutil.rmtree(made / "mp_rank_01_000")
     (made / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="(?s)tensor-parallel 2 x pipeline 2.*mp_rank_01_000/.* is missing"):
+    with pytest.raises(CheckpointError, match="(?s)2.*mp_rank_01_000/"):
         convert(tmp_path / "a", tmp_path / "b", Wanted())
 
 
@@ -394,13 +394,13 @@ def test_a_changed_byte_is_found_before_anything_is_written(models: dict[str, Pa
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"__0_1\.distcp has changed since it was saved"):
+    with pytest.raises(CheckpointError, match=r"__0_1\.distcp"):
         convert(save, tmp_path / "b", Wanted())
 
 
 def test_a_vocabulary_that_does_not_divide(tmp_path: Path) -> None:
     save = written(model_source({**ARGS, "padded_vocab_size": 45}), tmp_path / "a")
-    with pytest.raises(CheckpointError, match="45 rows, which do not divide over --tp 2; give --true-vocab-size"):
+    with pytest.raises(CheckpointError, match="45.*--tp 2.*--true-vocab-size"):
         convert(save, tmp_path / "b", Wanted(tp=2))
 
 
@@ -424,7 +424,7 @@ def test_the_source_is_never_replaced(models: dict[str, Path]) -> None:
 
 def test_what_is_there_is_replaced_only_when_that_is_said(models: dict[str, Path], tmp_path: Path) -> None:
     convert(models["gpt2"], tmp_path, Wanted())
-    with pytest.raises(CheckpointError, match="is there already; give another folder, or --replace"):
+    with pytest.raises(CheckpointError, match="--replace"):
         convert(models["llama"], tmp_path, Wanted())
     convert(models["llama"], tmp_path, Wanted(replace=True))
     assert differences(models["llama"], tmp_path) == []
@@ -486,7 +486,7 @@ def test_groups_that_files_by_rank_cannot_tell_apart_are_refused(tmp_path: Path)
     groups = common["optimizer"]["param_groups"]
     groups.insert(1, {**groups[0], "lr_mult": 0.5})
     save = written(MemorySource(source.tensors, common), tmp_path / "a")
-    with pytest.raises(CheckpointError, match="the optimizer has more .--use-mup makes them.; use --format torch_dist"):
+    with pytest.raises(CheckpointError, match="--use-mup.*--format torch_dist"):
         convert(save, tmp_path / "b", Wanted(format="torch"))
     assert not any((tmp_path / "b").glob("iter_*"))
 

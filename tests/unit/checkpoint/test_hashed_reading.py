@@ -64,7 +64,7 @@ def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(50))
-    with (tmp_path / "file").open("rb") as file, pytest.raises(EOFError, match="ends at byte 50"):
+    with (tmp_path / "file").open("rb") as file, pytest.raises(EOFError, match="byte 50"):
         reading = HashedReading(file.fileno(), 60)
         with closing(reading):
             reading.record()
@@ -99,7 +99,7 @@ def test_a_load_finds_the_flipped_bit_that_a_search_has_left_to_it(
     assert store.newest_verified(deferred=True) == (20, [])
     whole = make_content(0)
     for content in (whole, CheckpointContent(whole.chunks[:1])):
-        with pytest.raises(DamagedCheckpointError, match=f"iter_0000020 is damaged:\n.*{name} has changed since"):
+        with pytest.raises(DamagedCheckpointError, match=f"iter_0000020.*\n.*{name}"):
             store.load(20, content)
     found = find_checkpoint(store, thorough=True)
     assert found is not None and found.iteration == 10 and name in found.notes[0]

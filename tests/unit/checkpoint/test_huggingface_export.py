@@ -135,7 +135,7 @@ def test_padding_is_left_out(tmp_path: Path) -> None:
     assert (config["vocab_size"], config["eos_token_id"]) == (41, 40)
     made = export(tmp_path / "trained", tmp_path / "more", Export(true_vocab_size=50))
     assert made.vocab_size == 50
-    with pytest.raises(CheckpointError, match="--true-vocab-size 65 is more than the 64 rows"):
+    with pytest.raises(CheckpointError, match="--true-vocab-size 65 .*64"):
         export(tmp_path / "trained", tmp_path / "none", Export(true_vocab_size=65))
 
 
@@ -150,7 +150,7 @@ def test_a_family_of_choice(saved: Path, tmp_path: Path) -> None:
     made = export(saved, tmp_path / "out", Export(model_type="mistral"))
     assert made.family.architecture == "MistralForCausalLM"
     assert HuggingFaceSource(tmp_path / "out").about.model == HuggingFaceSource(tmp_path / "hf").about.model
-    with pytest.raises(CheckpointError, match="qwen3: it has head_norm RMSNorm, the model "):
+    with pytest.raises(CheckpointError, match="qwen3.*head_norm RMSNorm"):
         export(saved, tmp_path / "none", Export(model_type="qwen3"))
     assert not (tmp_path / "none").exists()
 

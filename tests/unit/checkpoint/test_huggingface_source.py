@@ -224,5 +224,5 @@ def test_a_key_that_is_half_there(tmp_path: Path) -> None:
     write_folder(tmp_path)
     source = HuggingFaceSource(tmp_path)
     beyond = Chunk("output_layer.weight", torch.empty(VOCAB + 1, 16), (0, 0), (VOCAB + 1, 16))
-    with pytest.raises(CheckpointError, match=f"holds {VOCAB * 16} of the {(VOCAB + 1) * 16} elements"):
+    with pytest.raises(CheckpointError, match=f"{VOCAB * 16} .*{(VOCAB + 1) * 16} "):
         source.read(CheckpointContent([beyond]))

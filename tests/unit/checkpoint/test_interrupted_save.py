@@ -221,7 +221,7 @@ def test_too_little_space_is_refused_before_the_first_byte(
     tmp_path: Path, make_content: MakeContent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit, "free_bytes", lambda _: 1000)
-    with pytest.raises(CheckpointError, match=r"needs \d+ bytes .* 1000 bytes .* are free"):
+    with pytest.raises(CheckpointError, match=r"\d+ bytes .* 1000 bytes"):
         DirectoryStore(tmp_path).save(1, make_content(1), {}, on_point=lambda point: refuse_after(point))
     assert names(tmp_path) == set()
 
@@ -249,7 +249,7 @@ def test_a_disk_that_fills_up_during_the_save(
     with monkeypatch.context() as patch:
         patch.setattr(hashing.os, "write", filling)
         patch.setattr("megalith.checkpoint.dcp._WRITE_BUFFER", 512)
-        with pytest.raises(CheckpointError, match=r"No space left on device.*needs \d+ bytes .*\d+ bytes .* are free"):
+        with pytest.raises(CheckpointError, match=r"No space left on device.*\d+ bytes .*\d+ bytes"):
             store.save(20, make_content(20), {})
     assert names(tmp_path) == {"iter_0000010", "latest_checkpointed_iteration.txt"}
     assert store.newest_verified() == (10, [])

@@ -43,7 +43,7 @@ def write_lock(folder: Path, who: Owner, text: str | None = None) -> None:
 def test_a_claim_excludes_others_while_it_lasts(tmp_path: Path) -> None:
     with claim(tmp_path / "new"):
         with (
-            pytest.raises(CheckpointError, match=f"process {os.getpid()} on .*, last sign of life"),
+            pytest.raises(CheckpointError, match=f"{os.getpid()} "),
             claim(tmp_path / "new"),
         ):
             pass
@@ -56,7 +56,7 @@ def test_a_claim_excludes_others_while_it_lasts(tmp_path: Path) -> None:
 def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
     first = holder(tmp_path)
     try:
-        with pytest.raises(CheckpointError, match=f"process {first.pid} on .*give another --save"), claim(tmp_path):
+        with pytest.raises(CheckpointError, match=f"{first.pid} .*--save"), claim(tmp_path):
             pass
     finally:
         first.send_signal(signal.SIGKILL)
@@ -100,7 +100,7 @@ def test_another_machine_that_lives_is_respected_whatever_the_clocks_say(tmp_pat
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(CheckpointError, match="process 77 on far"), claim(tmp_path, heartbeat=0.2):
+        with pytest.raises(CheckpointError, match="77 .*far"), claim(tmp_path, heartbeat=0.2):
             pass
     finally:
         stop.set()

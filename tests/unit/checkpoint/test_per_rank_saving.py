@@ -145,7 +145,7 @@ def test_a_full_disk_leaves_what_was_there(store: DirectoryStore, monkeypatch: p
 
     with monkeypatch.context() as patched:
         patched.setattr(os, call, full)
-        with pytest.raises(CheckpointError, match="No space left on device.*bytes"):
+        with pytest.raises(CheckpointError, match="No space left on device"):
             store.save(4, content_of(4), {})
     assert store.iterations() == [3] and store.latest() == 3 and numbers(store, 3) == {3.0, 3.5}
     assert [path.name for path in store.path.iterdir() if path.name.startswith(".")] == []
@@ -155,11 +155,11 @@ def test_a_tensor_that_lacks_elements_or_is_not_there_is_refused(store: Director
     content = content_of(3)
     first = content.chunks[0]
     content.chunks[0] = Chunk(first.key, first.tensor[:-1], first.offset, first.global_shape)
-    with pytest.raises(CheckpointError, match=r"embedding.word_embeddings.weight: .* hold 120 of 128 elements"):
+    with pytest.raises(CheckpointError, match=r"embedding.word_embeddings.weight: .*120 of 128"):
         store.save(3, content, {})
     content = content_of(3)
     content.chunks = [chunk for chunk in content.chunks if "exp_avg_sq.decoder.final" not in chunk.key]
-    with pytest.raises(CheckpointError, match=r"exp_avg_sq.decoder.final_layernorm.weight: .* hold 0 of 8 elements"):
+    with pytest.raises(CheckpointError, match=r"exp_avg_sq.decoder.final_layernorm.weight: .*0 of 8"):
         store.save(3, content, {})
     assert store.iterations() == []
 

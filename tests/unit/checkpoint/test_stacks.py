@@ -39,7 +39,7 @@ def test_each_stack_has_its_own_layers(space: ModelSpace) -> None:
     assert (across.index, across.extents) == ((2,), (3,))
     assert slots["lm_head.output_layer.bias"].key == "lm_head.output_layer.bias"
     assert "encoder_relative_pos_emb.relative_attention_bias.weight" in slots
-    with pytest.raises(LayoutError, match="outside a model of 2 layers"):
+    with pytest.raises(LayoutError, match="2 layers"):
         stacking.slot("encoder.layers.2.mlp.linear_fc2.bias")
 
 

@@ -100,7 +100,7 @@ def test_a_checkpoint_under_another_name_is_no_empty_folder(whole: Path, tmp_pat
     if way == "convert" and not lost:  # which is asked for one checkpoint, whatever it is called
         assert locate(folder) == folder
         return
-    with pytest.raises(CheckpointError, match="one checkpoint under another name; rename it iter_0000100 or the like"):
+    with pytest.raises(CheckpointError, match="iter_0000100"):
         WAYS[way](folder, tmp_path / "out")
 
 
@@ -119,9 +119,7 @@ def test_a_rank_file_that_was_copied_in_part(tmp_path: Path, size: int, said: st
 @pytest.mark.parametrize("way", WAYS)
 def test_a_hugging_face_folder_without_its_weights(tmp_path: Path, way: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(
-        CheckpointError, match=r"config\.json, as a Hugging Face folder, and no weights .*; copy it again"
-    ):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         WAYS[way](tmp_path, tmp_path / "out")
 
 
@@ -132,7 +130,7 @@ def test_a_config_of_another_program_leaves_a_folder_empty(tmp_path: Path) -> No
 
 
 def test_an_iteration_that_is_not_there(whole: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no iteration 5; it holds 10$"):
+    with pytest.raises(CheckpointError, match="iteration 5.* 10$"):
         saved_args(whole, 5)
 
 

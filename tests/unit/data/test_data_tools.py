@@ -151,9 +151,7 @@ def test_punkt_parameters_of_nltk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     folders = [str(tmp_path / "none"), str(tmp_path)]
     tokenizers = tmp_path / "tokenizers"
     (tokenizers / "punkt").mkdir(parents=True)
-    with pytest.raises(
-        DataError, match=r"punkt_tab data for german \(--lang\).*a pickle, which is not loaded.*NLTK_DATA"
-    ):
+    with pytest.raises(DataError, match=r"german.*--lang.*NLTK_DATA"):
         find_parameters("german", None, folders)
     with zipfile.ZipFile(tokenizers / "punkt_tab.zip", "w") as archive:
         for name, content in TABLES.items():
@@ -175,5 +173,5 @@ def test_punkt_parameters_of_nltk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(DataError, match="punkt tables are missing or damaged"):
         find_parameters("german", None, folders)
     (tmp_path / "p.json").write_text("{}")
-    with pytest.raises(DataError, match="expected JSON with abbrev_types"):
+    with pytest.raises(DataError, match="abbrev_types"):
         find_parameters("german", str(tmp_path / "p.json"))

@@ -225,7 +225,7 @@ def make_older(path: Path) -> None:
 def test_what_cannot_be_read_names_the_dataset() -> None:
     built = dataset([30, 20], 4, 25)
     built.sample_index[:, 1] += 40
-    with pytest.raises(DataError, match="of the train split cannot be read from data .* prepare them anew"):
+    with pytest.raises(DataError, match="train"):
         for item in range(len(built)):
             built[item]
 
@@ -249,7 +249,7 @@ def test_tokens_of_another_vocabulary_are_found() -> None:
             assert built[item]["tokens"].max() <= 15
             continue
         seen += 1
-        with pytest.raises(DataError, match="data holds token 17, outside the vocabulary of 16"):
+        with pytest.raises(DataError, match="17.*16"):
             built[item]
     assert seen == 1
 
@@ -283,7 +283,7 @@ def test_less_than_a_sample_is_repeated_and_said(caplog: pytest.LogCaptureFixtur
 
 
 def test_senseless_repetition_is_refused() -> None:
-    with pytest.raises(DataError, match="would repeat its 2 tokens"):
+    with pytest.raises(DataError, match="2 tokens"):
         dataset([2], 1024, 2**23)
 
 
@@ -321,7 +321,7 @@ def test_a_split_without_a_share_is_none(tmp_path: Path) -> None:
 
 def test_training_without_a_share_is_refused(tmp_path: Path) -> None:
     data = dataclasses.replace(write(tmp_path / "data"), split="0,1,0")
-    with pytest.raises(ConfigError, match="--split 0,1,0 gives training no share, but 10 samples"):
+    with pytest.raises(ConfigError, match="--split 0,1,0 .*10"):
         build_gpt_datasets(data, NullTokenizer(EOD), sizes=(10, 10, 10), seed=1)
 
 

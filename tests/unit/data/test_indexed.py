@@ -142,7 +142,7 @@ def test_damage_is_named_by_field_and_offset(
 def test_a_bin_of_another_size_is_refused(change: int, tmp_path: Path) -> None:
     prefix = write(tmp_path)
     os.truncate(prefix + ".bin", 12 + change)
-    with pytest.raises(DataError, match=rf"has {12 + change} bytes.*describes 6 tokens of 2 bytes = 12"):
+    with pytest.raises(DataError, match=rf"{12 + change} .* 12"):
         IndexedDataset(prefix)
 
 
@@ -150,7 +150,7 @@ def test_a_truncated_read_is_an_error_without_a_map(tmp_path: Path) -> None:
     prefix = write(tmp_path)
     dataset = IndexedDataset(prefix, mmap_bin=False)
     os.truncate(prefix + ".bin", 3)
-    with pytest.raises(DataError, match=r"data\.bin ends at byte 3"):
+    with pytest.raises(DataError, match=r"data\.bin.*byte 3"):
         dataset.get(0)
 
 
@@ -222,7 +222,7 @@ def test_two_writers_do_not_share_a_prefix(tmp_path: Path, monkeypatch: pytest.M
 def test_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with IndexedWriter(str(tmp_path / "data"), "uint16") as writer:
         for token in (-1, 65536, 2**40):
-            with pytest.raises(DataError, match=f"token {token} does not fit the uint16"):
+            with pytest.raises(DataError, match=f"{token} .*uint16"):
                 writer.add_item([1, token])
 
 
@@ -233,5 +233,5 @@ def test_another_dtype_is_not_merged(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot write .*data\.bin\.partial: No such file or directory"):
+    with pytest.raises(DataError, match=r"data\.bin\.partial"):
         IndexedWriter(str(tmp_path / "absent" / "data"), "uint16")

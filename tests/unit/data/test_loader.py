@@ -63,7 +63,7 @@ def test_the_end_of_the_data_is_explained(num_workers: int) -> None:
     source = loader(5, 15, num_workers=num_workers)
     taken(source, 1)
     for _ in range(2):
-        with pytest.raises(DataError, match="train data is used up: 20 of its 22 samples are consumed and .* needs 5"):
+        with pytest.raises(DataError, match="train.* 20 .* 22 .* 5"):
             next(source)
     source.close()
 

@@ -126,7 +126,7 @@ def test_a_bomb_is_refused_in_little_memory(tmp_path: Path) -> None:
         for _ in range(100):
             file.write(bytes(1 << 20))
     sources = opened(tmp_path / "a.jsonl.gz", input_format="jsonl")
-    with pytest.raises(DataError, match="250 times as much; if it is no prank, raise --max-expansion"):
+    with pytest.raises(DataError, match="250.*--max-expansion"):
         documents(sources)
     raised = opened(tmp_path / "a.jsonl.gz", input_format="jsonl", limits=Limits(max_expansion=2000))
     ((reason,),) = documents(raised)

@@ -49,12 +49,12 @@ def test_what_is_wrong_is_listed_at_once(settings: dict[str, Any], flags: list[s
 
 
 def test_a_kind_that_is_not_built() -> None:
-    with pytest.raises(ConfigError, match="MultimodalTokenizer is not in this version, which has GPT2BPETokenizer, "):
+    with pytest.raises(ConfigError, match="MultimodalTokenizer.*GPT2BPETokenizer"):
         build_tokenizer(TokenizerConfig(tokenizer_type="MultimodalTokenizer"))
 
 
 def test_a_library_that_is_not_installed_is_named_with_its_extra() -> None:
-    with pytest.raises(DataError, match=r"Llama2Tokenizer needs the package no_such_.*\bdata\b"):
+    with pytest.raises(DataError, match=r"Llama2Tokenizer.*no_such_.*\bdata\b"):
         import_for("Llama2Tokenizer", "no_such_package", "data")
 
 

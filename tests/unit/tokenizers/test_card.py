@@ -160,7 +160,7 @@ def test_the_null_tokenizer_reads_data_that_it_has_room_for(tmp_path: Path) -> N
     write_card(prefix, CARD)
     said = require_tokenizer_of_data(prefix, null)
     assert said is not None and "room for its ids" in said
-    with pytest.raises(DataError, match="ids up to 511 .*give --vocab-size 512"):
+    with pytest.raises(DataError, match="511.*--vocab-size 512"):
         require_tokenizer_of_data(prefix, {**null, "vocab_size": 511})
     write_card(prefix, {**null, "vocab_size": 9})
     with pytest.raises(DataError, match=r"vocab_size +9 +513"):
@@ -171,7 +171,7 @@ def test_the_null_tokenizer_reads_data_that_it_has_room_for(tmp_path: Path) -> N
 def test_a_damaged_card_stops(tmp_path: Path, content: str) -> None:
     prefix = str(tmp_path / "data")
     card_path(prefix).write_text(content)
-    with pytest.raises(DataError, match=r"data.card is (damaged|no tokenizer card)"):
+    with pytest.raises(DataError, match=r"data.card"):
         read_card(prefix)
 
 

@@ -74,7 +74,7 @@ def test_gigatoken_itself(
         "".join(chr(source.choice((32, 39, 10, source.randrange(0x3000)))) for _ in range(40)) for _ in range(300)
     ]
     assert [ids.tolist() for ids in encode(texts)] == tokenizer.encode_batch(texts)
-    with pytest.raises(DataError, match="character 2 is a lone surrogate"):
+    with pytest.raises(DataError, match="character 2"):
         encode(["four", "ab\ud800"])
 
 
@@ -131,7 +131,7 @@ def test_wrong_ids_later_on_stop(
     encode = arrays(1)
     encode(["begin", "a", "b"])
     encode(["c", "wrong", "e"])  # the third and the sixth are compared
-    with pytest.raises(DataError, match="other ids than tiktoken for a text that begins 'wrong'.*pip uninstall"):
+    with pytest.raises(DataError, match="tiktoken.*'wrong'.*pip uninstall"):
         encode(["wrong"])
 
 
@@ -162,5 +162,5 @@ def test_merges_that_ranks_do_not_decide_stay_with_their_library(tmp_path: Path)
 def test_any_tokenizer_gives_arrays() -> None:
     encode = array_encoder(build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=9)))
     assert encode(["1 -2 300"])[0].tolist() == [1, -2, 300]
-    with pytest.raises(DataError, match=f"token -{10**30} is no id"):
+    with pytest.raises(DataError, match=f"-{10**30}"):
         encode([f"1 -{10**30}"])

@@ -121,23 +121,23 @@ def test_card_and_files(tmp_path: Path) -> None:
 def test_what_is_no_text_or_no_id(tmp_path: Path) -> None:
     _write(tmp_path, "</s>")
     tokenizer = HuggingFaceTokenizer(tmp_path)
-    with pytest.raises(DataError, match=r"character 1 is a lone surrogate \(U\+D800\)"):
+    with pytest.raises(DataError, match=r"character 1.*U\+D800"):
         tokenizer.encode("a\ud800")
     with pytest.raises(DataError, match="lone surrogate"):
         tokenizer.encode_batch(["a", "\ud800"])
-    with pytest.raises(DataError, match="id 257 is outside the vocabulary of 257"):
+    with pytest.raises(DataError, match="id 257"):
         tokenizer.decode([0, 257])
 
 
 def test_what_is_missing_or_damaged(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--tokenizer-model is missing"):
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer"))
-    with pytest.raises(DataError, match=r"meta-llama/Llama-2-7b-hf is no folder.*Nothing is downloaded"):
+    with pytest.raises(DataError, match=r"meta-llama/Llama-2-7b-hf"):
         HuggingFaceTokenizer("meta-llama/Llama-2-7b-hf")
-    with pytest.raises(DataError, match=r"has no tokenizer.json, nor another file of a tokenizer"):
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
         HuggingFaceTokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"tokenizer.model is cut short or no SentencePiece model"):
+    with pytest.raises(DataError, match=r"tokenizer\.model"):
         HuggingFaceTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", ')
     with pytest.raises(DataError, match=r"tokenizer.json is damaged"):
@@ -164,7 +164,7 @@ def test_a_model_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.Mon
     assert HuggingFaceTokenizer("some/model").card() == by_path.card()
     assert HuggingFaceTokenizer(snapshot / "tokenizer.json").card() == by_path.card()
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
-    with pytest.raises(DataError, match=r"some/model is no folder.*elsewhere.*Nothing is downloaded"):
+    with pytest.raises(DataError, match=r"some/model.*elsewhere"):
         HuggingFaceTokenizer("some/model")
     with pytest.raises(DataError, match="is no folder"):
         HuggingFaceTokenizer("../hub")
@@ -278,7 +278,7 @@ def test_a_folder_for_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tokenizer.eod, set(tokenizer.card()["files"])) == (257, {"vocab.txt"})
     assert asked == [((str(folder),), {"local_files_only": True, "trust_remote_code": False})]
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(DataError, match=r"\(vocab.txt alone is not enough\).*AutoTokenizer.*\bhf\b"):
+    with pytest.raises(DataError, match=r"vocab\.txt.*AutoTokenizer.*\bhf\b"):
         HuggingFaceTokenizer(tmp_path)
 
 

@@ -48,7 +48,7 @@ def test_a_model_without_bos_or_eos(tmp_path: Path) -> None:
     tokenizer = SentencePieceTokenizer(model)
     assert (tokenizer.special["bos"], tokenizer.special["eos"], tokenizer.vocab_size) == (65, 66, 67)
     for kind in (Llama2Tokenizer, GPTSentencePieceTokenizer):
-        with pytest.raises(DataError, match=rf"tokenizer.model has no piece that ends a text .*{kind.__name__} needs"):
+        with pytest.raises(DataError, match=rf"tokenizer\.model.*{kind.__name__}"):
             kind(model)
     with pytest.raises(DataError, match="no piece that begins a text"):
         Llama2Tokenizer(train(tmp_path, bos_id=-1))
@@ -63,7 +63,7 @@ def test_text_there_and_back(tmp_path: Path) -> None:
     assert t5.encode("the<extra_id_0> fox</s>") == [*plain.encode("the"), 65, *plain.encode(" fox"), 2]
     assert t5.decode([*plain.encode("the"), 65, *plain.encode("fox")]) == "the <extra_id_0> fox"
     assert 2 not in plain.encode("the</s>")
-    with pytest.raises(DataError, match="id 60 is outside the vocabulary of 60"):
+    with pytest.raises(DataError, match="id 60"):
         plain.decode([60])
 
 
@@ -98,7 +98,7 @@ def test_broken_files_are_named(tmp_path: Path, content: bytes | None, message: 
         path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         Llama2Tokenizer(path)
-    with pytest.raises(DataError, match="is a folder; Llama2Tokenizer takes the file"):
+    with pytest.raises(DataError, match="Llama2Tokenizer"):
         Llama2Tokenizer(tmp_path)
 
 

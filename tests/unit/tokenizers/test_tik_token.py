@@ -38,7 +38,7 @@ def test_ids(tmp_path: Path) -> None:
     assert whole.encode("abc<s>")[0] == 257 + 5 and whole.decode(whole.encode("abc<s>")) == "abc<s>"
     assert whole.special == {"unk": 0, "bos": 1, "eos": 2} and (whole.eod, whole.pad) == (2, None)
     assert whole.decode([0, 3, 4]) == "<unk><SPECIAL_3><SPECIAL_4>"
-    with pytest.raises(DataError, match="id 263 is outside"):
+    with pytest.raises(DataError, match="id 263"):
         whole.decode([263])
 
 
