@@ -37,7 +37,7 @@ def test_each_process_of_a_machine_has_its_own_gpu() -> None:
 def test_more_processes_than_gpus_are_refused_on_all_of_them() -> None:
     """Were it said only where there is no GPU, the first process of the machine, which speaks for all, would wait."""
     for rank in range(3):
-        with pytest.raises(ConfigError, match=r"3 processes were started on .* torch sees 2 GPUs there .* at most 2"):
+        with pytest.raises(ConfigError, match=r"3 processes .* 2 GPUs"):
             choose_device("auto", LaunchConfig(local_rank=rank, local_world_size=3))
     with pytest.raises(ConfigError, match="3 processes"):
         choose_device("cuda", LaunchConfig(local_rank=2))
@@ -49,12 +49,12 @@ def test_srun_may_show_each_process_the_gpu_that_is_its_own(monkeypatch: pytest.
     for launcher in ("srun", "mpirun"):
         launch = LaunchConfig(local_rank=3, local_world_size=4, launcher=launcher)
         assert choose_device("auto", launch) == torch.device("cuda", 0)
-    with pytest.raises(ConfigError, match=r"4 processes .* sees 1 GPU there"):
+    with pytest.raises(ConfigError, match=r"4 processes .* 1 GPU"):
         choose_device("auto", LaunchConfig(local_rank=3, local_world_size=4, launcher="torchrun"))
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _sees(0, monkeypatch)
     assert choose_device("auto", LaunchConfig(local_rank=1, local_world_size=2)) == torch.device("cpu")
-    with pytest.raises(ConfigError, match="--device cuda: torch sees no CUDA device here"):
+    with pytest.raises(ConfigError, match="--device cuda"):
         choose_device("cuda")

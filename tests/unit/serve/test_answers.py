@@ -191,7 +191,7 @@ def test_texts_and_answers_have_room_of_their_own() -> None:
     assert engine.room(CONTEXT + 2) == -2
     events = list(engine.run(Request((3,) * CONTEXT, 99, GREEDY, stop_ids=())))
     assert len(tokens_of(events)) == CONTEXT and events[-1] == Finished("length")
-    with pytest.raises(RequestError, match=f"has {CONTEXT + 2} tokens, and the model reads {CONTEXT}: shorten it by 2"):
+    with pytest.raises(RequestError, match=f"{CONTEXT + 2} .*{CONTEXT}"):
         engine.submit(Request((3,) * (CONTEXT + 2), 1))
     with pytest.raises(RequestError, match="this one answers it"):
         engine.submit(Request((3,), 1, prompt_logprobs=True))

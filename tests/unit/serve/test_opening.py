@@ -22,9 +22,9 @@ def test_sentinels_between_words(words: WordPieceTokenizer) -> None:
     first, second = words.extra_ids
     assert text_ids(words, "a <extra_id_1> b<extra_id_0>") == [5, second, 6, first]
     assert text_ids(words, "a b") == [5, 6]
-    with pytest.raises(DataError, match=r"has <extra_id_2>, and the tokenizer 2 tokens <extra_id_N>"):
+    with pytest.raises(DataError, match=r"<extra_id_2>.* 2 "):
         text_ids(words, "a <extra_id_2>")
-    with pytest.raises(DataError, match=r"has <extra_id_9+\.\.\.>, and the tokenizer 2"):  # more than int() reads
+    with pytest.raises(DataError, match=r"<extra_id_9+\.\.\.>.* 2 "):  # more than int() reads
         text_ids(words, f"a <extra_id_{'9' * 5000}>")
 
 

@@ -154,7 +154,7 @@ def test_overflows_at_the_smallest_loss_scale_end_the_run() -> None:
     spoils = [f"inf@step={step},point=grad,module=decoder.layers.0.mlp" for step in range(1, 40)]
     results, told, care = _run(spoils, steps=21, check=StepCheck(not_finite=False), precision=FP16)
     assert not any(result.applied for result in results) and not told, "two lower the scale from 4 to 1, then 19"
-    with pytest.raises(BadStepError, match="decoder.layers.0.mlp is not finite.*--bf16"):
+    with pytest.raises(BadStepError, match="decoder.layers.0.mlp .*--bf16"):
         _run(spoils, steps=22, check=StepCheck(not_finite=False), precision=FP16)
 
 

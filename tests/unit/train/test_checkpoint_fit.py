@@ -87,13 +87,13 @@ def test_another_number_of_threads_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_finetune_is_a_remedy_for_other_data_only() -> None:
     other = replace(IDENTITY, data={"seq_length": 4})
-    with pytest.raises(CheckpointError, match="or --finetune to start anew"):
+    with pytest.raises(CheckpointError, match="--finetune"):
         check_fits(found_of(run_of()), run_of(), other)
 
 
 @pytest.mark.parametrize("args", [{}, {"padded_vocab_size": None}])
 def test_odd_values_are_an_error_of_the_checkpoint(args: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"iteration 5: its common.pt has (no 'padded_vocab_size'|a value)"):
+    with pytest.raises(CheckpointError, match=r"iteration 5: .*common\.pt"):
         _ = FoundCheckpoint(5, (), args, None).padded_vocab_size
 
 
@@ -108,5 +108,5 @@ def test_what_a_checkpoint_has_beside_is_passed_over_said_or_refused() -> None:
     }.items():
         assert strictness_notes(loaded, run_of(dist_ckpt_strictness=how), with_optimizer=False) == notes
     for how in ("raise_unexpected", "raise_all"):
-        with pytest.raises(CheckpointError, match=rf"decoder\.extra; --dist-ckpt-strictness {how} refuses it"):
+        with pytest.raises(CheckpointError, match=rf"decoder\.extra.*--dist-ckpt-strictness {how}"):
             strictness_notes(loaded, run_of(dist_ckpt_strictness=how), with_optimizer=False)

@@ -28,7 +28,7 @@ def test_what_is_no_fault_is_refused(text: str) -> None:
 
 
 def test_an_unknown_point_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="no point nap; use one of data, fwd"):
+    with pytest.raises(ConfigError, match="nap.*data, fwd"):
         parse_fault("kill9@step=7,point=nap")
 
 
@@ -54,7 +54,7 @@ def test_a_fault_concerns_its_rank_and_its_attempt() -> None:
 
 
 def test_faults_that_raise() -> None:
-    with pytest.raises(RuntimeError, match="MEGALITH_FAULT at step 2"):
+    with pytest.raises(RuntimeError, match="MEGALITH_FAULT .*2"):
         Fault("raise", 2, "bwd")("bwd", 2)
     with pytest.raises(SystemExit):
         Fault("leave", 2, "bwd")("bwd", 2)

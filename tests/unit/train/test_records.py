@@ -155,9 +155,7 @@ def test_a_service_that_does_not_begin_is_an_error(
         raise package.Error("no route to host")
 
     monkeypatch.setattr(package, "init", init)
-    with pytest.raises(
-        ConfigError, match="--wandb-project p: W&B does not begin: no route to host; WANDB_MODE=offline"
-    ):
+    with pytest.raises(ConfigError, match="--wandb-project p.*no route to host.*WANDB_MODE=offline"):
         WandB(LogConfig(wandb_project="p", wandb_exp_name="n"), tmp_path, {}, {"WANDB_MODE": "online"})
 
 
@@ -222,5 +220,5 @@ def test_wandb_itself_finds_a_login(host: str, tmp_path: Path) -> None:
 
 def test_a_missing_package_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="--wandb-project needs the package wandb"):
+    with pytest.raises(ConfigError, match="--wandb-project .*wandb"):
         require_package("wandb", "--wandb-project")
