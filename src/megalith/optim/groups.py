@@ -126,10 +126,13 @@ def _elementwise(config: OptimizerConfig, epsilon_factor: float) -> UpdateRule:
 
 def _of_matrices(config: OptimizerConfig, axis: Axis, placements: Mapping[str, Placement]) -> UpdateRule:
     """Return a rule for the matrices of the layers."""
+    entry = _entry(config.optimizer)
     if isinstance(config.optimizer, Registered):
         return GatheredMatrices(_registered_rule(config), axis, placements)
-    rule: UpdateRule = _entry(config.optimizer).thing.from_config(config, axis, placements)
-    return rule
+    if entry.options.get("gathers"):
+        rule: UpdateRule = entry.thing.from_config(config, axis, placements)
+        return rule
+    return GatheredMatrices(entry.thing.from_config(config), axis, placements)
 
 
 def _registered_rule(config: OptimizerConfig) -> UpdateRule:

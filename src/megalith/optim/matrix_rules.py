@@ -1,7 +1,8 @@
 """Update rules that see whole matrices: Muon, adaptive Muon and SOAP.
 
-Under tensor parallelism each rank holds some rows or columns of a matrix, which these rules gather first. Every rank
-then computes all of the update and keeps its part.
+Under tensor parallelism each rank holds some rows or columns of a matrix. Muon gathers the momentum alone, or computes
+blockwise; other rules run on matrices that `GatheredMatrices` has gathered. Every rank computes the whole update and
+keeps its shard.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def is_of_layers(name: str, parameter: Tensor) -> bool:
     return parameter.dim() == 2 and not name.startswith(("embedding.", "output_layer.", "lm_head.output_layer."))
 
 
-@mark("optimizer", "dist_muon", unit="matrix", mup="muon")
-@mark("optimizer", "muon", unit="matrix", mup="muon")
+@mark("optimizer", "dist_muon", unit="matrix", gathers=True, mup="muon")
+@mark("optimizer", "muon", unit="matrix", gathers=True, mup="muon")
 @dataclass(frozen=True)
 class Muon(UpdateRule):
     """Momentum, orthogonalised by Newton-Schulz iterations, for the parameters that `is_of_layers`.
@@ -168,7 +169,7 @@ class Muon(UpdateRule):
         return shape_scale(rows, columns, self.scale_mode) * self.extra_scale
 
 
-@mark("optimizer", "adaptive_muon", unit="matrix", mup="muon")
+@mark("optimizer", "adaptive_muon", unit="matrix", gathers=True, mup="muon")
 @dataclass(frozen=True)
 class AdaptiveMuon(Muon):
     """Muon with a second moment: AdaMuon (Si et al. 2025, arXiv:2507.11005) as Emerging-Optimizers has it.
@@ -238,56 +239,48 @@ class Soap(UpdateRule):
     eps: float
     shampoo_beta: float  # decay of L and R
     frequency: int  # steps from one eigenbasis to the next
-    axis: Axis
-    placements: Mapping[str, Placement] = field(hash=False)
     tie_breaker: float = TIE_BREAKER
 
     state_names = ("exp_avg", "exp_avg_sq", "L", "R", "Q_L", "Q_R")
 
     @classmethod
-    def from_config(cls, config: OptimizerConfig, axis: Axis, placements: Mapping[str, Placement]) -> Soap:
+    def from_config(cls, config: OptimizerConfig) -> Soap:
         return cls(
             config.adam_beta1,
             config.adam_beta2,
             config.adam_eps,
             config.soap_shampoo_beta,
             config.soap_precondition_frequency,
-            axis,
-            placements,
         )
 
     def group_settings(self) -> dict[str, Any]:
         return {"betas": (self.beta1, self.beta2), "eps": self.eps, "shampoo_beta": self.shampoo_beta}
 
     def replicated_states(self, name: str, shape: Shape) -> Mapping[str, Shape]:
-        rows, columns = global_shape(shape, self._placement(name), self.axis.size)
+        rows, columns = shape
         return {"L": (rows, rows), "R": (columns, columns), "Q_L": (rows, rows), "Q_R": (columns, columns)}
 
     def update(self, batch: UpdateBatch) -> None:
         foreach_mul_(list(batch.params), 1.0 - batch.lr * batch.weight_decay)
-        for number, name in enumerate(batch.names):
-            states = {kind: batch.states[kind][number] for kind in self.state_names}
-            step = self._step(name, batch.grads[number], states, batch.steps_done)
-            batch.params[number].sub_(step, alpha=batch.lr)
+        for number, (param, grad) in enumerate(zip(batch.params, batch.grads, strict=True)):
+            states = {state: batch.states[state][number] for state in self.state_names}
+            param.sub_(self._direction(grad, states, batch.steps_done), alpha=batch.lr)
 
-    def _step(self, name: str, grad: Tensor, states: Mapping[str, Tensor], before: int) -> Tensor:
-        """What is to be subtracted from a parameter, but for the rate; `before` is the number of steps until now."""
-        placement = self._placement(name)
+    def _direction(self, grad: Tensor, states: Mapping[str, Tensor], steps_done: int) -> Tensor:
+        """Return the update of a parameter without the learning rate; the states are changed in place."""
         mean, squares, factors, bases = states["exp_avg"], states["exp_avg_sq"], _pair(states, ""), _pair(states, "Q_")
-        mean.lerp_(grad.to(mean.dtype), 1.0 - self.beta1)
-        whole = self._whole(grad.to(mean.dtype), placement)
-        weight = (1.0 - self.shampoo_beta) / (1.0 - self.shampoo_beta ** (before + 1))
-        for factor, product in zip(factors, (whole @ whole.t(), whole.t() @ whole), strict=True):
+        grad = grad.to(mean.dtype)
+        mean.lerp_(grad, 1.0 - self.beta1)
+        weight = (1.0 - self.shampoo_beta) / (1.0 - self.shampoo_beta ** (steps_done + 1))
+        for factor, product in zip(factors, (grad @ grad.t(), grad.t() @ grad), strict=True):
             factor.lerp_(product, weight)
-        all_squares = self._whole(squares, placement)
-        if before % self.frequency == 0:
-            all_squares = self._renewed(factors, bases, all_squares, first=before == 0)
+        if steps_done % self.frequency == 0:
+            squares.copy_(self._renewed(factors, bases, squares, first=steps_done == 0))
         left, right = bases
-        all_squares = all_squares.lerp((left.t() @ whole @ right).square(), 1.0 - self.beta2)
-        squares.copy_(self._part(all_squares, placement))
-        turned = left.t() @ self._whole(mean, placement) @ right / (1.0 - self.beta1 ** (before + 1))
-        root = (all_squares / (1.0 - self.beta2 ** (before + 1))).sqrt_()
-        return self._part(left @ (turned / (root + self.eps)) @ right.t(), placement)
+        squares.lerp_((left.t() @ grad @ right).square(), 1.0 - self.beta2)
+        turned = left.t() @ mean @ right / (1.0 - self.beta1 ** (steps_done + 1))
+        root = (squares / (1.0 - self.beta2 ** (steps_done + 1))).sqrt_()
+        return left @ (turned / (root + self.eps)) @ right.t()
 
     def _renewed(self, factors: Sequence[Tensor], bases: Sequence[Tensor], squares: Tensor, *, first: bool) -> Tensor:
         """Bring the eigenvectors up to date in place; returns the second moment in the order of the new ones."""
@@ -301,15 +294,6 @@ class Soap(UpdateRule):
             squares = squares.index_select(dim, order)
             basis.copy_(torch.linalg.qr(definite @ basis[:, order]).Q)
         return squares
-
-    def _placement(self, name: str) -> Placement:
-        return self.placements.get(name, Replicated())
-
-    def _whole(self, part: Tensor, placement: Placement) -> Tensor:
-        return gather_matrix(part, placement, self.axis)
-
-    def _part(self, whole: Tensor, placement: Placement) -> Tensor:
-        return local_part(whole, placement, self.axis.size, self.axis.index)
 
 
 def _pair(states: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:

@@ -190,7 +190,7 @@ def test_each_setting_of_muon_has_an_effect() -> None:
 
 def _soap(**changes: Any) -> Soap:
     settings: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "shampoo_beta": 0.95, "frequency": 1}
-    return Soap(**{**settings, **changes}, axis=ParallelContext.solo().tp, placements={})
+    return Soap(**{**settings, **changes})
 
 
 def _soaped(rule: Soap, grads: Tensor, weight: Tensor) -> dict[str, Tensor]:
