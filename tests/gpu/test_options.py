@@ -11,6 +11,7 @@ from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.optim import build_optimizer
+from megalith.registry import Entry, Registered
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,10 +35,16 @@ OPTIONS = {
 }
 
 
-def _losses(device: str, config: ModelConfig, precision: PrecisionConfig, offload: float = 0.0) -> list[float]:
+def _losses(
+    device: str,
+    config: ModelConfig,
+    precision: PrecisionConfig,
+    offload: float = 0.0,
+    settings: OptimizerConfig | None = None,
+) -> list[float]:
     model = GPT(config, 128, dtype=getattr(torch, precision.params_dtype), device=device)
     initialise(model, 3)
-    optimizer = build_optimizer(model, OptimizerConfig(), precision, offload=offload)
+    optimizer = build_optimizer(model, settings or OptimizerConfig(), precision, offload=offload)
     tokens = torch.randint(0, 128, (4, 65), generator=torch.Generator().manual_seed(0)).to(device)
     losses = []
     for _ in range(5):
@@ -60,6 +67,14 @@ def test_options_give_the_numbers_of_the_cpu(name: str) -> None:
 def test_states_on_the_host_change_no_number(precision: PrecisionConfig, offload: float) -> None:
     there, here = _losses("cuda", CONFIG, precision, offload), _losses("cuda", CONFIG, precision)
     assert there == pytest.approx(here, rel=1e-5)
+
+
+@pytest.mark.parametrize("offload", [0.0, 0.5])
+def test_a_class_of_torch_gives_the_numbers_of_the_cpu(offload: float) -> None:
+    name = Registered(Entry("optimizer", "nadam", torch.optim.NAdam, options={"unit": "element"}))
+    settings, precision = OptimizerConfig(optimizer=name), PrecisionConfig()
+    there = _losses("cuda", CONFIG, precision, offload, settings)
+    assert there == pytest.approx(_losses("cpu", CONFIG, precision, settings=settings), rel=1e-4)
 
 
 def test_states_on_the_host_leave_the_device() -> None:

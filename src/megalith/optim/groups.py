@@ -84,8 +84,9 @@ def make_groups(
         scaling: of the rates by the width of the model; none by default.
     """
     members: dict[_Treatment, tuple[str, ...]] = {}
+    mup = str(_entry(config.optimizer).options.get("mup", ""))
     for name, parameter in parameters.items():
-        treatment = _treatment(name, parameter, config, scaling or WidthScaling())
+        treatment = _treatment(name, parameter, config, mup, scaling or WidthScaling())
         members[treatment] = (*members.get(treatment, ()), name)
     return [
         Group(
@@ -101,8 +102,7 @@ def make_groups(
     ]
 
 
-def _treatment(name: str, parameter: Tensor, config: OptimizerConfig, scaling: WidthScaling) -> _Treatment:
-    mup = _entry(config.optimizer).options.get("mup", "")
+def _treatment(name: str, parameter: Tensor, config: OptimizerConfig, mup: str, scaling: WidthScaling) -> _Treatment:
     apart = config.decoupled_lr is not None and name in _TABLES
     by_matrix = config.sees_matrices and is_of_layers(name, parameter)
     scaled = not apart and not (by_matrix and mup == "muon")

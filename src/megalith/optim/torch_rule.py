@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class TorchRule(UpdateRule):
         self._tiny = (2, 2) if of_matrices else (1,)
         self._optimizer = self._build(torch.zeros(self._tiny))
         self._names, self._has_counters = self._probe(((3, 2), (2, 5)) if of_matrices else ((3, 2), (5,)))
-        self._restart_counters()
+        self._followers: dict[torch.device, _Follower] = {}
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -66,7 +67,7 @@ class TorchRule(UpdateRule):
         if batch.steps_done > 0:
             for number, param in enumerate(params):
                 states = {name: batch.states[name][number] for name in self._names}
-                optimizer.state[param] = {**states, **self._counters(batch.steps_done)}
+                optimizer.state[param] = {**states, **self._counters(batch.steps_done, param.device)}
         for param, grad in zip(params, batch.grads, strict=True):
             param.grad = grad
         optimizer.step()
@@ -155,22 +156,29 @@ class TorchRule(UpdateRule):
 
     # --- counters -----------------------------------------------------------------------------------------------
 
-    def _restart_counters(self) -> None:
-        self._follower = torch.zeros(self._tiny)
-        self._follower_optimizer, self._followed = self._build(self._follower), 0
-
-    def _counters(self, steps: int) -> dict[str, Any]:
-        """Return new copies of the numbers among the states after this many steps."""
+    def _counters(self, steps: int, device: torch.device) -> dict[str, Any]:
+        """Return new copies of the numbers among the states after this many steps on a device."""
         if not self._has_counters:
             return {}
-        if steps < self._followed:
-            self._restart_counters()
-        while self._followed < steps:
-            self._step(self._follower_optimizer, self._follower, 1e-3, torch.ones(self._tiny))
-            self._followed += 1
-        found = self._follower_optimizer.state[self._follower]
+        follower = self._followers.get(device)
+        if follower is None or follower.steps > steps:
+            param = torch.zeros(self._tiny, device=device)
+            follower = self._followers[device] = _Follower(param, self._build(param))
+        while follower.steps < steps:
+            self._step(follower.optimizer, follower.param, 1e-3, torch.ones_like(follower.param))
+            follower.steps += 1
+        found = follower.optimizer.state[follower.param]
         counters = {name: value for name, value in found.items() if name not in self._names and value is not None}
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in counters.items()}
+
+
+@dataclass
+class _Follower:
+    """A tiny parameter that takes as many steps as the model does, for the numbers that follow from their number."""
+
+    param: Tensor
+    optimizer: torch.optim.Optimizer
+    steps: int = 0
 
 
 def _is_like(value: Any, shape: tuple[int, ...]) -> bool:

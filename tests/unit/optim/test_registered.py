@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith.config import OptimizerConfig, PrecisionConfig, all_settings
+from megalith.config import OptimizerConfig, PrecisionConfig, all_settings, from_values
 from megalith.distributed.context import ParallelContext
 from megalith.errors import ConfigError
 from megalith.optim import Optimizer, UpdateBatch, UpdateRule, build_optimizer
 from megalith.optim.groups import make_groups, registered_optimizers
-from megalith.registry import Entry, Registered
+from megalith.registry import Entry, Registered, Registry
 
 FP16 = PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=1)
 
@@ -130,6 +130,13 @@ def test_states_are_rounded_between_steps() -> None:
     optimizer = build_optimizer(model, OptimizerConfig(optimizer=name, **rounded), PrecisionConfig())
     _train(model, optimizer)
     assert {tensor.dtype for tensor in optimizer.state_tensors().values()} == {torch.bfloat16}
+    wide, close = _model(), _model()
+    _train(wide, build_optimizer(wide, OptimizerConfig(optimizer=chosen(torch.optim.NAdam)), PrecisionConfig()))
+    of_torch = OptimizerConfig(optimizer=chosen(torch.optim.NAdam), **rounded)
+    _train(close, build_optimizer(close, of_torch, PrecisionConfig()))
+    for one, other in zip(_weights(wide), _weights(close), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=2e-3)
+    assert not _equal(wide, close)
     with pytest.raises(ConfigError, match="exp-avg-dtype"):
         build_optimizer(_model(), OptimizerConfig(optimizer=chosen(Sign, SignSettings), **rounded), PrecisionConfig())
 
@@ -271,3 +278,29 @@ def test_parts_on_the_host_are_updated_alike() -> None:
         config = OptimizerConfig(optimizer=_of_torch(torch.optim.NAdam, {}))
         _train(models[-1], build_optimizer(models[-1], config, PrecisionConfig(), offload=offload))
     assert _equal(models[0], models[1]) and _equal(models[0], models[2])
+
+
+WHOLE = {"use_distributed_optimizer": True}, {"use_torch_fsdp2": True}, {"optimizer_cpu_offload": True}
+ROUNDED = {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16", "bf16": True, "grad_reduce_in_bf16": True}
+RUN = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "seq_length": 4,
+    "max_position_embeddings": 4,
+    "micro_batch_size": 1,
+    "train_iters": 4,
+    "lr": 1.0,
+    "mock_data": True,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 10,
+}
+
+
+@pytest.mark.parametrize("values", [*WHOLE, ROUNDED], ids=lambda values: next(iter(values)))
+def test_what_needs_elements_is_refused_for_matrices(values: dict[str, Any]) -> None:
+    of_matrices = Entry("optimizer", "of-matrices", Whitened, options={"unit": "matrix"})
+    registry = Registry((Entry("optimizer", "of-elements", Sign, SignSettings), of_matrices))
+    from_values({**RUN, **values, "optimizer": "of-elements"}, registry=registry)
+    with pytest.raises(ConfigError, match="of-matrices"):
+        from_values({**RUN, **values, "optimizer": "of-matrices"}, registry=registry)
