@@ -128,8 +128,12 @@ def mark(kind: str, name: str, *, settings: type | None = None, **options: Any) 
 
     def decorate(thing: Thing) -> Thing:
         entry = Entry(kind, name, thing, settings, options)
-        # `vars`, as a subclass would inherit the marks of its base
-        setattr(thing, _MARKS, (*vars(thing).get(_MARKS, ()), entry))
+        caller = sys._getframe(1).f_globals
+        if getattr(thing, "__module__", None) == caller.get("__name__"):
+            # `vars`, as a subclass would inherit the marks of its base
+            setattr(thing, _MARKS, (*vars(thing).get(_MARKS, ()), entry))
+        else:  # what others define stays unmarked, such as a class of torch
+            caller[_MARKS] = (*caller.get(_MARKS, ()), entry)
         return thing
 
     return decorate
@@ -140,6 +144,7 @@ def marked_in(module: Any) -> Iterator[Entry]:
 
     Its own subclasses of `megalith.api.Hook` are entries without a mark.
     """
+    yield from vars(module).get(_MARKS, ())
     for thing in list(vars(module).values()):
         marks = getattr(thing, "__dict__", {}).get(_MARKS, ())
         yield from (entry for entry in marks if entry.thing is thing)

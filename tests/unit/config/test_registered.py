@@ -155,3 +155,11 @@ def test_a_checkpoint_says_which_import_is_missing(module: str) -> None:
         model_of(args)
     found = model_of(args, run.registry).normalization
     assert isinstance(found, Registered) and found.entry.thing.__name__ == "Norm"
+
+
+def test_what_another_module_defines_is_registered_where_it_is_marked(tmp_path: Path) -> None:
+    for module in ("own_first", "own_second"):
+        text = "import fractions\nfrom megalith.registry import mark\nmark('schedule', 'own')(fractions.Fraction)\n"
+        (tmp_path / f"{module}.py").write_text(text)
+        (entry,) = collect([module]).entries
+        assert entry.thing.__name__ == "Fraction" and not [name for name in vars(entry.thing) if "megalith" in name]
