@@ -100,14 +100,14 @@ def _one_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def _width_scaling(models: Sequence[LanguageModel]) -> WidthScaling:
-    """Of the rates of models, which have one architecture."""
+    """Return the muP scaling of the pipeline chunks of a model, which have one architecture."""
     tied = [model.copied_weight for model in models if model.copied_weight is not None]
     widths = {model.config.width_multiplier for model in models}
     return WidthScaling(widths.pop(), tied) if len(widths) == 1 else WidthScaling()
 
 
 def copies_of(chunks: Iterable[LanguageModel], ctx: ParallelContext) -> dict[str, tuple[Copies, ...]]:
-    """What other ranks hold too of the parameters of these parts of a model, by name.
+    """Return which parameters of these pipeline chunks other ranks hold too, by name.
 
     - Over the tensor-parallel axis, or for experts theirs: replicated parameters, with partial gradients where the
       layers see a part of the sequence, and where each rank applies them to its own heads; key and value heads that
@@ -127,7 +127,7 @@ def copies_of(chunks: Iterable[LanguageModel], ctx: ParallelContext) -> dict[str
 
 
 def experts_of(chunks: Iterable[LanguageModel]) -> frozenset[str]:
-    """The names of the parameters of experts, of which expert-parallel ranks have different ones."""
+    """Return the names of the parameters of experts, which differ between expert-parallel ranks."""
     return frozenset(
         prefix + name
         for chunk in chunks

@@ -36,7 +36,7 @@ class Group:
 
 
 def decays(name: str, parameter: Tensor, config: OptimizerConfig) -> bool:
-    """Whether the weight decay acts on a parameter: not on biases and what is one-dimensional.
+    """Return whether the weight decay acts on a parameter: not on biases and one-dimensional parameters.
 
     The norms of queries and keys decay if that is asked for, weights and biases as in Megatron.
     """
@@ -59,7 +59,7 @@ def _entry(name: str) -> Entry:
 
 @dataclass(frozen=True, order=True)
 class _Treatment:
-    """What makes a group, in the order of the groups."""
+    """The key that parameters of a group share; groups are sorted by it."""
 
     apart: bool
     no_decay: bool

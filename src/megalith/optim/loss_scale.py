@@ -21,7 +21,7 @@ class ConstantLossScale:
         self.inverse = float(np.float32(1.0 / self.value))
 
     def update(self, overflow: bool) -> None:
-        """A constant learns nothing."""
+        """Ignore the outcome of a step."""
 
     def state(self) -> dict[str, float | int]:
         return {"scale": self.value}
@@ -87,7 +87,7 @@ LossScale = ConstantLossScale | DynamicLossScale
 
 
 def build_loss_scale(precision: PrecisionConfig) -> LossScale:
-    """The loss scale that a precision configuration means."""
+    """Build the loss scale of a precision configuration."""
     if precision.dynamic_loss_scale:
         return DynamicLossScale(
             precision.initial_loss_scale,

@@ -51,7 +51,7 @@ NORM_FLOOR = 1e-7
 
 
 def orthogonalised(matrix: Tensor, coefficients: Sequence[tuple[float, float, float]], steps: int) -> Tensor:
-    """About the nearest matrix with orthonormal rows or columns; `coefficients` begin again when they run out."""
+    """Return nearly the closest matrix with orthonormal rows or columns; `coefficients` repeat when they run out."""
     x = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=NORM_FLOOR)
     for a, b, c in islice(cycle(coefficients), steps):
@@ -61,7 +61,7 @@ def orthogonalised(matrix: Tensor, coefficients: Sequence[tuple[float, float, fl
 
 
 def shape_scale(rows: int, columns: int, mode: str) -> float:
-    """The factor that makes updates of matrices of different shapes alike, by `--muon-scale-mode`."""
+    """Return the factor of the updates of a matrix by its shape, as of `--muon-scale-mode`."""
     if mode == "spectral":
         return float(max(rows, columns) ** 0.5)
     if mode == "unit_rms_norm":
@@ -71,7 +71,7 @@ def shape_scale(rows: int, columns: int, mode: str) -> float:
 
 
 def is_of_layers(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is a matrix inside a layer; embeddings and the output layer are tables, not maps."""
+    """Return whether a parameter is a matrix inside a layer, not an embedding or the output layer."""
     return parameter.dim() == 2 and not name.startswith(("embedding.", "output_layer.", "lm_head.output_layer."))
 
 
@@ -139,7 +139,7 @@ class Muon(UpdateRule):
                 batch.params[number].add_(update, alpha=-batch.lr)
 
     def _update(self, matrix: Tensor, placement: Placement, second: Tensor | None) -> Tensor:
-        """What is to be subtracted from a parameter, but for the rate."""
+        """Return the update of a matrix without the learning rate."""
         return self._by_parts(matrix, placement, scaled=True)
 
     def _by_parts(self, matrix: Tensor, placement: Placement, *, scaled: bool) -> Tensor:
@@ -198,7 +198,7 @@ class AdaptiveMuon(Muon):
 
 @contextmanager
 def _matmul_precision(precision: str, device: torch.device) -> Iterator[None]:
-    """fp32 products on a GPU in this precision; on a CPU there is one."""
+    """Set the precision of fp32 matrix products on a GPU."""
     if device.type != "cuda":
         yield
         return

@@ -65,7 +65,7 @@ class CountedOnce:
                 self._parts[name] = [(first - start, last - start) for first, last in rest]
 
     def norm(self, tensors: Mapping[str, Tensor]) -> float:
-        """The L2 norm.
+        """Return the L2 norm.
 
         Of each tensor in at least fp32, then of the stack of these, squared; the sum over ranks; the root in double
         precision (docs/reference/training.md#optimizers).
@@ -74,7 +74,7 @@ class CountedOnce:
         return math.sqrt(float(all_reduce(squared, self._holders)))
 
     def zeros(self, tensors: Mapping[str, Tensor]) -> float:
-        """The number of exact zeros."""
+        """Return the number of exact zeros."""
         count = torch.zeros((), dtype=torch.int64, device=self._device)
         for tensor in self._counted(tensors):
             count += tensor.numel() - torch.count_nonzero(tensor)
@@ -98,7 +98,7 @@ def _squared_norm(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.d
 
 
 def _norms_by_pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The L2 norms of half-precision tensors in fp32.
+    """Return the L2 norms of half-precision tensors in fp32.
 
     On a CPU torch reduces bf16 at a tenth of the speed of a widened copy that stays in the cache, and that copy is made
     in one room for all, since fresh memory for each takes several times as long (measured on 2.13).

@@ -1,10 +1,10 @@
 """A step over the main parameters: unscale, check, norm, clip, update, copy back.
 
-The order and the arithmetic of a step are Megatron's (docs/reference/training.md#optimizers). With fp16 and
-bf16 the model's weights are rounded copies of fp32 main parameters, which the optimizer owns.
+The order and the arithmetic of a step are Megatron's (docs/reference/training.md#optimizers). In mixed precision the
+optimizer owns fp32 master weights (Megatron's main parameters), and the model's weights are their rounded copies.
 
-A rank updates the part of each parameter that it owns: all of it, or under ZeRO-1 one piece, a range of its flattened
-elements. What a step decides by (overflow, norm) is agreed over the ranks, so that all of them do the same.
+A rank updates its shard of each parameter: all of it, or under ZeRO-1 a range of its flattened elements. Overflow and
+norm are reduced over all ranks before a step is applied, so that every rank applies it or skips it.
 """
 
 from __future__ import annotations
@@ -36,35 +36,34 @@ CLIP_EPSILON = 1.0e-6  # Megatron's guard of the division by the norm
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did."""
+    """The result of a step."""
 
-    applied: bool  # False when an overflow or a norm that is not finite made the step a skip
+    applied: bool  # False if an overflow, a non-finite norm or one above the limit skipped the step
     grad_norm: float | None  # L2 norm of the unscaled gradients before clipping; None where an overflow was found first
-    num_zeros: float | None  # Count of exact zeros before clipping, where it was asked for
+    num_zeros: float | None  # number of exact zeros before clipping; None unless they are counted
 
 
 @dataclass(frozen=True)
 class StateBox:
-    """A part of one parameter, or of the optimizer's state of it."""
+    """A rectangular shard of a parameter, or of one of its optimizer states."""
 
-    name: str  # `<kind>.<parameter name>`, as of `Optimizer.state_tensors`; of a weight the parameter's
+    name: str  # `<state>.<parameter name>`, as in `Optimizer.state_tensors`; for a weight the parameter's name
     tensor: Tensor
-    offset: tuple[int, ...]  # Where they begin in the parameter that this rank has in its model
-    shape: tuple[int, ...]  # Of that parameter
-    # It is not divided as the parameter is: every tensor-parallel rank has all of it, of a shape of its own
-    whole: bool = False
+    offset: tuple[int, ...]  # of its first element in the parameter of this rank's model
+    shape: tuple[int, ...]  # of that parameter
+    whole: bool = False  # replicated over the tensor-parallel ranks, with a shape of its own
 
 
 @dataclass(frozen=True)
 class _Rates:
-    """What one step is told, as of `Optimizer.step`."""
+    """Learning rates and weight decay of one step, as passed to `Optimizer.step`."""
 
     lr: float
     weight_decay: float
     decoupled_lr: float
 
     def of(self, group: Group) -> tuple[float, float]:
-        """Learning rate and weight decay of a group."""
+        """Return the learning rate and the weight decay of a group."""
         lr = self.decoupled_lr if group.decoupled else self.lr
         return lr * group.lr_mult, self.weight_decay * group.wd_mult
 
@@ -107,7 +106,7 @@ class Optimizer:
         self._state = self._zero_state()
 
     def _zero_state(self) -> dict[str, dict[str, Tensor]]:
-        """Name of a state -> parameter name -> zeros."""
+        """Allocate the states: name of a state -> parameter name -> zeros."""
         dtypes = {"exp_avg": self._config.exp_avg_dtype, "exp_avg_sq": self._config.exp_avg_sq_dtype}
         states: dict[str, dict[str, Tensor]] = {}
         for group in self.groups:
@@ -127,11 +126,11 @@ class Optimizer:
 
     @property
     def loss_scale(self) -> float:
-        """The factor that the loss is to be multiplied by before the backward pass."""
+        """The factor to multiply the loss by before the backward pass."""
         return self.scaler.value
 
     def zero_grad(self, num_micro_batches: int | None = None) -> None:
-        """Forget the gradients of the last step.
+        """Discard the gradients of the last step.
 
         With the number of backward passes of the step that begins, replicas start to sum gradients while the last one
         is under way; without it, when all are done.
@@ -164,19 +163,21 @@ class Optimizer:
         return StepOutcome(applied=True, grad_norm=norm, num_zeros=zeros)
 
     def settle(self) -> None:
-        """Wait until the parameters that other ranks updated are here, or let go what was gathered of them; to be
-        called before weights are read or written other than by a forward pass."""
+        """Wait for the parameters that other ranks updated, or free those that were gathered.
+
+        Call it before weights are read or written other than by a forward pass.
+        """
         if self._memory is not None:
             self._memory.wait()
 
     def _main_grads(self) -> dict[str, Tensor]:
-        """The owned gradients in at least fp32, or in that of `--main-grads-dtype`, in group order."""
+        """Return this rank's gradients in at least fp32, or in the dtype of `--main-grads-dtype`, in group order."""
         pieces = self.gradients.pieces
         dtype = torch.bfloat16 if self._config.main_grads_dtype == "bf16" else None
         return {name: pieces[name].to(dtype or at_least_fp32(pieces[name].dtype)) for name in self._ordered}
 
     def _unscale(self, grads: list[Tensor]) -> bool:
-        """Divide the gradients by the loss scale in place; return whether one of any rank is not finite."""
+        """Divide the gradients by the loss scale in place; return whether any rank has a non-finite one."""
         device = self.gradients.device
         found = torch.zeros(1, dtype=torch.float32, device=device)
         inverse = torch.full((1,), self.scaler.inverse, dtype=torch.float32, device=device)
@@ -200,7 +201,7 @@ class Optimizer:
     def _update_group(
         self, group: Group, names: list[str], grads: Mapping[str, Tensor], rates: _Rates, scale: float
     ) -> None:
-        """Update parameters of a group, all of them where they are or all on the host, and the weights they are for."""
+        """Update parameters of a group, all on the device or all on the host, and copy them to the model's weights."""
         if not names:
             return
         (lr, weight_decay), hosted = rates.of(group), names[0] in self._hosted
@@ -226,12 +227,12 @@ class Optimizer:
 
     @torch.no_grad()
     def params_norm(self) -> float:
-        """L2 norm of all main parameters of all ranks."""
+        """Return the L2 norm of all main parameters of all ranks."""
         return self._norms.norm({name: self._main[name].to(self.gradients.device) for name in self._ordered})
 
     @torch.no_grad()
     def reload_main_params(self) -> None:
-        """Take the main parameters from the model's weights, after these were written without optimizer state.
+        """Copy the model's weights to the main parameters, after they were loaded without optimizer state.
 
         `load_state_dict` of the model does so by itself.
         """
@@ -252,7 +253,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _loaded(self, module: nn.Module, names: Mapping[str, str]) -> None:
-        """Weights of a module were loaded; `names` are those of its parameters in the model."""
+        """Copy loaded weights of a module to the main parameters; `names` are those of its parameters in the model."""
         for own, name in names.items():
             if not self._sharded and module._parameters[own] is not self._params.get(name, module._parameters[own]):
                 raise ConfigError(
@@ -264,28 +265,28 @@ class Optimizer:
                 weight.copy_(main) if self._sharded else main.copy_(weight)  # the former are what FSDP2 gathers from
 
     def _states(self) -> dict[str, dict[str, Tensor]]:
-        """The live state of what is owned: kind -> parameter name -> tensor."""
+        """Return the live states of this rank: name of a state -> parameter name -> tensor."""
         return {**self._state, "fp32_param": self._main} if self._has_main else dict(self._state)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The live state: for AdamW `exp_avg.<name>`, `exp_avg_sq.<name>` and, in half precision, `fp32_param.<name>`.
+        """Return the live states as `<state>.<parameter name>`, in half precision with `fp32_param.<parameter name>`.
 
-        Each has the shape of its parameter, but for the factors and bases of SOAP. Under ZeRO no rank has such tensors:
-        see `state_boxes`.
+        Under ZeRO no rank has whole tensors: see `state_boxes`.
         """
         assert self._memory is None, "the state is divided over the data-parallel ranks"
         return {f"{kind}.{name}": tensor for kind, part in self._states().items() for name, tensor in part.items()}
 
     def state_boxes(self) -> Iterator[StateBox]:
-        """The live state that this rank owns, cut into boxes of the parameters; over the replicas each element once
-        under ZeRO, on every one of them without."""
+        """Yield the live states of this rank, cut into rectangular shards of the parameters.
+
+        Under ZeRO the replicas hold each element once, else every replica holds all.
+        """
         for kind, part in self._states().items():
             for name, tensor in part.items():
                 yield from self._boxes(f"{kind}.{name}", name, tensor)
 
     def weight_boxes(self) -> Iterator[StateBox]:
-        """The live weights that this rank has, by the names of the parameters: whole ones, or under ZeRO-2 and ZeRO-3
-        boxes, over the replicas each element once."""
+        """Yield the live weights of this rank: whole parameters, or under ZeRO-2 and ZeRO-3 rectangular shards."""
         self.settle()
         if self._sharded:
             for name, tensor in self._owned.items():
@@ -295,7 +296,7 @@ class Optimizer:
                 yield StateBox(name, parameter.detach(), (0,) * parameter.dim(), tuple(parameter.shape))
 
     def _boxes(self, label: str, name: str, tensor: Tensor) -> Iterator[StateBox]:
-        """What this rank owns of a tensor like the parameter `name`, or of one that is whole on each rank."""
+        """Yield the shards of a state of the parameter `name`, or the state itself where it is replicated."""
         if label in self._replicated:
             yield StateBox(label, tensor, (0,) * tensor.dim(), tuple(tensor.shape), whole=True)
             return
@@ -306,7 +307,7 @@ class Optimizer:
             yield StateBox(label, view, box.offset, shape)
 
     def scalars(self) -> dict[str, Any]:
-        """What else a checkpoint holds: `step`, `grad_scaler` (None without fp16) and the settings of the groups."""
+        """Return what a checkpoint holds beside tensors: `step`, `grad_scaler` (None without fp16), `param_groups`."""
         return {
             "step": self.step_count,
             "grad_scaler": self.scaler.state() if self._scales else None,
@@ -314,7 +315,7 @@ class Optimizer:
         }
 
     def _settings(self, group: Group) -> dict[str, Any]:
-        """A group under Megatron's keys."""
+        """Return the settings of a group under Megatron's keys."""
         lr, weight_decay = self._last_rates.of(group)
         return {
             "wd_mult": group.wd_mult,
@@ -327,7 +328,7 @@ class Optimizer:
         }
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
-        """Continue from what `scalars` returned. The settings of the groups are the configuration's, not loaded."""
+        """Restore what `scalars` returned, but for the groups, whose settings are those of the configuration."""
         self.step_count = int(scalars["step"])
         if self._scales and scalars.get("grad_scaler"):
             self.scaler.load_state(scalars["grad_scaler"])
@@ -340,7 +341,7 @@ class _LoadFollower:
         self._optimizer, self._names = optimizer, names
 
     def before(self, *_: Any) -> None:
-        """Let no update that is on its way from another rank arrive on top of weights that are loaded."""
+        """Wait for updates from other ranks, which would overwrite loaded weights."""
         if (optimizer := self._optimizer()) is not None:
             optimizer.settle()
 
@@ -353,7 +354,7 @@ class _LoadFollower:
 
 
 def choose_hosted(sizes: Mapping[str, int], fraction: float) -> frozenset[str]:
-    """The first parameters, in order, that together have at most this part of all elements (`--optimizer-cpu-offload`).
+    """Return the first parameters that have at most this fraction of all elements (`--optimizer-cpu-offload`).
 
     Moments and main parameters of a hosted parameter are in the memory of the host; the device keeps the weights and
     the gradient. Each step its gradient goes to the host, the update is made there, and the new weights come back:
@@ -376,12 +377,12 @@ def choose_hosted(sizes: Mapping[str, int], fraction: float) -> frozenset[str]:
 
 
 def zeros_on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros in the shape of a tensor."""
+    """Allocate zeros in the shape of a tensor, on the host."""
     return torch.zeros(like.shape, dtype=dtype, device=HOST, pin_memory=torch.cuda.is_available())
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The tensor if it is on the host already, else a copy there, which has arrived."""
+    """Return the tensor if it is on the host already, else a copy there, waiting for its transfer."""
     if tensor.device == HOST:
         return tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=torch.cuda.is_available())

@@ -1,4 +1,4 @@
-"""What a rank holds of the parameters that it updates, and how the others' updates reach it.
+"""This rank's shards of the parameters that are updated, and how updates of other ranks reach it.
 
 | data parallelism | gradients in       | updated here                | weights to compute with                      |
 |------------------|--------------------|-----------------------------|----------------------------------------------|
@@ -54,12 +54,12 @@ class ShardedGradients:
 
     @property
     def pieces(self) -> Mapping[str, Tensor]:
-        """After `finish` the gradients of the rows that are here."""
+        """The gradients of this rank's rows, after `finish`."""
         assert self._pieces is not None, "the backward passes of the step have not ended"
         return self._pieces
 
     def owned(self, name: str) -> tuple[int, int]:
-        """The elements [start, stop) of a parameter, flattened, that are here; empty where start is stop."""
+        """Return the elements [start, stop) of a flattened parameter in this rank's shard."""
         return self._part_of[name].owned(name)
 
     def begin(self, num_micro_batches: int | None = None) -> None:
@@ -78,7 +78,7 @@ class ShardedGradients:
             self._sum_copies(names, self._pieces)
 
     def _sum_copies(self, names: Sequence[str], pieces: Mapping[str, Tensor]) -> None:
-        """Sum what is partial of these parameters, of one kind, in one collective."""
+        """Sum the partial gradients of these parameters, of one kind, in one collective."""
         flat = torch.cat([pieces[name].reshape(-1) for name in names])
         parts, origin = list[CopiedPart](), 0
         for name in names:
@@ -123,7 +123,7 @@ class ParameterMemory:
         self._order = _order_of_need(modules, buckets, len(layout.buckets))
 
     def gather(self) -> None:
-        """Bring the updated parameters from their owners, what the forward pass needs first before the rest."""
+        """Gather the updated parameters from their owners, in the order in which the forward pass needs them."""
         for number in self._order:
             bucket = self._layout.buckets[number]
             self._pending[number] = self._data_of(bucket).gather(self._flat[bucket.start : bucket.stop])
@@ -134,7 +134,7 @@ class ParameterMemory:
             self._wait_for(number)
 
     def wait(self) -> None:
-        """Until all parameters are here."""
+        """Wait until all parameters are gathered."""
         for number in self._order:
             self._wait_for(number)
 
@@ -243,7 +243,7 @@ def flat_shards(
     bucket_size: int | None,
     overlap_gather: bool,
 ) -> OptimizerShards:
-    """Replicated parameters with preallocated gradients, whose layers get a sink that writes to these."""
+    """Return the shards of replicated parameters, in preallocated flat memory that the layers' gradient sink fills."""
     kind = Zero1 if zero1 else Replicated
     data, of_experts = kind(ctx), kind(ctx, experts=True)
     gradients = GradientBuffers(
@@ -276,8 +276,10 @@ def flat_shards(
 def fsdp_shards(
     parts: Sequence[FullyShard], ctx: ParallelContext, *, copies: Mapping[str, tuple[Copies, ...]]
 ) -> OptimizerShards:
-    """Parameters that are cut over the replicas. Their memory here is that of the main parameters; in half precision
-    the rounded weights, which the gather makes anew, are kept beside it as checkpoints want them."""
+    """Return the shards of parameters that FSDP2 has divided over the replicas, which are the main parameters.
+
+    In half precision the rounded weights are kept beside them for checkpoints.
+    """
     main = {name: shard for part in parts for name, shard in part.shards.items() if shard.numel() > 0}
     weights = {name: shard.to(part.dtype) for part in parts for name, shard in part.shards.items() if name in main}
     if all(weights[name].dtype == shard.dtype for name, shard in main.items()):
