@@ -6,7 +6,8 @@ N(0, std), all others 0; norm weights, the one-dimensional ones, 1, kept as 0 wh
 all standard deviations but those of embeddings are divided by the root of the width multiplier. Under
 --init-method-xavier-uniform all matrices are uniform up to sqrt(6 / (rows + columns)) of the whole matrix (Glorot and
 Bengio 2010), and embeddings too unless --embedding-init-method-std is given. A parameter of another name than weight
-and bias, which only models of others have, keeps the values that its module gave it.
+and bias, which only models of others have, keeps the values that its module gave it; a module of torch in such a model,
+one with `reset_parameters` and without placements, draws its own weights, from the seed and its global name.
 Every weight is drawn in fp32 (fp64 stays fp64) at its full shape and then cast.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -95,7 +96,9 @@ class _WithNorms(GPT):
         super().__init__(config, VOCABULARY)
         self.decoder.norm = _Placed(RMSNorm(8, 1e-5, dtype=torch.float32, device=torch.device("cpu")))
         self.decoder.before = _Placed(torch.nn.LayerNorm(8))
-        self.decoder.layernorm_mixer = _Placed(torch.nn.Linear(8, 8, bias=False))
+        self.decoder.layernorm_mixer = _Placed(torch.nn.Module())
+        self.decoder.layernorm_mixer.inner.weight = torch.nn.Parameter(torch.full((8, 8), 0.25))
+        self.decoder.mixer = _Placed(torch.nn.Linear(8, 8, bias=False))
         self.decoder.gate = _Placed(torch.nn.Module())
         self.decoder.gate.inner.gamma = torch.nn.Parameter(torch.full((8,), 0.25))
 
@@ -114,14 +117,18 @@ class _Placed(torch.nn.Module):
 @pytest.mark.parametrize("around_one", [False, True])
 def test_what_a_weight_is_does_not_hang_on_its_name(around_one: bool) -> None:
     model = _draw(_WithNorms(dataclasses.replace(GPT2, apply_layernorm_1p=around_one)), False)
-    parameters = dict(model.named_parameters())
-    own = {name: parameters[f"decoder.{name}"].detach() for name in ("norm.inner.weight", "before.inner.weight")}
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    own = {name: parameters[f"decoder.{name}"] for name in ("norm.inner.weight", "before.inner.weight")}
     assert all(weight.unique().tolist() == [1.0] for weight in own.values()), "neither is kept around one"
     assert parameters["decoder.before.inner.bias"].count_nonzero() == 0
     assert parameters["decoder.final_layernorm.weight"].unique().tolist() == [0.0 if around_one else 1.0]
-    assert 0.005 < float(parameters["decoder.layernorm_mixer.inner.weight"].detach().std()) < 0.05, (
-        "drawn, whatever its name"
-    )
+    deviations = {
+        name: float(parameters[f"decoder.{name}.inner.weight"].std()) for name in ("layernorm_mixer", "mixer")
+    }
+    assert 0.005 < deviations["layernorm_mixer"] < 0.05, "drawn, whatever its name"
+    assert deviations["mixer"] == pytest.approx(1 / math.sqrt(3 * 8), rel=0.3), "drawn by its own reset_parameters"
+    again = _draw(_WithNorms(dataclasses.replace(GPT2, apply_layernorm_1p=around_one)), False)
+    assert torch.equal(again.get_parameter("decoder.mixer.inner.weight"), parameters["decoder.mixer.inner.weight"])
     assert parameters["decoder.gate.inner.gamma"].unique().tolist() == [0.25], "as its module has set it"
 
 
