@@ -18,7 +18,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from megalith.serve.http.guard import App, Guard
-from megalith.serve.http.server import _Parting, bind, bounded_connection, serve
+from megalith.serve.http.server import _LingeringTransport, bind, bounded_connection, serve
 from megalith.serve.http.settings import Limits, ServerSettings
 
 from ...fake_runner import FakeRunner
@@ -196,7 +196,7 @@ def test_a_body_that_is_read_leaves_the_connection_open() -> None:
 
 @pytest.mark.parametrize(
     "limits",
-    [Limits(parting_bytes=1 << 20), Limits(parting_seconds=0.2)],
+    [Limits(lingering_bytes=1 << 20), Limits(lingering_seconds=0.2)],
     ids=["bytes", "seconds"],
 )
 def test_nobody_is_listened_to_for_ever(limits: Limits) -> None:
@@ -209,7 +209,7 @@ def test_nobody_is_listened_to_for_ever(limits: Limits) -> None:
             sent = 0
             try:
                 while sent < 1 << 40:
-                    connection.sendall(b"x" * (65536 if limits.parting_seconds > 1 else 1))
+                    connection.sendall(b"x" * (65536 if limits.lingering_seconds > 1 else 1))
                     sent += 1
             except ConnectionError:
                 return sent
@@ -274,7 +274,7 @@ def test_a_client_that_has_reset_its_connection_is_let_go() -> None:
 
     async def run() -> bool:
         transport = Reset()
-        parting = _Parting(transport, LIMITS, lambda: True)
+        parting = _LingeringTransport(transport, LIMITS, lambda: True)
         parting.close()
         parting.lost()
         return transport.aborted

@@ -38,11 +38,11 @@ from megalith.serve.http.guard import App
 from megalith.serve.http.service import Service
 from megalith.serve.http.settings import Limits, ServerSettings
 
-_AT_A_TIME = 8
+_READS_PER_ROUND = 8
 _PROBE = b"GET /health "
 _PATIENCE_WHEN_STOPPING = 2.0
 """Seconds that a client may leave its socket unread while the server stops; one that reads slowly is waited for."""
-_SECONDS_BETWEEN_LOOKS = 0.25
+_SECONDS_BETWEEN_STALL_CHECKS = 0.25
 
 _END_OF_HEADERS = re.compile(rb"\n\r?\n")
 _BARE_LF = re.compile(rb"(?<!\r)\n")
@@ -51,48 +51,48 @@ _LENGTH = re.compile(rb"\ncontent-length[ \t]*:", re.IGNORECASE)
 _CODING = re.compile(rb"\ntransfer-encoding[ \t]*:", re.IGNORECASE)
 
 
-class _Turns:
-    """Runs what it is given in that order, a few in each round of the event loop."""
+class _FirstReads:
+    """Runs callbacks in the order of their arrival, a few in each round of the event loop."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._queue: deque[Callable[[], None]] = deque()
 
-    def add(self, turn: Callable[[], None]) -> None:
-        if not self._waiting:
+    def add(self, callback: Callable[[], None]) -> None:
+        if not self._queue:
             asyncio.get_running_loop().call_soon(self._run)
-        self._waiting.append(turn)
+        self._queue.append(callback)
 
     def _run(self) -> None:
-        for _ in range(min(_AT_A_TIME, len(self._waiting))):
-            self._waiting.popleft()()
-        if self._waiting:
+        for _ in range(min(_READS_PER_ROUND, len(self._queue))):
+            self._queue.popleft()()
+        if self._queue:
             asyncio.get_running_loop().call_soon(self._run)
 
 
-class _Parting(asyncio.Transport):
-    """A transport whose `close` first lets the client finish, where `still_sends` says that it may be sending.
+class _LingeringTransport(asyncio.Transport):
+    """A transport that closes in stages (lingering close) where `still_sends` says that the client may be sending.
 
-    It then ends its own direction, so that the client sees the end of the answer, and throws away what comes: at most
-    `parting_bytes`, for at most `parting_seconds`.
+    It first ends its own direction, so that the client sees the end of the answer, and discards what arrives: at most
+    `lingering_bytes`, for at most `lingering_seconds`.
     """
 
     def __init__(self, transport: asyncio.Transport, limits: Limits, still_sends: Callable[[], bool]) -> None:
         super().__init__()
         self._transport, self._limits, self._still_sends = transport, limits, still_sends
-        self._room = limits.parting_bytes
+        self._left = limits.lingering_bytes
         self._due: asyncio.TimerHandle | None = None
 
     @property
-    def parts(self) -> bool:
-        """Whether the answer is given, and the client is sending still."""
+    def lingers(self) -> bool:
+        """Whether it waits for the client, which is still sending, to finish."""
         return self._due is not None
 
     def close(self) -> None:
         """End the connection; the second call does it at once."""
-        if self.parts or self._transport.is_closing() or not self._still_sends():
+        if self.lingers or self._transport.is_closing() or not self._still_sends():
             self._transport.close()
             return
-        self._due = asyncio.get_running_loop().call_later(self._limits.parting_seconds, self._transport.abort)
+        self._due = asyncio.get_running_loop().call_later(self._limits.lingering_seconds, self._transport.abort)
         try:
             self._transport.write_eof()
         except OSError:  # the client has reset the connection
@@ -102,12 +102,12 @@ class _Parting(asyncio.Transport):
 
     def discard(self, size: int) -> None:
         """Count bytes that came after the answer."""
-        self._room -= size
-        if self._room < 0:
+        self._left -= size
+        if self._left < 0:
             self._transport.abort()
 
     def lost(self) -> None:
-        """Take notice that the connection is gone."""
+        """Stop waiting for a client that is gone."""
         if self._due is not None:
             self._due.cancel()
 
@@ -115,13 +115,13 @@ class _Parting(asyncio.Transport):
         self._transport.write(data)
 
     def is_closing(self) -> bool:
-        return self.parts or self._transport.is_closing()
+        return self.lingers or self._transport.is_closing()
 
     def abort(self) -> None:
         self._transport.abort()
 
     def pause_reading(self) -> None:
-        if not self.parts:
+        if not self.lingers:
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
@@ -159,112 +159,120 @@ def _require_clear_headers(received: bytes) -> None:
             raise _AmbiguousRequest("HTTP/1.0 has no Transfer-Encoding (RFC 9112, 6.1)")
 
 
+class _Connection(H11Protocol):
+    """A connection with limits on headers, on unread answers and on the number of connections."""
+
+    limits: Limits
+    first_reads: _FirstReads
+    stopping: Callable[[], bool]
+
+    _header_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+    _is_new, _is_refused = True, False
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport: _LingeringTransport
+        self.conn = _StrictParser(h11.SERVER, self.config.h11_max_incomplete_event_size or self.limits.header_bytes)
+        super().connection_made(_LingeringTransport(transport, self.limits, self._still_sends))
+        if len(self.connections) > self.limits.connections:
+            transport.abort()
+        else:
+            self._start_header_timer()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.lingers:
+            self.transport.discard(len(data))
+        elif self._is_new and not data.startswith(_PROBE):
+            self._is_new = False
+            self.transport.pause_reading()
+            self.first_reads.add(functools.partial(self._read_first, data))
+        else:
+            self._read(data)
+
+    def _read_first(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
+            self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:
+            self._stop_header_timer()
+        elif self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._start_header_timer()  # of the next request on this connection
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_header_timer()
+        self._stop_stall_timer()
+        self.transport.lost()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stop_stall_timer()
+        self._check_stall(self.loop.time())
+
+    def _check_stall(self, since: float) -> None:
+        """Abort the connection when its client has not read for too long."""
+        patience = self.limits.stalled_seconds
+        if self.stopping():
+            patience = min(patience, _PATIENCE_WHEN_STOPPING)
+        left = since + patience - self.loop.time()
+        if left <= 0.0:
+            self.transport.abort()
+            return
+        self._stall_timer = self.loop.call_later(min(left, _SECONDS_BETWEEN_STALL_CHECKS), self._check_stall, since)
+
+    def resume_writing(self) -> None:
+        self._stop_stall_timer()
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, in JSON; where an answer has begun, the connection just ends."""
+        if self.conn.our_state is not h11.IDLE and self.conn.our_state is not h11.SEND_RESPONSE:
+            self.transport.abort()
+            return
+        error = sys.exc_info()[1]
+        status = getattr(error, "error_status_hint", 400)  # 431: more headers than h11 takes
+        said = str(error) if isinstance(error, _AmbiguousRequest) else msg
+        content = ApiError(status, "the headers are too long" if status == 431 else said).content
+        self._is_refused = True
+        headers = [("content-type", "application/json"), ("content-length", str(len(content)))]
+        response = h11.Response(status_code=status, headers=[*headers, ("connection", "close")])
+        for event in (response, h11.Data(data=content), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # its body will never be whole
+            self.cycle.message_event.set()
+
+    def _still_sends(self) -> bool:
+        unread = self._is_refused or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+        return unread or self.flow.read_paused
+
+    def _start_header_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self.limits.header_seconds, self.transport.abort)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+
 def bounded_connection(limits: Limits, stopping: Callable[[], bool] = lambda: False) -> type[H11Protocol]:
-    """Return the class of connections with these limits; when `stopping`, it soon cuts clients off that do not read."""
-    turns = _Turns()
-
-    class Bounded(H11Protocol):
-        _headers_due: asyncio.TimerHandle | None = None
-        _stalled: asyncio.TimerHandle | None = None
-        _is_new, _is_refused = True, False
-
-        def connection_made(self, transport: Any) -> None:
-            self.transport: _Parting
-            self.conn = _StrictParser(h11.SERVER, self.config.h11_max_incomplete_event_size or limits.header_bytes)
-            super().connection_made(_Parting(transport, limits, self._still_sends))
-            if len(self.connections) > limits.connections:
-                transport.abort()
-            else:
-                self._expect_headers()
-
-        def data_received(self, data: bytes) -> None:
-            if self.transport.parts:
-                self.transport.discard(len(data))
-            elif self._is_new and not data.startswith(_PROBE):
-                self._is_new = False
-                self.transport.pause_reading()
-                turns.add(functools.partial(self._take_turn, data))
-            else:
-                self._take(data)
-
-        def _take_turn(self, data: bytes) -> None:
-            if not self.transport.is_closing():
-                self.transport.resume_reading()
-                self._take(data)
-
-        def _take(self, data: bytes) -> None:
-            before = self.cycle
-            super().data_received(data)
-            if self.cycle is not before:
-                self._forget_headers()
-            elif self._headers_due is None and (self.cycle is None or self.cycle.response_complete):
-                self._expect_headers()  # of the next request on this connection
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._forget_headers()
-            self._flows()
-            self.transport.lost()
-            super().connection_lost(exc)
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._flows()
-            self._watch_stall(self.loop.time())
-
-        def _watch_stall(self, since: float) -> None:
-            """Abort the connection when its client has not read for too long."""
-            patience = min(limits.stalled_seconds, _PATIENCE_WHEN_STOPPING if stopping() else limits.stalled_seconds)
-            left = since + patience - self.loop.time()
-            if left <= 0.0:
-                self.transport.abort()
-                return
-            self._stalled = self.loop.call_later(min(left, _SECONDS_BETWEEN_LOOKS), self._watch_stall, since)
-
-        def resume_writing(self) -> None:
-            self._flows()
-            super().resume_writing()
-
-        def send_400_response(self, msg: str) -> None:
-            """Answer what is no HTTP, in JSON; where an answer has begun, the connection just ends."""
-            if self.conn.our_state is not h11.IDLE and self.conn.our_state is not h11.SEND_RESPONSE:
-                self.transport.abort()
-                return
-            error = sys.exc_info()[1]
-            status = getattr(error, "error_status_hint", 400)  # 431: more headers than h11 takes
-            said = str(error) if isinstance(error, _AmbiguousRequest) else msg
-            content = ApiError(status, "the headers are too long" if status == 431 else said).content
-            self._is_refused = True
-            headers = [("content-type", "application/json"), ("content-length", str(len(content)))]
-            response = h11.Response(status_code=status, headers=[*headers, ("connection", "close")])
-            for event in (response, h11.Data(data=content), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-            self.transport.close()
-
-            if self.cycle is not None and not self.cycle.response_complete:
-                self.cycle.disconnected = True  # its body will never be whole
-                self.cycle.message_event.set()
-
-        def _still_sends(self) -> bool:
-            unread = self._is_refused or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
-            return unread or self.flow.read_paused
-
-        def _expect_headers(self) -> None:
-            self._headers_due = self.loop.call_later(limits.header_seconds, self.transport.abort)
-
-        def _forget_headers(self) -> None:
-            if self._headers_due is not None:
-                self._headers_due.cancel()
-                self._headers_due = None
-
-        def _flows(self) -> None:
-            if self._stalled is not None:
-                self._stalled.cancel()
-                self._stalled = None
-
-    return Bounded
+    """Return a class of connections with these limits; while `stopping`, clients that do not read are soon cut off."""
+    values = {"limits": limits, "first_reads": _FirstReads(), "stopping": staticmethod(stopping)}
+    return type("BoundedConnection", (_Connection,), values)
 
 
-_SECONDS_TO_SAY_SO = 1.0
+_SECONDS_TO_FLUSH = 1.0
 """How long answers that have been ended may take to reach their clients."""
 
 _FAMILIES = {True: socket.AF_INET6, False: socket.AF_INET}
@@ -300,6 +308,41 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _StopSignals:
+    """Stops a server on SIGTERM, SIGINT and SIGHUP: the first drains it, a second one ends it at once."""
+
+    def __init__(
+        self, server: uvicorn.Server, service: Service, say: Callable[[str], None], debounce_seconds: float
+    ) -> None:
+        self.received = asyncio.Event()
+        self._server, self._service, self._say = server, service, say
+        self._debounce_seconds, self._first_at = debounce_seconds, 0.0
+
+    def __enter__(self) -> _StopSignals:
+        in_main_thread = threading.current_thread() is threading.main_thread()  # only that one may take signals
+        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if in_main_thread else ()
+        self._handled = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+        for number in self._handled:
+            asyncio.get_running_loop().add_signal_handler(number, self._receive, number.name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in self._handled:
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _receive(self, name: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if not self.received.is_set():
+            self._service.draining = True  # before it is said
+            seconds = self._service.settings.limits.drain_seconds
+            self._say(f"{name}: no new requests; up to {seconds:g} s for those that run, once more to leave at once")
+            self.received.set()
+            self._first_at = now
+        elif now - self._first_at >= self._debounce_seconds:
+            self._server.force_exit = self._server.should_exit = True
+            self._service.cancel_all()
+
+
 async def serve(
     app: App,
     service: Service,
@@ -331,55 +374,30 @@ async def serve(
         h11_max_incomplete_event_size=limits.header_bytes,
         timeout_graceful_shutdown=2,
     )
-    server, stopping = _Server(config), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    first_at = 0.0
-
-    def asked(name: str) -> None:
-        nonlocal first_at
-        if stopping.is_set() and loop.time() - first_at < debounce_seconds:
-            return
-        if stopping.is_set():
-            server.force_exit = server.should_exit = True
+    server = _Server(config)
+    with _StopSignals(server, service, say, debounce_seconds) as signals:
+        serving = asyncio.ensure_future(server.serve([listener]))
+        stop, failure = asyncio.ensure_future(signals.received.wait()), asyncio.ensure_future(failed())
+        try:
+            while not (server.started or serving.done()):
+                await asyncio.sleep(0.005)
+            for line in greeting:
+                say(line)
+            await asyncio.wait({serving, stop, failure}, return_when=asyncio.FIRST_COMPLETED)
+            if failure.done():
+                say(f"the model cannot answer any more: {failure.result()}")
+            else:
+                await _quiet(service, limits.drain_seconds, lambda: server.force_exit or failure.done())
             service.cancel_all()
-            return
-        service.draining = True  # before it is said
-        say(f"{name}: no new requests; up to {limits.drain_seconds:g} s for those that run, once more to leave at once")
-        stopping.set()
-        first_at = loop.time()
-
-    in_main_thread = threading.current_thread() is threading.main_thread()  # only that one may take signals
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if in_main_thread else ()
-    kept = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
-    for number in kept:
-        loop.add_signal_handler(number, asked, number.name)
-    serving = asyncio.ensure_future(server.serve([listener]))
-    stop, failure = asyncio.ensure_future(stopping.wait()), asyncio.ensure_future(failed())
-    try:
-        while not (server.started or serving.done()):
-            await asyncio.sleep(0.005)
-        for line in greeting:
-            say(line)
-        await asyncio.wait({serving, stop, failure}, return_when=asyncio.FIRST_COMPLETED)
-        if failure.done():
-            say(f"the model cannot answer any more: {failure.result()}")
-            service.cancel_all()
-            await _quiet(service, _SECONDS_TO_SAY_SO)
-        else:
-            await _quiet(service, limits.drain_seconds, lambda: server.force_exit or failure.done())
-            service.cancel_all()
-            await _quiet(service, _SECONDS_TO_SAY_SO)
-        server.should_exit = True
-        loop.call_later(_SECONDS_TO_SAY_SO, _abort_connections, server)
-        with suppress(asyncio.CancelledError):
-            await serving
-        return service.failure is None
-    finally:
-        stop.cancel()
-        failure.cancel()
-        for number in kept:
-            loop.remove_signal_handler(number)
+            await _quiet(service, _SECONDS_TO_FLUSH)
+            server.should_exit = True
+            asyncio.get_running_loop().call_later(_SECONDS_TO_FLUSH, _abort_connections, server)
+            with suppress(asyncio.CancelledError):
+                await serving
+            return service.failure is None
+        finally:
+            stop.cancel()
+            failure.cancel()
 
 
 def _abort_connections(server: uvicorn.Server) -> None:

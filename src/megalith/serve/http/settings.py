@@ -18,8 +18,8 @@ class Limits:
     body_seconds: float = 20.0  # to send the body
     header_seconds: float = 10.0  # to send the headers, from the connection or the first byte of a later request on
     stalled_seconds: float = 30.0  # that a client may leave a full socket unread before it is cut off
-    parting_seconds: float = 30.0  # that a client may go on to send after an answer that leaves its body unread
-    parting_bytes: int = 64 * _MEBIBYTE  # that it may send meanwhile
+    lingering_seconds: float = 30.0  # that a client may go on to send after an answer that leaves its body unread
+    lingering_bytes: int = 64 * _MEBIBYTE  # that it may send meanwhile
     connections: int = 1024  # open at a time; one more is closed at once
     waiting: int = 256  # sequences that may wait for a place; one more is answered 429
     request_seconds: float = 600.0  # that one request may take in all
