@@ -105,18 +105,19 @@ def test_a_conversion_keeps_every_state(tmp_path: Path, optimizer: str) -> None:
 
 EXACT = "--global-batch-size 2 --hidden-dropout 0 --attention-dropout 0 --clip-grad 0 --init-method-std 0.2"
 RESHARDED = {
-    "own-element": ("--optimizer my-sign", (ZERO, "", FSDP), True),
-    "nadam-bf16": ("--optimizer nadam --bf16", (ZERO, ""), True),
-    "nadam-tp": (f"--optimizer nadam {LLAMA}", (TP2, ZERO, PP2), False),
-    "own-matrix": (f"--optimizer my-shampoo {LLAMA}", (TP2, "", PP2), False),
-    "muon-of-torch": (f"--optimizer torch-muon {LLAMA}", (TP2, ""), False),
+    "own-element": ("--optimizer my-sign", (ZERO, "", FSDP), 0.0),
+    "nadam-bf16": ("--optimizer nadam --bf16", (ZERO, ""), 0.0),
+    "nadam-tp": (f"--optimizer nadam {LLAMA}", (TP2, ZERO, PP2), 1e-5),
+    "own-matrix": (f"--optimizer my-shampoo {LLAMA}", (TP2, "", PP2), 1e-5),
+    # torch's Muon orthogonalizes in bf16: the last bit of a gradient may change an update by 2^-9 of itself
+    "muon-of-torch": (f"--optimizer torch-muon {LLAMA}", (TP2, ""), 1e-4),
 }
-"""Name -> flags, the layouts of two ranks (one where it is empty) in turn, whether bits are the same."""
+"""Name -> flags, the layouts of two ranks (one where it is empty) in turn, relative tolerance of losses."""
 
 
 @pytest.mark.parametrize("case", RESHARDED)
 def test_registered_optimizers_continue_in_other_layouts(ranks: Any, tmp_path: Path, case: str) -> None:
-    flags, layouts, exact = RESHARDED[case]
+    flags, layouts, tolerance = RESHARDED[case]
     flags = f"{IMPORT} {flags} {EXACT}"
     wanted = train_on(str(tmp_path / "whole"), flags, 1, 40, 2 * len(layouts))
     steps: list[tuple[Any, ...]] = []
@@ -124,7 +125,7 @@ def test_registered_optimizers_continue_in_other_layouts(ranks: Any, tmp_path: P
         arguments = (str(tmp_path / "moved"), f"{flags} {layout}", 2 if layout else 1, 40, 2 * number)
         steps += ranks.run(2, train_on, *arguments)[0] if layout else train_on(*arguments)
     losses, others = ([loss for _, loss, _, _ in run] for run in (steps, wanted))
-    assert losses == (others if exact else pytest.approx(others, rel=1e-5))
+    assert losses == pytest.approx(others, rel=tolerance, abs=0.0)
     assert len(set(losses)) == len(losses)
 
 

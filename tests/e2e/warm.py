@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MOCK_DOCUMENTS = 2000
-"""Documents of `--mock-data` in commands that the template starts, instead of 100,000."""
+"""Documents of `--mock-data` in commands that the template starts without MOCK_DOCUMENTS; 100,000 elsewhere."""
 _TEMPLATE = """
 import json, os, signal, sys
 import megalith.assemble.ranks, megalith.cli.train, megalith.cli.train_start, megalith.cli.train_hooks
@@ -29,8 +29,6 @@ import megalith.data.mock
 from tests.spoil import spoil_runs
 from megalith.cli.main import main
 
-# At a context of 16 tokens the index of Megatron's 100,000 made-up documents takes most of the time of a short run.
-megalith.data.mock.NUM_DOCUMENTS = int(os.environ["MOCK_DOCUMENTS"])
 running = set()
 for line in sys.stdin:
     request = json.loads(line)
@@ -44,6 +42,8 @@ for line in sys.stdin:
         os.dup2(log, 1), os.dup2(log, 2)
         os.chdir(request["cwd"])
         os.environ.update(request["env"])
+        # At a context of 16 tokens the index of Megatron's 100,000 documents takes most of the time of a short run.
+        megalith.data.mock.NUM_DOCUMENTS = int(os.environ["MOCK_DOCUMENTS"])
         if "SPOIL" in request["env"]:
             spoil_runs(request["env"]["SPOIL"])
         sys.argv = ["pretrain_gpt.py", *request["argv"]]
