@@ -24,7 +24,7 @@ unknown_extras := $(strip $(foreach extra,$(subst $(comma), ,$(EXTRAS)),$(if $(s
 $(if $(unknown_extras),$(error EXTRAS names $(unknown_extras), which pyproject.toml does not have))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install dev test test-full test-gpu campaign check format bench docs wheelhouse clean
+.PHONY: help quickstart install dev test test-full test-gpu campaign check format bench docs wheelhouse release clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -67,6 +67,15 @@ wheelhouse: | $(BIN)/python ## Collect all files for an install without network 
 	$(BIN)/python -m pip wheel $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS) -w wheelhouse \
 		'.[$(call with_extras,dev track)]' hatchling editables pip
 	@echo 'wheelhouse/ is complete. On the machine without network: make install WHEELHOUSE=wheelhouse'
+
+release: | $(BIN)/python ## Build wheel and source archive into dist/, check them, and run the quickstart from the wheel alone
+	$(PIP_INSTALL) build twine
+	rm -rf dist build/wheel
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/python -m pip install --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS) dist/*.whl
+	cd build/wheel && bin/megalith version && bin/megalith quickstart --minutes 0.5
 
 clean: ## Remove the environment, caches and the quickstart's output
 	rm -rf .venv build dist wheelhouse quickstart .pytest_cache .mypy_cache .ruff_cache .hypothesis
