@@ -21,8 +21,8 @@ import torch
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, volume
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, is_extra_state
 from megalith.checkpoint.manifest import refuse_newer
-from megalith.config.file_rules import TRACKER_FILE as TRACKER_FILE
-from megalith.config.file_rules import is_huggingface as is_huggingface
+from megalith.config.rules.file import TRACKER_FILE as TRACKER_FILE
+from megalith.config.rules.file import is_huggingface as is_huggingface
 from megalith.errors import CheckpointError
 
 MAIN_PREFIX = f"{OPTIMIZER_PREFIX}fp32_param."

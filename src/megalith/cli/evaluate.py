@@ -18,7 +18,7 @@ from megalith.cli.arguments import CommandParser, add_checkpoint_flags, add_layo
 from megalith.cli.threads import settle_rank
 from megalith.config import RunConfig
 from megalith.config.environment import first_of_machine
-from megalith.config.family_rules import SHORTEST_SAMPLE
+from megalith.config.rules.family import SHORTEST_SAMPLE
 from megalith.config.tokenizer_flags import imported_by, tokenizer_of_flags
 from megalith.config.values import local_path
 from megalith.errors import ConfigError, MegalithError

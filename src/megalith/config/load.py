@@ -12,8 +12,8 @@ from megalith.config.environment import read_launch, tasks_without_srun
 from megalith.config.fields import Setting
 from megalith.config.foreign_args import settings_from
 from megalith.config.reading import Reading, read_recipe
-from megalith.config.rule import Draft, UnusableError, unreadable
 from megalith.config.rules import FILE_RULES, NOTICES, RULES
+from megalith.config.rules.rule import Draft, UnusableError, unreadable
 from megalith.config.run import Note, RunConfig, all_settings, group_types, resolved
 from megalith.config.values import BadValue, checked_value, closest, out_of_range, value_from_words
 from megalith.errors import ConfigError

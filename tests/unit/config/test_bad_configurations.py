@@ -10,9 +10,9 @@ from string import Formatter
 
 import pytest
 
-from megalith.config import layout_rules, load, model_rules
-from megalith.config.rule import Draft, Rule
-from megalith.config.rules import FILE_RULES, NOTICES, RULES
+from megalith.config import load
+from megalith.config.rules import FILE_RULES, NOTICES, RULES, layout, model
+from megalith.config.rules.rule import Draft, Rule
 from megalith.config.run import all_settings
 from megalith.errors import ConfigError
 
@@ -795,9 +795,9 @@ def test_the_table_breaks_every_rule(data: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ConfigError):
             load(command_line(changes, data), environment(changes))
     as_for_save_and_load = {"data_cache_path_is_a_folder", "tensorboard_dir_is_a_folder"}
-    in_test_environment = {layout_rules.rank_is_in_the_world.name}
+    in_test_environment = {layout.rank_is_in_the_world.name}
     in_test_registered = {"bert_is_without_data_source", "t5_is_without_data_source"}
-    in_test_registered |= {model_rules.own_attention_is_for_gpt.name, model_rules.own_mlp_is_for_gpt.name}
+    in_test_registered |= {model.own_attention_is_for_gpt.name, model.own_mlp_is_for_gpt.name}
     elsewhere = as_for_save_and_load | in_test_environment | in_test_registered
     assert {rule.name for rule in (*RULES, *FILE_RULES)} - broken == elsewhere
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from math import log, prod
 
-from megalith.config.rule import (
+from megalith.config.rules.rule import (
     Draft,
     UnusableError,
     divisors,

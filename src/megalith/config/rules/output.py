@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from megalith.config.rule import Draft, Rule, excluded, forbid, idle, idle_without, multiples, note, notice, rule, show
+from megalith.config.rules.rule import (
+    Draft,
+    Rule,
+    excluded,
+    forbid,
+    idle,
+    idle_without,
+    multiples,
+    note,
+    notice,
+    rule,
+    show,
+)
 
 saving_beside_the_training_is_for_torch_dist = forbid(
     lambda run: run.checkpoint.async_save and run.checkpoint.ckpt_format != "torch_dist",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalith.config.rule import Draft, excluded, forbid, idle, multiples, notice, rule, show
+from megalith.config.rules.rule import Draft, excluded, forbid, idle, multiples, notice, rule, show
 from megalith.config.run import RunConfig
 
 SHORTEST_SAMPLE = 8  # tokens: three special ones, and a few words on either side

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalith.config.rule import Draft, divisors, forbid, idle_without, note, rule, show
+from megalith.config.rules.rule import Draft, divisors, forbid, idle_without, note, rule, show
 
 _LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from megalith.config.data_sources import PATHS, parse_blend
-from megalith.config.rule import Draft, Rule, forbid, idle_without, note, notice, rule, show, value_of
+from megalith.config.rules.rule import Draft, Rule, forbid, idle_without, note, notice, rule, show, value_of
 from megalith.config.run import all_settings
 from megalith.config.values import holds_paths, remote
 from megalith.errors import ConfigError

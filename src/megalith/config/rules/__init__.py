@@ -10,18 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import ModuleType
 
-from megalith.config import (
-    data_rules,
-    expert_rules,
-    family_rules,
-    file_rules,
-    layout_rules,
-    model_rules,
-    optimizer_rules,
-    output_rules,
-    training_rules,
-)
-from megalith.config.rule import Rule
+from megalith.config.rules import data, expert, family, file, layout, model, optimizer, output, training
+from megalith.config.rules.rule import Rule
 
 
 def _defined_in(*modules: ModuleType) -> Iterator[Rule]:
@@ -33,12 +23,7 @@ def _defined_in(*modules: ModuleType) -> Iterator[Rule]:
             )
 
 
-_ALL = tuple(
-    _defined_in(
-        *(data_rules, model_rules, expert_rules, training_rules, optimizer_rules, output_rules, layout_rules),
-        family_rules,
-    )
-)
+_ALL = tuple(_defined_in(data, model, expert, training, optimizer, output, layout, family))
 RULES: tuple[Rule, ...] = tuple(rule for rule in _ALL if not rule.notice)
 NOTICES: tuple[Rule, ...] = tuple(rule for rule in _ALL if rule.notice)
-FILE_RULES: tuple[Rule, ...] = tuple(_defined_in(file_rules))
+FILE_RULES: tuple[Rule, ...] = tuple(_defined_in(file))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from megalith.config.groups.model import LatentSettings, MupSettings
-from megalith.config.rule import (
+from megalith.config.rules.rule import (
     Draft,
     Rule,
     divisors,

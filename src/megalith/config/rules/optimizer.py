@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalith.config.rule import Draft, Rule, exclusive, forbid, idle, idle_without, note, notice, rule, show
+from megalith.config.rules.rule import Draft, Rule, exclusive, forbid, idle, idle_without, note, notice, rule, show
 from megalith.config.run import RunConfig
 from megalith.registry import Registered
 

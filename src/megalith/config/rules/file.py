@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from megalith.config.data_sources import SPLIT_FLAGS, data_sources
-from megalith.config.rule import Draft, Rule, rule, show, value_of
+from megalith.config.rules.rule import Draft, Rule, rule, show, value_of
 from megalith.config.values import closest, remote
 from megalith.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import dropwhile
 
-from megalith.config.rule import (
+from megalith.config.rules.rule import (
     Draft,
     Rule,
     divisors,
