@@ -20,6 +20,8 @@ from megalith.schedules.parameters import LearningRateSchedule
 
 if TYPE_CHECKING:
     from megalith.assemble.trained import Trained, load_trained
+    from megalith.models.gpt import GPT
+    from megalith.models.language_model import LanguageModel
     from megalith.nn.linear import Linear, column, row
     from megalith.nn.own_attention import Attend
     from megalith.nn.placement import Replicated, Split
@@ -42,6 +44,8 @@ _LATER = {
     "Trained": "megalith.assemble.trained:Trained",
     "TrainingRun": "megalith.train.loop:TrainingRun",
     "Attend": "megalith.nn.own_attention:Attend",
+    "GPT": "megalith.models.gpt:GPT",
+    "LanguageModel": "megalith.models.language_model:LanguageModel",
     "Linear": "megalith.nn.linear:Linear",
     "Region": "megalith.nn.region:Region",
     "Replicated": "megalith.nn.placement:Replicated",
@@ -63,7 +67,9 @@ __all__ = [
     "DataConfig",
     "DataError",
     "Evaluation",
+    "GPT",
     "Hook",
+    "LanguageModel",
     "LearningRateSchedule",
     "Linear",
     "MegalithError",
@@ -89,6 +95,7 @@ __all__ = [
     "register_attention",
     "register_dataset",
     "register_mlp",
+    "register_model",
     "register_norm",
     "register_optimizer",
     "register_schedule",
@@ -127,6 +134,24 @@ def register_attention(name: str, *, settings: type | None = None) -> Callable[[
 def register_mlp(name: str, *, settings: type | None = None) -> Callable[[Thing], Thing]:
     """Register a module for `--mlp name`: constructed as of `register_attention`, `forward(hidden) -> [S, B, D]`."""
     return mark("mlp", name, settings=settings)
+
+
+def register_model(name: str, *, settings: type | None = None) -> Callable[[Thing], Thing]:
+    """Register a model for `--model name`: a plain `torch.nn.Module`, or what builds a `LanguageModel`.
+
+    A plain class is constructed as `(config: ModelConfig, vocab_size)`, and its `forward(tokens [B, S])` returns logits
+    [B, S, V]. It is trained with data parallelism, ZeRO-1 (`--use-distributed-optimizer`) and FSDP2
+    (`--use-torch-fsdp2`), and generates by full passes without a KV cache. Its constructor draws the initial weights,
+    from a generator of `--seed`. It is refused with tensor, pipeline or context parallelism.
+
+    A function, or a subclass of `LanguageModel` or `GPT`, is called as `(config, vocab_size, *, region, mixer, peers,
+    stage, recompute, dtype, device)`. A model of `Linear`, `column`, `row` and modules with `placements` works in every
+    layout.
+
+    Args:
+        settings: As of `register_dataset`.
+    """
+    return mark("model", name, settings=settings)
 
 
 def register_norm(name: str, *, settings: type | None = None) -> Callable[[Thing], Thing]:

@@ -26,6 +26,7 @@ KINDS: Mapping[str, str] = {
     "dataset": "--data-source",
     "hook": "--hook",
     "mlp": "--mlp",
+    "model": "--model",
     "norm": "--normalization",
     "optimizer": "--optimizer",
     "schedule": "--lr-decay-style",

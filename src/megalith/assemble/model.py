@@ -16,8 +16,9 @@ from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams, Stream
 from megalith.errors import ConfigError
 from megalith.models.families import model_class
-from megalith.models.initialise import initialise, initialise_as_megatron_cpu
+from megalith.models.initialise import initialise, initialise_as_megatron_cpu, seeded
 from megalith.models.language_model import LanguageModel, Stage
+from megalith.models.plain import PlainModel, require_tokens_alone
 from megalith.nn.attention import LocalMixer, SequenceMixer
 from megalith.nn.precision import at_least_fp32
 from megalith.nn.recompute import Recompute
@@ -145,21 +146,23 @@ def build_chunks(
             embeds=context.pp.is_first and number == 0,
             predicts=context.pp.is_last and number == len(layers) - 1,
         )
-        chunk = model_class(run.model)(
-            run.model,
-            vocab_size,
-            region=region,
-            mixer=mixer,
-            peers=TokenPeers(
-                context,
-                sequence_parallel=region.partial_gradients,
-                exchange=run.model.moe_token_dispatcher_type,
-            ),
-            stage=stage,
-            recompute=build_recompute(run),
-            dtype=dtype or params_dtype(run.precision),
-            device=context.device,
-        )
+        with seeded(run.train.seed, "model", context.device):
+            chunk = model_class(run.model)(
+                run.model,
+                vocab_size,
+                region=region,
+                mixer=mixer,
+                peers=TokenPeers(
+                    context,
+                    sequence_parallel=region.partial_gradients,
+                    exchange=run.model.moe_token_dispatcher_type,
+                ),
+                stage=stage,
+                recompute=build_recompute(run),
+                dtype=dtype or params_dtype(run.precision),
+                device=context.device,
+            )
+        require_tokens_alone(chunk, run.data)
         chunks.append(chunk)
     return chunks
 
@@ -211,7 +214,8 @@ def build_run_optimizer(run: RunConfig, chunks: Sequence[LanguageModel], context
         count_zeros=run.log.log_num_zeros_in_grad,
         context=context,
         zero1=run.parallel.divides_states,
-        overlap_gather=not run.train.compile,
+        # Plain modules may read a weight before they call the module that holds it.
+        overlap_gather=not run.train.compile and not any(isinstance(chunk, PlainModel) for chunk in chunks),
         sharded=fully_shard(run, chunks, context) if run.fully_sharded else (),
         offload=run.optimizer.offloaded if context.device.type != "cpu" else 0.0,
     )

@@ -27,6 +27,7 @@ from megalith.layout import cut
 from megalith.models.families import model_class
 from megalith.models.gpt import GPT
 from megalith.models.language_model import LanguageModel, Stage
+from megalith.models.plain import PlainModel
 from megalith.models.saved import saved_tensors
 from megalith.models.t5 import T5
 from megalith.nn.placement import Placement
@@ -61,9 +62,9 @@ class Trained:
     from_huggingface: bool = False
 
     @property
-    def gpt(self) -> GPT:
+    def gpt(self) -> GPT | PlainModel:
         """The model, for whoever continues text; ConfigError if it is of another family."""
-        if isinstance(self.model, GPT):
+        if isinstance(self.model, GPT | PlainModel):
             return self.model
         raise ConfigError(
             f"this needs a model that continues text, a GPT, and the checkpoint holds a {self.model.title}; "
@@ -71,7 +72,7 @@ class Trained:
         )
 
     @property
-    def writer(self) -> GPT | T5:
+    def writer(self) -> GPT | PlainModel | T5:
         """The model, for whoever has it write text; ConfigError if it is of another family."""
         return self.model if isinstance(self.model, T5) else self.gpt
 

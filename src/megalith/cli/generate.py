@@ -139,7 +139,7 @@ def _answer(
     Where several processes share the layers, all of them call this.
     """
     from megalith.serve.engine import Engine
-    from megalith.serve.model_runner import ModelRunner, RankRunner, blocks_for, opening_of, text_ids
+    from megalith.serve.model_runner import RankRunner, blocks_for, opening_of, runner_of, text_ids
 
     try:
         ids = text_ids(trained.tokenizer, text)
@@ -157,7 +157,7 @@ def _answer(
         if context.rank > 0:
             shared.follow()
             return
-    runner = ModelRunner(model, blocks, context_length=length) if context is None else shared
+    runner = runner_of(model, blocks, context_length=length) if context is None else shared
     engine = Engine(runner, trained.tokenizer, _limits(options), opening=opening_of(model, trained.tokenizer))
     try:
         _write(engine, _request(ids, sampling, options), "")
@@ -210,9 +210,9 @@ def _limits(options: argparse.Namespace) -> Limits:
 def _engine(trained: Trained, options: argparse.Namespace) -> Engine:
     """An engine whose cache holds all samples of the longest text."""
     from megalith.serve.engine import Engine
-    from megalith.serve.model_runner import ModelRunner, blocks_for
+    from megalith.serve.model_runner import blocks_for, runner_of
 
-    runner = ModelRunner(trained.gpt, options.num_samples * blocks_for(trained.model.config.max_position_embeddings))
+    runner = runner_of(trained.gpt, options.num_samples * blocks_for(trained.model.config.max_position_embeddings))
     return Engine(runner, trained.tokenizer, _limits(options))
 
 

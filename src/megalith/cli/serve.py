@@ -293,7 +293,7 @@ def _load(launch: _Launch, context: ParallelContext) -> tuple[Trained, Engine | 
     """The model, and on the first rank the engine."""
     from megalith.serve.engine import Engine
     from megalith.serve.engine import Limits as EngineLimits
-    from megalith.serve.model_runner import ModelRunner, RankRunner, opening_of
+    from megalith.serve.model_runner import RankRunner, opening_of, runner_of
 
     flags = launch.flags
     trained = load_model(
@@ -301,7 +301,7 @@ def _load(launch: _Launch, context: ParallelContext) -> tuple[Trained, Engine | 
     )
     blocks = _num_blocks(launch, trained, context)
     model = trained.writer
-    runner = ModelRunner(model, blocks) if context.world.size == 1 else RankRunner(model, context, blocks)
+    runner = runner_of(model, blocks) if context.world.size == 1 else RankRunner(model, context, blocks)
     if context.rank != 0:
         return trained, None, runner
     limits = EngineLimits(running=launch.max_batch, waiting=launch.server.limits.waiting)

@@ -97,7 +97,7 @@ def hooks_of(config: RunConfig, folder: Path, screen: Screen, started: Started) 
     state, context = started.run.state, started.run.state.context
     first = context.rank == 0
     memory = partial(memory_in_use, context.device)
-    figures = theory_lines(theory(config, state.model.vocab_size))
+    figures = "" if config.model.model else theory_lines(theory(config, state.model.vocab_size))
     hooks: list[Hook] = [_metrics(config, folder, started)] if first else []
     hooks.append(_console(config, screen))
     hooks.append(MemoryReport(context, memory, screen.say, figures, config.log.log_memory_interval))

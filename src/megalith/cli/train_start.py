@@ -43,8 +43,9 @@ from megalith.distributed.agreement import refuse_unequal
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from megalith.models.families import model_class
+from megalith.models.families import title
 from megalith.models.language_model import LanguageModel
+from megalith.models.plain import PlainModel
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.protocol import padded_vocab_size, padding_message, tensor_parallel_note
 from megalith.train.checkpoint_fit import (
@@ -373,7 +374,7 @@ def _say_padding(config: RunConfig, tokenizer: Tokenizer, screen: Screen) -> Non
 def _state(
     config: RunConfig, padded: int, streams: RandomStreams, context: ParallelContext, screen: Screen, *, fresh: bool
 ) -> TrainState:
-    screen.say(f"building {model_class(config.model).title} model ...")
+    screen.say(f"building {title(config.model)} model ...")
     chunks = build_chunks(config, padded, context, streams.own)
     if fresh:
         draw_weights(config, chunks, streams, context)
@@ -446,7 +447,7 @@ def _loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, screen:
     for dataset in (*datasets, *datasets.further_valid):
         if dataset is not None:
             screen.say(f"    {dataset.name}: {dataset.summary}")
-    screen.say(f"> finished creating {model_class(config.model).title} datasets ...")
+    screen.say(f"> finished creating {title(config.model)} datasets ...")
     loaders = build_loaders(
         config,
         datasets,
@@ -497,6 +498,8 @@ def _plan(config: RunConfig, model: LanguageModel, context: ParallelContext, scr
     train, batch = config.train, config.num_micro_batches * config.batch_sizes.unit
     measured, by_datasheet = _peaks(config, context.device, screen)
     flops = step_flops(config.model, model.vocab_size, config.data.seq_length, batch, config.data.decoder_seq_length)
+    if isinstance(model, PlainModel):  # 6 for each parameter and token (Kaplan et al. 2020, arXiv:2001.08361)
+        flops = 6.0 * batch * config.data.seq_length * sum(parameter.numel() for parameter in model.parameters())
     return Plan(
         train_iterations=config.train_iters,
         global_batch_size=batch,

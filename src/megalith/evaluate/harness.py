@@ -31,7 +31,7 @@ from megalith.evaluate.alarms import never_trained
 from megalith.evaluate.request import DEFAULT_BATCH
 from megalith.evaluate.score import Sample, Score, Scorer
 from megalith.serve.engine import Engine, Limits
-from megalith.serve.model_runner import ModelRunner, RankRunner, blocks_for
+from megalith.serve.model_runner import RankRunner, blocks_for, runner_of
 from megalith.serve.request import Finished, Request, Sampling, Token
 from megalith.serve.runner import Runner
 
@@ -200,7 +200,7 @@ class MegalithLM(TemplateLM):
         context, blocks = self._context, self._scorer.batch_size * blocks_for(self._max_length)
         if context.tp.size * context.pp.size == 1:
             numbers = range(context.dp.index, len(requests), context.dp.size)
-            runner = ModelRunner(self._trained.gpt, blocks)
+            runner = runner_of(self._trained.gpt, blocks)
             own = dict(zip(numbers, self._serve(runner, [requests[number] for number in numbers]), strict=True))
             parts = comm.all_gather_objects(own, context.dp)
             return [parts[number % context.dp.size][number] for number in range(len(requests))]

@@ -24,6 +24,7 @@ from megalith.distributed.context import ParallelContext
 from megalith.errors import DataError
 from megalith.models.gpt import GPT
 from megalith.models.language_model import LanguageModel
+from megalith.models.plain import PlainModel
 from megalith.nn.linear import linear
 from megalith.nn.precision import at_least_fp32
 from megalith.nn.region import Region
@@ -120,11 +121,16 @@ class BatchWork:
         pass
 
 
-class Scorer(BatchScorer[GPT]):
+class Scorer(BatchScorer[GPT | PlainModel]):
     """Scores samples; only the first `num_tokens` rows of the vocabulary table (None: all) have a probability."""
 
     def __init__(
-        self, model: GPT, context: ParallelContext | None = None, *, batch_size: int = 8, num_tokens: int | None = None
+        self,
+        model: GPT | PlainModel,
+        context: ParallelContext | None = None,
+        *,
+        batch_size: int = 8,
+        num_tokens: int | None = None,
     ) -> None:
         super().__init__(model, context, batch_size=batch_size)
         self.num_tokens = num_tokens
@@ -166,7 +172,7 @@ class Scorer(BatchScorer[GPT]):
 class _Work(BatchWork):
     def __init__(
         self,
-        model: GPT,
+        model: GPT | PlainModel,
         batches: Sequence[Sequence[Sample]],
         num_tokens: int | None,
         on_batch: Callable[[int], None],
@@ -184,13 +190,16 @@ class _Work(BatchWork):
     def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         batch, model = self._batches[micro_batch], self._model
         tokens_BS = torch.from_numpy(_padded(batch)).to(model.device)
+        size, tokens = model.vocab_size, self._num_tokens
+        places, wanted = (torch.from_numpy(found).to(model.device) for found in _targets(batch))
+        if isinstance(model, PlainModel):
+            logits_TV = model(tokens_BS).flatten(0, 1)[places].detach()
+            self._results.append(_score_logits(logits_TV, wanted, model.region, size, tokens or size))
+            return logits_TV.new_zeros(())
         states_SBD = model.hidden_states(tokens_BS, hidden_SBD=hidden)
         if not model.stage.predicts:
             return states_SBD
-        places, targets = _targets(batch)
-        states_TD = states_SBD.transpose(0, 1).flatten(0, 1)[torch.from_numpy(places).to(model.device)]
-        wanted = torch.from_numpy(targets).to(model.device)
-        size, tokens = model.vocab_size, self._num_tokens
+        states_TD = states_SBD.transpose(0, 1).flatten(0, 1)[places]
         self._results.append(
             score_targets(states_TD, model.output_weight, wanted, model.region, size, num_tokens=tokens)
         )
@@ -243,24 +252,18 @@ def score_targets(
         `num_tokens` rows of the table count, all if None.
     """
     rows = max(1, _LOGITS_AT_ONCE // weight_VD.shape[0])
-    parts = [
-        _score_some(states, weight_VD, targets, region, vocab_size, bias_V, num_tokens or vocab_size)
-        for states, targets in zip(states_TD.split(rows), targets_T.split(rows), strict=True)
-    ]
+    parts = []
+    for states, targets in zip(states_TD.split(rows), targets_T.split(rows), strict=True):
+        logits_TV = linear(states, weight_VD, bias_V, None).detach()
+        parts.append(_score_logits(logits_TV, targets, region, vocab_size, num_tokens or vocab_size))
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
-def _score_some(
-    states_TD: Tensor,
-    weight_VD: Tensor,
-    targets_T: Tensor,
-    region: Region,
-    vocab_size: int,
-    bias_V: Tensor | None,
-    num_tokens: int,
+def _score_logits(
+    logits_TV: Tensor, targets_T: Tensor, region: Region, vocab_size: int, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
+    """As `score_targets`, of logits [T, V], the columns that are here; they may be overwritten."""
     part = region.shard(vocab_size, even=False)
-    logits_TV = linear(states_TD, weight_VD, bias_V, None).detach()
     logits_TV = logits_TV.to(at_least_fp32(logits_TV.dtype))
     if num_tokens < part.stop:
         logits_TV[:, max(0, num_tokens - part.start) :] = -torch.inf

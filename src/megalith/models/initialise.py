@@ -7,7 +7,9 @@ all standard deviations but those of embeddings are divided by the root of the w
 --init-method-xavier-uniform all matrices are uniform up to sqrt(6 / (rows + columns)) of the whole matrix (Glorot and
 Bengio 2010), and embeddings too unless --embedding-init-method-std is given. A parameter of another name than weight
 and bias, which only models of others have, keeps the values that its module gave it; a module of torch in such a model,
-one with `reset_parameters` and without placements, draws its own weights, from the seed and its global name.
+one with `reset_parameters` and without placements, draws its own weights, from the seed and its global name. A plain
+module in the place of a model is constructed under a generator of the seed, and its initial weights are those of its
+constructor (models.plain).
 Every weight is drawn in fp32 (fp64 stays fp64) at its full shape and then cast.
 """
 
@@ -16,7 +18,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Generator, Tensor, nn
@@ -69,8 +72,11 @@ def _is_drawn(name: str, parameter: Tensor) -> bool:
 def _fill_constants(model: LanguageModel) -> None:
     for name, parameter in model.named_parameters():
         owner, _, own = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if _draws_its_own(model, module):
+            continue
         if own == "weight" and not _is_drawn(name, parameter):
-            around_one = getattr(model.get_submodule(owner), "around_one", False)
+            around_one = getattr(module, "around_one", False)
             nn.init.constant_(parameter, 0.0 if around_one else 1.0)
         elif own == "bias" and not _is_drawn(name, parameter):
             nn.init.zeros_(parameter)
@@ -109,25 +115,33 @@ def initialise(model: LanguageModel, seed: int) -> None:
     The copy of a tied embedding on the last pipeline stage is drawn under the name of the embedding.
     """
     _fill_constants(model)
-    _reset_parameters(model, seed)
+    if not model.draws_own_weights:
+        _reset_parameters(model, seed)
     for name, parameter, placement in named_placements(model):
-        if _is_drawn(name, parameter) and not _draws_its_own(model.get_submodule(name.rpartition(".")[0])):
+        if _is_drawn(name, parameter) and not _draws_its_own(model, model.get_submodule(name.rpartition(".")[0])):
             origin = WORD_EMBEDDINGS if name == model.copied_weight else name_among_all(name, model)
             _keep_part(parameter, placement, model, name, generator_for(seed, origin))
 
 
-def _draws_its_own(module: nn.Module) -> bool:
-    """Whether a module of a user's layer has initial weights of its own; those of Megalith declare placements."""
-    return hasattr(module, "reset_parameters") and not hasattr(module, "placements")
+def _draws_its_own(model: LanguageModel, module: nn.Module) -> bool:
+    """Whether a module of a user has initial weights of its own; those of Megalith declare placements."""
+    draws = model.draws_own_weights or hasattr(module, "reset_parameters")
+    return draws and (module is model or not hasattr(module, "placements"))
+
+
+@contextmanager
+def seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators from (seed, a global name); they continue afterwards as without."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(generator_for(seed, name).initial_seed())
+        yield
 
 
 def _reset_parameters(model: LanguageModel, seed: int) -> None:
     """Have the modules of users' layers draw their weights from (seed, their global name)."""
     for name, module in model.named_modules():
-        if _draws_its_own(module) and any(True for _ in module.parameters(recurse=False)):
-            devices = [model.device] if model.device.type == "cuda" else []
-            with torch.random.fork_rng(devices=devices):
-                torch.manual_seed(generator_for(seed, name).initial_seed())
+        if _draws_its_own(model, module) and any(True for _ in module.parameters(recurse=False)):
+            with seeded(seed, name, model.device):
                 module.reset_parameters()
 
 

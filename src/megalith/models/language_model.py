@@ -87,6 +87,7 @@ class LanguageModel(nn.Module, ABC):
     Attributes:
         title: what the family is called on the screen.
         tokens_field: the field of a sample whose entries are the tokens that speeds are counted in.
+        draws_own_weights: modules without placements keep the values of their constructors as initial weights.
         reports_means: the reported losses are means of those of micro-batches; otherwise all terms weigh alike.
         loss_names: what the losses are called, the main one first.
         sink: where its weight gradients go, if not to autograd.
@@ -94,6 +95,7 @@ class LanguageModel(nn.Module, ABC):
 
     title: ClassVar[str]
     tokens_field: ClassVar[str] = "tokens"
+    draws_own_weights: ClassVar[bool] = False
     reports_means: ClassVar[bool] = False
 
     def __init__(

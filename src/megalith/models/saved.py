@@ -17,7 +17,9 @@ from megalith.nn.placement import Placement, Replicated
 
 def whole_names(model: nn.Module) -> dict[str, str]:
     """Name of each parameter and saved buffer here -> its name in the whole model, in module order."""
-    names = {name: name for name in model.state_dict()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied -= {name for name, _ in model.named_parameters()}  # other names of parameters that are saved already
+    names = {name: name for name in model.state_dict() if name not in tied}
     for prefix, module in model.named_modules():
         if isinstance(module, Experts) and module.first:
             start = f"{prefix}.local_experts."
@@ -30,5 +32,6 @@ def whole_names(model: nn.Module) -> dict[str, str]:
 def saved_tensors(model: LanguageModel) -> Iterator[tuple[str, Tensor, Placement]]:
     """Each parameter and saved buffer with its name in the whole model and its placement, in module order."""
     table, names = model.placements(), whole_names(model)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        yield names[name], tensor, table.get(name, Replicated())
+    tensors = model.state_dict(keep_vars=True)
+    for name, saved in names.items():
+        yield saved, tensors[name], table.get(name, Replicated())

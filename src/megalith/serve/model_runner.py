@@ -16,6 +16,7 @@ from megalith.errors import DataError, LayoutError, PeerError
 from megalith.models.frozen import frozen
 from megalith.models.gpt import GPT
 from megalith.models.language_model import LanguageModel
+from megalith.models.plain import PlainModel
 from megalith.models.t5 import T5
 from megalith.models.transformer import Block
 from megalith.nn.loss import whole_logits
@@ -106,6 +107,63 @@ class ModelRunner:
         pass
 
 
+class _TokenCache:
+    """The tokens of all sequences in blocks, in place of their keys and values."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.tokens = torch.zeros(num_blocks, block_size, dtype=torch.int64)
+
+    @property
+    def bytes(self) -> int:
+        return self.tokens.nbytes
+
+    def read(self, batch: Batch) -> list[Tensor]:
+        """Keep the new tokens; all tokens of each sequence, [S] each."""
+        for source, target in batch.copies:
+            self.tokens[target] = self.tokens[source]
+        found = []
+        for piece in batch.pieces:
+            end = piece.start + len(piece.tokens)
+            sequence = self.tokens[list(piece.blocks)].flatten()
+            sequence[piece.start : end] = torch.tensor(piece.tokens)
+            self.tokens[list(piece.blocks)] = sequence.view(-1, self.tokens.shape[1])
+            found.append(sequence[:end])
+        return found
+
+
+class PlainRunner:
+    """A `Runner` of a plain module, which reads each sequence as a whole for each new token."""
+
+    def __init__(self, model: PlainModel, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
+        self.model = model.eval()
+        self.vocab_size, self.context_length = model.vocab_size, model.config.max_position_embeddings
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.cache = _TokenCache(num_blocks, block_size)
+
+    def run(self, batch: Batch) -> Tensor:
+        with torch.inference_mode():
+            rows = list[Tensor]()
+            for piece, sequence_S in zip(batch.pieces, self.cache.read(batch), strict=True):
+                if piece.wanted:
+                    rows.append(self.model(sequence_S[None].to(self.model.device))[0, -piece.wanted :])
+            return torch.cat(rows) if rows else torch.empty(0, self.vocab_size, device=self.model.device)
+
+    def ping(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def runner_of(
+    model: GPT | PlainModel | T5, num_blocks: int, *, context_length: int | None = None
+) -> ModelRunner | PlainRunner:
+    """The runner of a model that is whole in this process; arguments as of `ModelRunner`."""
+    if isinstance(model, PlainModel):
+        return PlainRunner(model, num_blocks)
+    return ModelRunner(model, num_blocks, context_length=context_length)
+
+
 def decoded(piece: Piece, block_size: int) -> Sequence[int]:
     """The tokens of a piece that are no text of an encoder."""
     return piece.tokens[max(0, filled_blocks(piece.source, block_size) - piece.start) :]
@@ -164,7 +222,7 @@ class RankRunner(ModelRunner):
 
     def __init__(
         self,
-        model: GPT | T5,
+        model: GPT | PlainModel | T5,
         context: ParallelContext,
         num_blocks: int,
         block_size: int = BLOCK_SIZE,
@@ -177,6 +235,7 @@ class RankRunner(ModelRunner):
                 f"--pipeline-model-parallel-size {context.pp.size}: start that many processes; each replica of a model "
                 "is served by a server of its own"
             )
+        assert not isinstance(model, PlainModel), "a plain module is whole on one rank"
         super().__init__(model, num_blocks, block_size, context_length=context_length)
         self._context, self._closed = context, False
 

@@ -36,6 +36,9 @@ class Attention: ...
 @mark("mlp", "own-mlp")
 class MLP: ...
 
+@mark("model", "own-model")
+class Model: ...
+
 @mark("dataset", "own-data")
 def data(config, tokenizer, split, seed): ...
 """
@@ -99,6 +102,10 @@ def test_nothing_is_imported_unless_it_is_typed(module: str, tmp_path: Path) -> 
         ("--import {module} --no-mock-data --data-source own-data --model-family t5", "--data-source own-data: T5"),
         ("--import {module} --attention own-attention --multi-latent-attention", "--attention own-attention"),
         ("--import {module} --mlp own-mlp --num-experts 2", "--mlp own-mlp"),
+        ("--import {module} --model own-modle", "did you mean own-model"),
+        ("--model own-model", "--model own-model.*--import"),
+        ("--import {module} --model own-model --ckpt-format torch", "--ckpt-format torch with --model own-model"),
+        ("--import {module} --normalization own-norm --ckpt-format torch", "--normalization own-norm"),
     ],
 )
 def test_a_wrong_choice_names_flag_and_value(module: str, words: str, named: str) -> None:

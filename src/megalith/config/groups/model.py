@@ -106,6 +106,9 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
         choices=("gpt", "bert", "t5"),
         ours=True,
     )
+    model: str | None = setting(
+        None, help="registered model, in place of that of --model-family", registers="model", ours=True
+    )
     attention: str | None = setting(
         None, help="registered attention, in place of the layers' own", registers="attention", ours=True
     )

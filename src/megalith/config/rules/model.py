@@ -19,8 +19,10 @@ from megalith.config.rules.rule import (
     notice,
     rule,
     show,
+    value_of,
 )
 from megalith.config.values import read_pattern, read_window
+from megalith.registry import Registered
 
 ROTARY = ("rope", "yarn")
 
@@ -51,6 +53,20 @@ own_mlp_is_for_gpt = forbid(
     lambda run: run.model.mlp and (run.model.model_family != "gpt" or run.model.mixture),
     "{mlp} is for GPT without --num-experts; leave one of them out",
 )
+_REGISTERED = ("model", "attention", "mlp", "normalization", "position_embedding_type")
+
+
+@rule
+def per_rank_files_hold_known_models(draft: Draft) -> str:
+    parts = [name for name in _REGISTERED if isinstance(value_of(draft, name), Registered)]
+    if draft.run.checkpoint.ckpt_format != "torch" or not parts:
+        return ""
+    return (
+        f"{show(draft, 'ckpt_format')} with {show(draft, parts[0])}: files of this format hold Megatron's models only; "
+        "use --ckpt-format torch_dist"
+    )
+
+
 heads_divide_into_query_groups = forbid(
     lambda run: run.model.group_query_attention and run.model.num_attention_heads % run.model.num_query_groups != 0,
     "{num_attention_heads} is not divisible by {num_query_groups}; use {fitting} groups",
