@@ -13,6 +13,7 @@ from megalith.compat.megatron.script import Launch, Script, find_launch, read_sc
 from megalith.config import load
 from megalith.config.command_line import read_command_line
 from megalith.config.environment import read_launch
+from megalith.config.families import FAMILIES
 from megalith.config.reading import read_recipe
 from megalith.config.render import given_recipe, notes_lines
 from megalith.errors import ConfigError
@@ -29,11 +30,8 @@ the same about their own command line, on rank 0, and exit."""
 
 # Program -> the flags that it stands for.
 _TRAINING: dict[str, tuple[str, ...]] = {
-    "pretrain_gpt.py": (),
-    "pretrain_gpt_core.py": (),
-    "pretrain_llama.py": (),
-    "pretrain_bert.py": ("--model-family", "bert"),
-    "pretrain_t5.py": ("--model-family", "t5"),
+    **{f"pretrain_{family}.py": ("--model-family", family) for family in FAMILIES},
+    **dict.fromkeys(("pretrain_gpt.py", "pretrain_gpt_core.py", "pretrain_llama.py"), ()),
 }
 _OTHER = {
     "pretrain_mamba.py": "state-space and hybrid models are not built",
@@ -102,9 +100,7 @@ def _meant(launch: Launch) -> tuple[str, ...] | None:
     if not (launch.name.startswith("pretrain") or trains):
         return None
     words = launch.name.removesuffix(".py").split("_")
-    return _TRAINING[
-        "pretrain_bert.py" if "bert" in words else "pretrain_t5.py" if "t5" in words else "pretrain_gpt.py"
-    ]
+    return next((_TRAINING[f"pretrain_{family}.py"] for family in reversed(tuple(FAMILIES)) if family in words), ())
 
 
 def _path_in(launch: Launch, paths: Iterable[str]) -> str | None:

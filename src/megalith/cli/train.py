@@ -327,7 +327,7 @@ def _last_words(
     save = config.checkpoint.save
     if ending.kind == "finished":
         screen.say(f"metrics and the full log are in {folder}")
-        generates = config.tokenizer.tokenizer_type != "NullTokenizer" and config.model.model_family != "bert"
+        generates = config.tokenizer.tokenizer_type != "NullTokenizer" and config.model.family.generates
         if save and generates and learnt:
             screen.say(f"try it: megalith generate {shlex.quote(save)} --prompt 'Once upon a time'")
         return EXIT_FINISHED

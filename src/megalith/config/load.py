@@ -9,6 +9,7 @@ from typing import Any
 
 from megalith.config.command_line import read_command_line
 from megalith.config.environment import read_launch, tasks_without_srun
+from megalith.config.families import FAMILIES
 from megalith.config.fields import Setting
 from megalith.config.foreign_args import settings_from
 from megalith.config.reading import Reading, read_recipe
@@ -21,13 +22,6 @@ from megalith.registry import EMPTY, IMPORT_FLAG, KINDS, TRUST_FLAG, Registry, c
 
 ArgsReader = Callable[[str, int | None], Mapping[str, Any] | None]
 """Reads the saved args of the checkpoint that a folder, or an iteration of it, holds; None if it holds none."""
-
-
-FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "bert": {"tokenizer_type": "BertWordPieceLowerCase"},
-    "t5": {"tokenizer_type": "BertWordPieceLowerCase"},
-}
-"""What a family of models takes for a setting that is not given, as Megatron's entry scripts do."""
 
 
 def load(
@@ -250,7 +244,8 @@ def _build(
     """The configuration with None for what is missing, and what is wrong with it."""
     problems: list[str] = []
     unusable = set(faulty)
-    defaults = FAMILY_DEFAULTS.get(str(given.get("model_family")), {})
+    family = FAMILIES.get(str(given.get("model_family")))
+    defaults = family.defaults if family else {}
     values: dict[str, Any] = {}
     for setting in _asked_of(all_settings(registry), registry, given, problems):
         value = given.get(setting.name, defaults.get(setting.name, setting.default))

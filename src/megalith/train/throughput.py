@@ -37,7 +37,7 @@ def step_flops(
     feed_forward = [2 * feed_forward_weights(model, model.moe_router_topk if experts else 0) for experts in layers]
     products = seq_length * sum(2 * attention + layer for layer in feed_forward)
     predicted = seq_length
-    if model.model_family == "t5":
+    if model.family.encoder_decoder:
         predicted = decoder_length or 0
         itself, heads = _attention(model, predicted), model.head_size * model.num_attention_heads
         queries = 2 * hidden * heads + 2 * heads * seq_length  # with the output projection, and scores with values

@@ -15,8 +15,10 @@ Source: docs/reference/checkpoints.md#parameter-names.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from megalith.config.families import FAMILIES
 
 EXTRA_STATE = "_extra_state"
 OUTPUT_LAYER = "output_layer"
@@ -183,11 +185,6 @@ def legacy_path(name: str, layers: Sequence[int], generation: str, *, tied: bool
     return None
 
 
-_ACROSS = re.compile(r"(^|\.)(cross_attention|inter_attention)\.")
-_OF_BERT = re.compile(
-    r"^(?:module\.|model\.)*(?:encoder\.|lm_head\.dense\.|binary_head\.|pooler\.|embedding\.tokentype_embeddings\.|"
-    r"language_model\.(?:pooler\.|embedding\.tokentype_embeddings\.))"
-)
 _FINAL_NORM = re.compile(r"\.final_(layernorm|norm)\.")
 
 
@@ -206,14 +203,12 @@ def with_family(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]
     if "model_family" in args:
         return dict(args)
     known = list(names)
-    family = _family(known)
-    if family == "gpt":
+    family = next(
+        name
+        for name, family in reversed(tuple(FAMILIES.items()))
+        if not family.weights or any(map(re.compile(family.weights).search, known))
+    )
+    if "encoder" not in FAMILIES[family].stacks:
         return {**args, "model_family": family}
     # Without TransformerEngine the stacks of Megatron's BERT and T5 end without a norm.
     return {**args, "model_family": family, "final_layernorm": any(map(_FINAL_NORM.search, known))}
-
-
-def _family(names: Collection[str]) -> str:
-    if any(map(_ACROSS.search, names)):
-        return "t5"
-    return "bert" if any(map(_OF_BERT.search, names)) else "gpt"

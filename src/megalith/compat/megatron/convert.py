@@ -27,12 +27,13 @@ from megalith.checkpoint.store import locate
 from megalith.compat.megatron import console
 from megalith.compat.megatron.tasks import ToolParser
 from megalith.config import all_settings
+from megalith.config.families import FAMILIES
 from megalith.config.foreign_args import model_of
 from megalith.config.values import local_path
 from megalith.errors import ConfigError
 
 _MEGATRON = ("core", "mcore", "megatron", "legacy")
-_FAMILIES = {"GPT": "gpt", "BERT": "bert"}
+_FAMILIES = {family.title: name for name, family in FAMILIES.items() if not family.encoder_decoder}
 _HUGGINGFACE = ("llama_mistral", "llama2_hf", "mixtral_hf")
 _REFUSED_LOADERS = {
     "llava": "models of images are not part of this program",

@@ -68,7 +68,7 @@ def _transformer(model: ModelConfig) -> float:
     norm = (1 if model.normalization == "RMSNorm" else 2) * hidden
     attention = 2 * hidden * _attention(model)
     parameters = _layers(model, model.experts) + norm
-    if model.model_family == "t5":
+    if model.family.encoder_decoder:
         layer = 2 * attention + 2 * hidden * model.ffn_size * gate + 3 * norm
         parameters += model.num_decoder_layers * layer + norm
     return parameters
@@ -97,7 +97,7 @@ def _attention(model: ModelConfig) -> float:
 def _activation(run: RunConfig, vocab_size: int) -> float | None:
     """Bytes of the first stage on one rank: by the paper's table where its setting is, by a bound elsewhere."""
     model, parallel = run.model, run.parallel
-    if model.model_family == "t5":
+    if model.family.encoder_decoder:
         return None
     by_table = parallel.sequence_parallel_here and run.train.recompute_granularity == "selective"
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size

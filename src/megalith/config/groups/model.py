@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megalith.config.families import FAMILIES, Family
 from megalith.config.fields import setting
 from megalith.config.groups.experts import ExpertSettings
 from megalith.config.values import of_layers, read_pattern, read_window
@@ -103,7 +104,7 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
     model_family: str = setting(
         "gpt",
         help="kind of model; pretrain_bert.py and pretrain_t5.py give theirs",
-        choices=("gpt", "bert", "t5"),
+        choices=tuple(FAMILIES),
         ours=True,
     )
     model: str | None = setting(
@@ -305,6 +306,11 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
     )
 
     @property
+    def family(self) -> Family:
+        """What is known of --model-family."""
+        return FAMILIES[self.model_family]
+
+    @property
     def has_token_types(self) -> bool:
         """Whether BERT's embedding knows which of two texts a token is of."""
         return self.bert_binary_head or self.bert_token_types
@@ -322,9 +328,7 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
     @property
     def stacks(self) -> dict[str, int]:
         """Layers of each stack, by the name that Megatron gives it in each family."""
-        if self.model_family == "t5":
-            return {"encoder": self.num_layers, "decoder": self.num_decoder_layers}
-        return {"encoder" if self.model_family == "bert" else "decoder": self.num_layers}
+        return dict(zip(self.family.stacks, (self.num_layers, self.num_decoder_layers), strict=False))
 
     @property
     def query_groups(self) -> int:
@@ -435,7 +439,7 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
     def keeps_weights_of_attention(self) -> bool:
         """Whether training may keep them for the backward pass: unfused attention does, and on a CPU what sees later
         keys or has a bias that learns (`kernels.whole_attention`)."""
-        return not self.fused_attention or self.model_family != "gpt"
+        return not self.fused_attention or "encoder" in self.family.stacks
 
     @property
     def rotary_kind(self) -> str:

@@ -69,7 +69,7 @@ def binary_head_needs_bert(draft: Draft) -> str:
 @notice
 def masking_needs_masked_words(draft: Draft) -> str:
     given = [name for name in ("mask_prob", "short_seq_prob") if name in draft.given]
-    if draft.run.model.model_family in ("bert", "t5") or not given:
+    if draft.run.model.family.objective != "causal" or not given:
         return ""
     return f"{' and '.join(show(draft, name) for name in given)}: no effect, as GPT guesses no hidden words"
 

@@ -46,11 +46,11 @@ def hidden_size_divides_into_heads(draft: Draft) -> str:
 
 
 own_attention_is_for_gpt = forbid(
-    lambda run: run.model.attention and (run.model.model_family != "gpt" or run.model.multi_latent_attention),
+    lambda run: run.model.attention and (run.model.family.objective != "causal" or run.model.multi_latent_attention),
     "{attention} is for GPT without --multi-latent-attention; leave one of them out",
 )
 own_mlp_is_for_gpt = forbid(
-    lambda run: run.model.mlp and (run.model.model_family != "gpt" or run.model.mixture),
+    lambda run: run.model.mlp and (run.model.family.objective != "causal" or run.model.mixture),
     "{mlp} is for GPT without --num-experts; leave one of them out",
 )
 _REGISTERED = ("model", "attention", "mlp", "normalization", "position_embedding_type")
@@ -280,7 +280,7 @@ latent_attention_is_without = excluded(
 
 other_families_are_without = excluded(
     "another_family",
-    lambda run: run.model.model_family != "gpt",
+    lambda run: run.model.family.objective != "causal",
     {
         "multi_latent_attention": "multi-latent attention is for GPT; leave it out",
         "mtp_num_layers": "multi-token prediction is for GPT; leave it out",
