@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megalith.config import DataConfig, ModelConfig, RunConfig, check_run
 from megalith.config.data_sources import data_sources
+from megalith.config.families import Objective
 from megalith.data.blend import BlendedDataset
 from megalith.data.build import Dataset, Datasets, build_gpt_datasets
 from megalith.data.build import build_datasets as datasets_of_rule
 from megalith.data.loader import BatchLoader, Cyclic, Order, Sequential, WholePasses
 from megalith.data.masked.bert import BertSamples
-from megalith.data.masked.dataset import MaskedOptions, Masking
 from megalith.data.masked.t5 import T5Samples
 from megalith.data.samples import SampleRule, Sizes, target_sizes
 from megalith.errors import ConfigError, DataError
@@ -97,29 +97,25 @@ def build_datasets(
     """
     check_run(run)
     sizes, seed = run_sizes(run, iteration), run.train.seed
-    if run.model.model_family == "gpt":
+    if run.model.family.objective == "causal":
         return build_gpt_datasets(run.data, tokenizer, sizes=sizes, seed=seed, cache_is_checked=cache_is_checked)
     rule = masked_samples(run.data, run.model, tokenizer, seed)
     return datasets_of_rule(run.data, rule, sizes=sizes, cache_is_checked=cache_is_checked)
 
 
 def masked_samples(data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, seed: int) -> SampleRule:
-    """How the samples of BERT and T5 are made, as Megatron's pretrain_bert.py and pretrain_t5.py have it.
+    """Return the rule of samples with hidden tokens, by the objective of the model.
 
     Raises:
         ConfigError: the tokenizer has not what they need.
     """
-    if model.model_family == "bert":
-        masking = Masking(data.mask_prob, _LONGEST_NGRAM)
-        options = MaskedOptions(data.seq_length, seed, masking, data.short_seq_prob)
-        return BertSamples(options, tokenizer, model.bert_binary_head)
-    assert data.decoder_seq_length is not None, "a rule of the configuration"
-    masking = Masking(data.mask_prob, _LONGEST_SPAN, geometric=True)
-    options = MaskedOptions(data.seq_length, seed, masking, data.short_seq_prob)
-    return T5Samples(options, tokenizer, data.decoder_seq_length)
+    return _MASKED_SAMPLES[model.family.objective](data, model, tokenizer, seed)
 
 
-_LONGEST_NGRAM, _LONGEST_SPAN = 3, 10  # words that BERT and T5 guess together at most
+_MASKED_SAMPLES: Mapping[Objective, Callable[[DataConfig, ModelConfig, Tokenizer, int], SampleRule]] = {
+    "masked": BertSamples.of,
+    "spans": T5Samples.of,
+}
 
 
 def build_loaders(

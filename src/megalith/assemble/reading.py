@@ -12,6 +12,7 @@ from megalith.checkpoint import DirectoryStore, split_path
 from megalith.checkpoint.folder import damaged
 from megalith.checkpoint.store import nothing_in
 from megalith.config import ModelConfig, RunConfig, all_settings, from_values
+from megalith.config.families import Objective
 from megalith.config.foreign_args import model_of
 from megalith.errors import CheckpointError, ConfigError, NewerFormatError, OtherModelError
 from megalith.registry import EMPTY, Registry
@@ -57,31 +58,30 @@ def model_in(args: Mapping[str, Any], checkpoint: Path, registry: Registry = EMP
         raise CheckpointError(f"{checkpoint}: its args have no {error}, so that its model cannot be known") from error
 
 
-WHAT_WORKS = {
-    "bert": "it does not continue text: megalith generate --prompt finds what its [MASK] stands for, and megalith "
+WHAT_WORKS: Mapping[Objective, str] = {
+    "masked": "it does not continue text: megalith generate --prompt finds what its [MASK] stands for, and megalith "
     "evaluate --task masked measures it",
-    "t5": "it does not continue text, it answers one: megalith serve and megalith generate write its answers, and "
+    "spans": "it does not continue text, it answers one: megalith serve and megalith generate write its answers, and "
     "megalith evaluate --task spans measures it",
 }
-"""Family of models that continue no text -> what can be done with one."""
+"""Objective of models that continue no text -> what can be done with one."""
 
 
 def require_text_model(model: ModelConfig, checkpoint: Path, wanted: str) -> None:
     """Refuse a model of another family for what `wanted` names, which needs a model that continues text."""
-    if model.model_family in WHAT_WORKS:
-        title = {"bert": "BERT", "t5": "T5"}[model.model_family]
+    if model.family.objective != "causal":
         raise ConfigError(
-            f"{wanted} needs a model that continues text, a GPT, and {checkpoint} holds a {title}; "
-            f"{WHAT_WORKS[model.model_family]}"
+            f"{wanted} needs a model that continues text, a GPT, and {checkpoint} holds a {model.family.title}; "
+            f"{WHAT_WORKS[model.family.objective]}"
         )
 
 
 def require_writer(model: ModelConfig, checkpoint: Path, wanted: str) -> None:
     """Refuse a model that writes no text for what `wanted` names."""
-    if model.model_family == "bert":
+    if not model.family.generates:
         raise ConfigError(
-            f"{wanted} needs a model that writes text, a GPT or a T5, and {checkpoint} holds a BERT; "
-            f"{WHAT_WORKS['bert']}"
+            f"{wanted} needs a model that writes text, a GPT or a T5, and {checkpoint} holds a {model.family.title}; "
+            f"{WHAT_WORKS[model.family.objective]}"
         )
 
 
@@ -96,9 +96,9 @@ def ranks_of(model: ModelConfig, settings: Mapping[str, Any], environ: Mapping[s
     """
     of_training = {"micro_batch_size": 1, "train_iters": 1, "lr": 0.0, "data_path": ("none",)}
     no_tokenizer: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": 1}
-    if model.model_family != "gpt":
+    if model.family.objective != "causal":
         no_tokenizer = {"tokenizer_type": "BertWordPieceCase", "vocab_file": "none", "vocab_extra_ids": 1}
-    if model.model_family == "t5":
+    if model.family.encoder_decoder:
         of_training["decoder_seq_length"] = 1
     layers, stages = model.num_layers, settings.get("pipeline_model_parallel_size", 1)
     unit = max(1, stages)

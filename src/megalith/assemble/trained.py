@@ -68,7 +68,7 @@ class Trained:
             return self.model
         raise ConfigError(
             f"this needs a model that continues text, a GPT, and the checkpoint holds a {self.model.title}; "
-            f"{WHAT_WORKS[self.model.config.model_family]}"
+            f"{WHAT_WORKS[self.model.config.family.objective]}"
         )
 
     @property

@@ -294,8 +294,8 @@ class Upcycled(Adapter):
     def __init__(self, source: Source, wanted: Upcycling, where: str) -> None:
         super().__init__(source)
         model = model_of(args_of(source.common()))
-        if model.mixture or model.model_family != "gpt" or model.predictions:
-            what = "is a mixture of experts already" if model.mixture else f"is a {model.model_family.upper()}"
+        if model.mixture or model.family.objective != "causal" or model.predictions:
+            what = "is a mixture of experts already" if model.mixture else f"is a {model.family.title}"
             what = "has layers of multi-token prediction" if model.predictions else what
             raise CheckpointError(f"{where} {what}; --upcycle makes a mixture of a dense GPT")
         self._wanted, self._model = wanted, model

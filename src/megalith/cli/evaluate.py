@@ -18,6 +18,7 @@ from megalith.cli.arguments import CommandParser, add_checkpoint_flags, add_layo
 from megalith.cli.threads import settle_rank
 from megalith.config import RunConfig
 from megalith.config.environment import first_of_machine
+from megalith.config.families import FAMILIES
 from megalith.config.rules.family import SHORTEST_SAMPLE
 from megalith.config.tokenizer_flags import imported_by, tokenizer_of_flags
 from megalith.config.values import local_path
@@ -151,11 +152,11 @@ def _configuration(request: Request) -> RunConfig:
     model = model_in(args, request.checkpoint, request.registry)
     if request.task not in MASKED_TASKS:
         require_text_model(model, request.checkpoint, f"--task {request.task}")
-    elif model.model_family != MASKED_TASKS[request.task]:
-        fitting = [task for task, family in MASKED_TASKS.items() if family == model.model_family] or ["text", "cloze"]
+    elif model.family.objective != request.task:
+        fits, wanted = model.family, [family.title for family in FAMILIES.values() if family.objective == request.task]
         raise ConfigError(
-            f"--task {request.task} is for {MASKED_TASKS[request.task].upper()}, and {request.checkpoint} holds a "
-            f"{model.model_family.upper()}; use --task {' or '.join(fitting)}"
+            f"--task {request.task} is for {' and '.join(wanted)}, and {request.checkpoint} holds a {fits.title}; use "
+            f"--task {fits.objective if fits.objective in MASKED_TASKS else 'text or cloze'}"
         )
     wrong = contradictions(request.stated, args)
     if request.task in ("wikitext103", "text"):
@@ -243,12 +244,11 @@ def _measure_text(
 def _measure_hidden(
     request: Request, path: Path, trained: Trained, context: ParallelContext, listener: Listener
 ) -> MaskedResult:
-    """How well a BERT or a T5 finds what is hidden."""
+    """How well a model finds what is hidden."""
     from megalith.evaluate.masked import Cut, MaskedScorer, open_samples
-    from megalith.models.bert import Bert
-    from megalith.models.t5 import T5
+    from megalith.models.language_model import DenoisingModel
 
-    assert isinstance(trained.model, Bert | T5), "the task fits the model"
+    assert isinstance(trained.model, DenoisingModel), "the task fits the model"
     cut = Cut(request.seq_length, request.decoder_seq_length)
     with TemporaryDirectory(prefix="megalith-evaluate-") as scratch:
         samples, notes = open_samples(path, trained.model.config, trained.args, trained.tokenizer, cut, Path(scratch))

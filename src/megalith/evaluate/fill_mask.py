@@ -1,4 +1,4 @@
-"""What a BERT takes the [MASK] of a text for, with probabilities."""
+"""What a model takes the [MASK] of a text for, with probabilities."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megalith.errors import DataError
-from megalith.models.bert import Bert
+from megalith.models.language_model import LanguageModel
 from megalith.nn.precision import at_least_fp32
 from megalith.tokenizers import Tokenizer
 
@@ -31,10 +31,10 @@ class Filled:
     masks: tuple[tuple[Candidate, ...], ...]  # of each mask in order the likeliest tokens, likeliest first
 
 
-def fill_masks(model: Bert, tokenizer: Tokenizer, text: str, count: int = 1) -> Filled:
+def fill_masks(model: LanguageModel, tokenizer: Tokenizer, text: str, count: int = 1) -> Filled:
     """Find the likeliest tokens for each [MASK] of a text, all of which are hidden at once.
 
-    Raises `DataError` if there is no mask, or the text is too long.
+    The model is one that is trained on hidden words. Raises `DataError` if there is no mask, or the text is too long.
     """
     special, positions = tokenizer.special, model.config.max_position_embeddings
     if missing := [role for role in ("cls", "sep", "mask") if role not in special]:

@@ -1,4 +1,4 @@
-"""What a BERT or a T5 says of hidden tokens, on one process or on ranks that share the model.
+"""What a model says of hidden tokens, on one process or on ranks that share the model.
 
 Samples are made from a dataset or a file of text as in training, with the same draws for everybody, and each is asked
 once. The ranks of a replica run their batches through the pipeline interpreter; replicas take batches in turn. All of
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalith.assemble.data import masked_samples
 from megalith.config import DataConfig, ModelConfig
@@ -30,9 +30,7 @@ from megalith.data.sentences import MarksSplitter
 from megalith.data.sources import JSONL, format_of
 from megalith.evaluate.score import BatchScorer, BatchWork, score_targets
 from megalith.evaluate.text import bounded_exp, read_documents
-from megalith.models.bert import Bert
-from megalith.models.language_model import Inputs
-from megalith.models.t5 import T5, padding
+from megalith.models.language_model import DenoisingModel, Inputs
 from megalith.nn.precision import at_least_fp32
 from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.card import require_tokenizer_of_data
@@ -101,7 +99,7 @@ class Samples(Protocol):
     def __getitem__(self, item: int, /) -> dict[str, NDArray[np.int64]]: ...
 
 
-class MaskedScorer(BatchScorer[Bert | T5]):
+class MaskedScorer(BatchScorer[DenoisingModel]):
     """Asks a model for what is hidden in samples."""
 
     def __call__(
@@ -117,8 +115,8 @@ class MaskedScorer(BatchScorer[Bert | T5]):
         works = self.run(count, lambda batches, first: _Work(self.model, samples, batches, on_batch, first))
         own = sum((work.tally for _, work in works), _Tally())
         found = sum(self.gather(own, _Tally()), _Tally())
-        heads = isinstance(self.model, Bert) and self.model.config.bert_binary_head
-        return MaskedResult(count, found.tokens, found.orders if heads else None, found.swapped)
+        orders = found.orders if "sop loss" in self.model.loss_names else None
+        return MaskedResult(count, found.tokens, orders, found.swapped)
 
 
 @dataclass(frozen=True)
@@ -133,13 +131,17 @@ class _Tally:
 
 class _Work(BatchWork):
     def __init__(
-        self, model: Bert | T5, samples: Samples, batches: Sequence[range], on_batch: Callable[[int], None], first: int
+        self,
+        model: DenoisingModel,
+        samples: Samples,
+        batches: Sequence[range],
+        on_batch: Callable[[int], None],
+        first: int,
     ) -> None:
         super().__init__(on_batch, first)
         self._model, self._samples, self._batches = model, samples, batches
         self._held: dict[int, Inputs] = {}
         self._results: list[Tensor] = []
-        self._ask = _ask_bert if isinstance(model, Bert) else _ask_t5
 
     def _inputs(self, micro_batch: int) -> Inputs:
         if micro_batch not in self._held:
@@ -157,7 +159,7 @@ class _Work(BatchWork):
         inputs = self._inputs(micro_batch)
         if not self._model.stage.predicts:
             return self._model.part(inputs, hidden)
-        self._results.append(self._ask(self._model, inputs.tensors, hidden))
+        self._results.append(_ask(self._model, inputs, hidden))
         return self._results[-1].new_zeros(())
 
     def end(self, micro_batch: int) -> None:
@@ -176,43 +178,19 @@ class _Work(BatchWork):
         )
 
 
-def _ask_bert(model: nn.Module, found: Mapping[str, Tensor], hidden_SBD: Tensor | None) -> Tensor:
+def _ask(model: DenoisingModel, inputs: Inputs, hidden_SBD: Tensor | None) -> Tensor:
     """The numbers of `_Tally` of a micro-batch, [7] in fp64."""
-    assert isinstance(model, Bert) and model.lm_head is not None
-    padding = found.get("padding_mask")
-    states_SBD = model.hidden_states(
-        found["text"],
-        hidden_SBD=hidden_SBD,
-        types_BS=found["types"],
-        padding_BS=None if padding is None else padding == 0,
-    )
-    tokens = _score_hidden(model, found, states_SBD, model.lm_head)
-    if model.binary_head is None:
+    states_TD, logits_B2 = model.states_of_hidden_tokens(inputs, hidden_SBD)
+    wanted_T = inputs.tensors["labels"].t()[inputs.tensors["loss_mask"].t() > 0]
+    shared = (model.region, model.vocab_size, model.output_bias)
+    tokens = _sums(*score_targets(states_TD, model.output_weight, wanted_T, *shared))
+    if logits_B2 is None:
         return torch.cat((tokens, tokens.new_zeros(4)))
-    logits_B2, wanted_B = model.order_logits(states_SBD), found["is_random"]
+    wanted_B = inputs.tensors["is_random"]
     logprobs_B2 = torch.log_softmax(logits_B2.to(at_least_fp32(logits_B2.dtype)), dim=-1)
     of_wanted_B = logprobs_B2.gather(1, wanted_B[:, None]).squeeze(1)
     orders = _sums(of_wanted_B, logprobs_B2.argmax(dim=-1) == wanted_B)
     return torch.cat((tokens, orders, wanted_B.sum()[None].double()))
-
-
-def _ask_t5(model: nn.Module, found: Mapping[str, Tensor], hidden_SBD: Tensor | None) -> Tensor:
-    """As `_ask_bert`."""
-    assert isinstance(model, T5) and hidden_SBD is None
-    padding_BE, padding_BS = (padding(found, name) for name in ("enc_mask", "dec_mask"))
-    encoded = model.encode(found["text_enc"], padding_BE, padding_BS)
-    tokens = _score_hidden(model, found, model.decode(found["text_dec"], encoded, padding_BS=padding_BS))
-    return torch.cat((tokens, tokens.new_zeros(4)))
-
-
-def _score_hidden(
-    model: Bert | T5, found: Mapping[str, Tensor], states_SBD: Tensor, head: nn.Module | None = None
-) -> Tensor:
-    """`_sums` of the hidden tokens."""
-    asked = found["loss_mask"].t() > 0
-    states, wanted = states_SBD[asked], found["labels"].t()[asked]
-    scored = states if head is None else head(states)
-    return _sums(*score_targets(scored, model.output_weight, wanted, model.region, model.vocab_size, model.output_bias))
 
 
 def _sums(logprobs_T: Tensor, right_T: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ TASKS = {
 }
 """Name -> what is measured."""
 
-MASKED_TASKS = {"masked": "bert", "spans": "t5"}
-"""Tasks with hidden tokens -> the family of models that is measured; the others are for models that continue text."""
+MASKED_TASKS = ("masked", "spans")
+"""Tasks with hidden tokens, for models of that objective; the others are for models that continue text."""
 
 DEFAULT_OVERLAP = 32
 DEFAULT_BATCH = 8
@@ -60,7 +60,7 @@ class Request:
         if files and self.data is not None and not self.data.is_file() and not self._is_dataset:
             found.append(f"{self.data} is no file to measure on{_where_from(self.task)}")
         for flag, given, tasks in (
-            ("--samples", self.samples, tuple(MASKED_TASKS)),
+            ("--samples", self.samples, MASKED_TASKS),
             ("--decoder-seq-length", self.decoder_seq_length, ("spans",)),
         ):
             if given is not None and self.task not in tasks:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from megalith.config import ModelConfig
-from megalith.models.language_model import Inputs, LanguageModel, Loss
+from megalith.models.language_model import DenoisingModel, Inputs, Loss, padding
 from megalith.models.layer_options import layer_norm
 from megalith.models.transformer import Transformer
 from megalith.nn.attend import Mask
@@ -69,7 +69,7 @@ def of_first_position(x: Tensor, region: Region) -> Tensor:
     return region.total(x if region.index == 0 else torch.zeros_like(x) * x)
 
 
-class Bert(LanguageModel):
+class Bert(DenoisingModel):
     """A BERT, or one stage of it; arguments as of `LanguageModel`, and whole sequences are on each rank."""
 
     title = "BERT"
@@ -158,17 +158,25 @@ class Bert(LanguageModel):
         at_T: Tensor | None = None,
     ) -> Tensor:
         found = inputs.tensors
-        padding = found.get("padding_mask")
         result: Tensor = self(
             found["text"],
             hidden_SBD=hidden,
             types_BS=found["types"],
-            padding_BS=None if padding is None else padding == 0,
+            padding_BS=padding(found, "padding_mask"),
             labels_BS=labels_BS,
             orders_B=orders_B,
             at_T=at_T,
         )
         return result
+
+    def states_of_hidden_tokens(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        found = inputs.tensors
+        states_SBD = self.hidden_states(
+            found["text"], hidden_SBD=hidden, types_BS=found["types"], padding_BS=padding(found, "padding_mask")
+        )
+        assert self.lm_head is not None, "this stage has no logits"
+        states_TD: Tensor = self.lm_head(states_SBD[found["loss_mask"].t() > 0])
+        return states_TD, None if self.binary_head is None else self.order_logits(states_SBD)
 
     def forward(
         self,

@@ -261,6 +261,34 @@ class LanguageModel(nn.Module, ABC):
             block.compile(options=_compile_options(self.device))
 
 
+class DenoisingModel(LanguageModel):
+    """A model that is trained to find hidden tokens."""
+
+    @property
+    @abstractmethod
+    def output_weight(self) -> nn.Parameter:
+        """The weight [V, D] that maps hidden states to logits."""
+
+    @property
+    @abstractmethod
+    def output_bias(self) -> nn.Parameter | None:
+        """The bias [V] of the logits."""
+
+    @abstractmethod
+    def states_of_hidden_tokens(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Compute what the logits of the hidden tokens are made of, where the stage predicts.
+
+        Returns:
+            States [T, D] of the positions [S, B] of `loss_mask` in a row, and the logits [B, 2] of the order of two
+            runs of text, None where the model has no head for it.
+        """
+
+
+def padding(found: Mapping[str, Tensor], name: str) -> Tensor | None:
+    """Where a prepared micro-batch has padding by one of its masks; None where it has none."""
+    return found[name] == 0 if name in found else None
+
+
 _VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
 
 

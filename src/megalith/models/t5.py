@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from megalith.config import ModelConfig
-from megalith.models.language_model import Inputs, LanguageModel, Loss, Stage
+from megalith.models.language_model import DenoisingModel, Inputs, Loss, Stage, padding
 from megalith.models.transformer import Transformer
 from megalith.nn.attend import Mask
 from megalith.nn.cache import KVCache
@@ -45,7 +45,7 @@ class T5Head(nn.Module):
         self.output_layer = OutputLayer(vocab_size, config.hidden_size, region, weight=own, bias=biased, **factory)
 
 
-class T5(LanguageModel):
+class T5(DenoisingModel):
     """An encoder-decoder model, whole on each tensor-parallel rank; arguments as of `LanguageModel`."""
 
     title = "T5"
@@ -123,6 +123,13 @@ class T5(LanguageModel):
         )
         mask = found["loss_mask"].reshape(-1).to(losses_BS.dtype)
         return (Loss(torch.sum(losses_BS.reshape(-1) * mask), mask.sum()),)
+
+    def states_of_hidden_tokens(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        found = inputs.tensors
+        padding_BE, padding_BS = (padding(found, name) for name in ("enc_mask", "dec_mask"))
+        encoded = self.encode(found["text_enc"], padding_BE, padding_BS)
+        states_SBD = self.decode(found["text_dec"], encoded, padding_BS=padding_BS)
+        return states_SBD[found["loss_mask"].t() > 0], None
 
     def forward(
         self,
@@ -232,8 +239,3 @@ class T5(LanguageModel):
         if self.config.fused_attention or queries_BQ is None:
             return keys_BS[:, None, :]
         return keys_BS[:, None, :] | queries_BQ[:, :, None]
-
-
-def padding(found: Mapping[str, Tensor], name: str) -> Tensor | None:
-    """Where a prepared micro-batch has padding by one of its masks; None where it has none."""
-    return found[name] == 0 if name in found else None

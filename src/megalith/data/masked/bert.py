@@ -22,9 +22,11 @@ import numpy as np
 from numpy.random import RandomState
 from numpy.typing import NDArray
 
+from megalith.config import DataConfig, ModelConfig
 from megalith.data.indexed import IndexedDataset
-from megalith.data.masked.dataset import MaskedDataset, MaskedSamples, filled, mask
+from megalith.data.masked.dataset import MaskedDataset, MaskedOptions, MaskedSamples, Masking, filled, mask
 from megalith.data.samples import Portion
+from megalith.tokenizers import Tokenizer
 
 _SPECIAL_TOKENS = 3  # [CLS] and two [SEP]
 
@@ -107,6 +109,13 @@ class BertSamples(MaskedSamples):
 
     class_name = "BERTMaskedWordPieceDataset"
     order_head: bool
+
+    @classmethod
+    def of(cls, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, seed: int) -> BertSamples:
+        """As Megatron's pretrain_bert.py has it."""
+        masking = Masking(data.mask_prob, longest_ngram=3)
+        options = MaskedOptions(data.seq_length, seed, masking, data.short_seq_prob)
+        return cls(options, tokenizer, model.bert_binary_head)
 
     def dataset(self, documents: IndexedDataset, portion: Portion) -> BertDataset:
         return BertDataset(documents, portion, self)

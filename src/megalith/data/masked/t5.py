@@ -19,8 +19,9 @@ import numpy as np
 from numpy.random import RandomState
 from numpy.typing import NDArray
 
+from megalith.config import DataConfig, ModelConfig
 from megalith.data.indexed import IndexedDataset
-from megalith.data.masked.dataset import MaskedDataset, MaskedSamples, filled, mask
+from megalith.data.masked.dataset import MaskedDataset, MaskedOptions, MaskedSamples, Masking, filled, mask
 from megalith.data.samples import Portion
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer
@@ -119,6 +120,14 @@ class T5Samples(MaskedSamples):
 
     class_name = "T5MaskedWordPieceDataset"
     decoder_length: int
+
+    @classmethod
+    def of(cls, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, seed: int) -> T5Samples:
+        """As Megatron's pretrain_t5.py has it."""
+        assert data.decoder_seq_length is not None, "a rule of the configuration"
+        masking = Masking(data.mask_prob, longest_ngram=10, geometric=True)
+        options = MaskedOptions(data.seq_length, seed, masking, data.short_seq_prob)
+        return cls(options, tokenizer, data.decoder_seq_length)
 
     def dataset(self, documents: IndexedDataset, portion: Portion) -> T5Dataset:
         return T5Dataset(documents, portion, self)
