@@ -38,7 +38,7 @@ from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.optim import build_optimizer
 from megalith.parallel.experts import DISPATCHERS
-from megalith.train.step import begin_step
+from megalith.train.moe import begin_step
 
 LAYERS, HIDDEN, HEADS, EXPERT_SIZE, EXPERTS, CHOICES, VOCABULARY = 4, 512, 8, 1024, 8, 2, 8192
 SEQUENCE, BATCH = 512, 8

@@ -144,10 +144,10 @@ def spoil_runs(text: str) -> None:
     """Put wrong numbers into the run that this process is about to start from the command line."""
     from megalith.cli import train_start
 
-    care, stack = train_start.care, ExitStack()
+    build, stack = train_start.anomaly_policy, ExitStack()
 
-    def spoiled_care(config: Any, state: TrainState) -> Any:
+    def build_spoiled(config: Any, state: TrainState) -> Any:
         stack.enter_context(spoiled(state, [text]))
-        return care(config, state)
+        return build(config, state)
 
-    train_start.care = spoiled_care
+    train_start.anomaly_policy = build_spoiled

@@ -233,9 +233,9 @@ def training(config: RunConfig, hooks: Sequence[Hook] = ()) -> Iterator[Training
     from megalith.checkpoint import DirectoryStore
     from megalith.cli.train_start import start
     from megalith.compat.megatron.screen import Screen
+    from megalith.train.consensus import NeverStop
     from megalith.train.faults import no_probe
     from megalith.train.results import Hooks
-    from megalith.train.step import NeverStop
     from megalith.train.user_hooks import UserHooks, own_hooks
 
     with ExitStack() as stack:

@@ -16,7 +16,7 @@ from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore, Pendin
 from megalith.distributed.context import ParallelContext
 from megalith.errors import MegalithError
 from megalith.layout import Layout
-from megalith.train.step import Agreement, NeverStop
+from megalith.train.consensus import NeverStop, RankConsensus
 
 ROWS = 4
 
@@ -30,12 +30,12 @@ def half(ctx: ParallelContext, value: float) -> CheckpointContent:
     return CheckpointContent([Chunk("w", tensor, (2 * ctx.world.index, 0), (ROWS, 3))], {}, {"iteration": 20})
 
 
-def steps_until(pending: PendingSave, ctx: ParallelContext, wanted: Callable[[Agreement], bool]) -> int:
+def steps_until(pending: PendingSave, ctx: ParallelContext, wanted: Callable[[RankConsensus], bool]) -> int:
     """Steps of a training that does nothing, until all agree on what is wanted; their number."""
-    agreement, steps = Agreement(NeverStop(), ctx, writers=pending), 0
-    while steps == 0 or not wanted(agreement):
+    consensus, steps = RankConsensus(NeverStop(), ctx, writers=pending), 0
+    while steps == 0 or not wanted(consensus):
         time.sleep(0.01)
-        agreement.totals(torch.zeros(2))
+        consensus.totals(torch.zeros(2))
         steps += 1
     return steps
 

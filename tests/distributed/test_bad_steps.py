@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megalith.assemble.model import build_chunks, build_run_optimizer, defer_weight_gradients, draw_weights
 from megalith.assemble.schedule import build_schedule
 from megalith.config import load
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
+from megalith.train.anomalies import AnomalyPolicy, BadStepError
+from megalith.train.consensus import NeverStop, RankConsensus
 from megalith.train.results import BadStep, StepResult
 from megalith.train.state import TrainState
-from megalith.train.step import Agreement, Batch, NeverStop, train_step
-from megalith.train.trouble import BadStepError, Care
+from megalith.train.step import Batch, train_step
 
 from ..spoil import spoiled
 
@@ -105,7 +106,7 @@ def _batches(replica: int) -> Iterator[Batch]:
         yield {"tokens": ids[:, :-1], "labels": ids[:, 1:], "position_ids": positions, "loss_mask": mask}
 
 
-def _run(case: Case, policy: str, spoil: str = "", steps: int = 3) -> dict[str, Any]:
+def _run(case: Case, action: str, spoil: str = "", steps: int = 3) -> dict[str, Any]:
     """Train in the layout of the case; what this rank was told, what it saw, and its weights."""
     words = f"{BASE} {case.flags}".split()
     config = load(words, {"WORLD_SIZE": str(case.ranks), "RANK": "0"}, files=False)
@@ -116,25 +117,17 @@ def _run(case: Case, policy: str, spoil: str = "", steps: int = 3) -> dict[str, 
     optimizer = build_run_optimizer(config, chunks, context)
     deferred = defer_weight_gradients(config, chunks, optimizer)
     state = TrainState(chunks, optimizer, streams, build_schedule(config), context=context, deferred=deferred)
-    care = Care(state, config.pipeline_schedule, policy=policy)
-    agreement = Agreement(NeverStop(), context, counts=state.speaks)
+    policy = AnomalyPolicy(state, config.pipeline_schedule, policy=action)
+    consensus = RankConsensus(NeverStop(), context, counts=state.speaks)
     batches, told, results, error = _batches(context.dp.index), list[BadStep](), list[StepResult](), ""
 
-    def take(batches: Iterator[Batch], sums: list[Tensor], apply: bool) -> StepResult:
-        return train_step(
-            state,
-            batches,
-            config.num_micro_batches,
-            schedule=config.pipeline_schedule,
-            totals=agreement.totals,
-            sums=sums,
-            apply=apply,
-        )
-
+    take = partial(train_step, state, schedule=config.pipeline_schedule, totals=consensus.totals, hooks=policy.hooks)
     try:
         with spoiled(state, [f"nan@step=2,{spoil}"] if spoil else []):
             for _ in range(steps):
-                results.append(care.step(batches, take, told.append))
+                attempt = policy.begin(batches)
+                result = take(attempt.batches, config.num_micro_batches, apply=attempt.apply)
+                results.append(policy.settle(attempt, result, take, told.append))
     except BadStepError as refused:
         error = str(refused)
     return {

@@ -9,7 +9,7 @@ from megalith.distributed.context import ParallelContext
 from megalith.layout import Layout
 from megalith.models.gpt import GPT
 from megalith.models.language_model import Stage
-from megalith.train.step import auxiliary_losses, expert_load, routers
+from megalith.train.moe import auxiliary_losses, expert_load, routers
 
 from .conftest import Ranks
 

@@ -23,10 +23,11 @@ from megalith.distributed.context import Axis, ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.layout import Layout
 from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedule, WeightDecaySchedule
+from megalith.train.consensus import NeverStop, RankConsensus
 from megalith.train.loop import evaluate
 from megalith.train.results import Hook
 from megalith.train.state import TrainState
-from megalith.train.step import Agreement, Batch, NeverStop, train_step
+from megalith.train.step import Batch, train_step
 
 BASE = (
     "--num-layers 3 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 16 --seq-length 16 "
@@ -86,17 +87,20 @@ def _from_all(item: Any) -> list[Any]:
 def _train(flags: str, dtype: torch.dtype | None) -> dict[str, Any]:
     """Steps with an evaluation after each, which leaves ZeRO-2 with gathered weights."""
     run, state = _state(flags, dtype)
-    totals = Agreement(NeverStop(), state.context, counts=state.speaks).totals
+    totals = RankConsensus(NeverStop(), state.context, counts=state.speaks).totals
     train, held_out = _batches(state.context.dp.index), _batches(state.context.dp.index)
     seen = []
     for _ in range(3):
-        result = train_step(state, train, MICRO_BATCHES, totals=totals, with_params_norm=True)
+        result = train_step(state, train, MICRO_BATCHES, totals=totals)
+        params_norm = state.optimizer.params_norm()
         evaluation = evaluate(
             state, held_out, split="validation", iterations=1, num_micro_batches=1, hook=Hook(), totals=totals
         )
         assert evaluation is not None
-        names = ("applied", "loss_scale", "loss", "grad_norm", "num_zeros", "params_norm")
-        seen.append({name: getattr(result, name) for name in names} | {"held_out": evaluation.loss})
+        names = ("applied", "loss_scale", "loss", "grad_norm", "num_zeros")
+        seen.append(
+            {name: getattr(result, name) for name in names} | {"params_norm": params_norm, "held_out": evaluation.loss}
+        )
     return {"steps": seen, "weights": _whole_weights(state)}
 
 

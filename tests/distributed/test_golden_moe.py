@@ -18,8 +18,9 @@ from megalith.config import load
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.schedules.parameters import ParameterSchedule
+from megalith.train.consensus import NeverStop, RankConsensus
 from megalith.train.state import TrainState
-from megalith.train.step import Agreement, NeverStop, train_step
+from megalith.train.step import train_step
 
 from .test_golden_train import _check_gradients, _flags, _loader, _Rates
 
@@ -53,7 +54,10 @@ def _run(case: dict[str, Any], log: list[dict[str, Any]], data: str, cache: str)
     decays = _Rates(tuple(entry["wd"][0] for entry in log), train["gbs"])
     state = TrainState(chunks, optimizer, streams, ParameterSchedule(rates, decays), context=context)  # type: ignore[arg-type]
     weights = {name: parameter.detach().clone() for name, parameter in chunks[0].named_parameters()}
-    loader, totals = _loader(case, data, cache, context), Agreement(NeverStop(), context, counts=state.speaks).totals
+    loader, totals = (
+        _loader(case, data, cache, context),
+        RankConsensus(NeverStop(), context, counts=state.speaks).totals,
+    )
     steps, gradients = [], None
     for _ in log:
         result = train_step(state, loader, run.num_micro_batches, totals=totals)

@@ -26,8 +26,9 @@ from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.schedules.parameters import ParameterSchedule
 from megalith.tokenizers.null import NullTokenizer
+from megalith.train.consensus import NeverStop, RankConsensus
 from megalith.train.state import TrainState
-from megalith.train.step import Agreement, NeverStop, train_step
+from megalith.train.step import train_step
 
 CASES = (
     "gpt2_tp2",
@@ -133,7 +134,7 @@ def _run(case: dict[str, Any], log: list[dict[str, Any]], data: str, cache: str)
     state = TrainState(chunks, optimizer, streams, schedule, context=context, deferred=deferred)
     weights = _named(state, [dict(chunk.named_parameters()) for chunk in chunks])
     loader = _loader(case, data, cache, context)
-    totals = Agreement(NeverStop(), context, counts=state.speaks).totals
+    totals = RankConsensus(NeverStop(), context, counts=state.speaks).totals
     steps, gradients = [], None
     for _ in log:
         result = train_step(state, loader, config.num_micro_batches, schedule=config.pipeline_schedule, totals=totals)

@@ -36,6 +36,7 @@ from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedul
 from megalith.tokenizers.null import NullTokenizer
 from megalith.train.state import TrainState
 from megalith.train.step import Batch, train_step
+from megalith.train.step_hooks import BlendCount
 
 LENGTH, SAMPLES, STEPS, TOLERANCE = 16, 8, 3, 1e-10
 
@@ -814,7 +815,7 @@ def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
             size,
             schedule=config.pipeline_schedule,
             totals=totals_of(state),
-            sources=SOURCES if case.data == "blend" else (),
+            hooks=[BlendCount(state, SOURCES)] if case.data == "blend" else (),
         )
         gradients = gradients or _pieces_of_gradients(state)
         results.append((sum(result.further_losses.values(), result.loss), result.grad_norm))
@@ -824,9 +825,9 @@ def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
 
 
 def totals_of(state: TrainState) -> Any:
-    from megalith.train.step import Agreement, NeverStop
+    from megalith.train.consensus import NeverStop, RankConsensus
 
-    return Agreement(NeverStop(), state.context, counts=state.speaks).totals
+    return RankConsensus(NeverStop(), state.context, counts=state.speaks).totals
 
 
 def _compare(name: str, wanted: Tensor, pieces: list[tuple[Any, ...]]) -> float:

@@ -20,8 +20,9 @@ from megalith.config import load
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.models.transformer import Block
+from megalith.train.consensus import NeverStop, RankConsensus
 from megalith.train.state import TrainState
-from megalith.train.step import Agreement, Batch, NeverStop, train_step
+from megalith.train.step import Batch, train_step
 
 LENGTH, STEPS, VOCABULARY = 16, 2, 40
 BASE = (
@@ -73,7 +74,7 @@ def _run(flags: str, world_size: int) -> tuple[list[Tensor], int]:
     calls: list[Any] = []
     for block in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Block)):
         block.register_forward_pre_hook(lambda *call: calls.append(call[0]))
-    totals = Agreement(NeverStop(), context, counts=state.speaks).totals
+    totals = RankConsensus(NeverStop(), context, counts=state.speaks).totals
     batches, seen = _batches(context.dp.index), []
     for _ in range(STEPS):
         result = train_step(state, batches, config.num_micro_batches, schedule=config.pipeline_schedule, totals=totals)

@@ -33,8 +33,9 @@ from megalith.tokenizers.null import NullTokenizer
 from megalith.train.checkpoint_fit import find_checkpoint
 from megalith.train.checkpoint_restore import restore
 from megalith.train.checkpoint_saver import CheckpointSaver
+from megalith.train.consensus import NeverStop, RankConsensus
 from megalith.train.state import TrainState
-from megalith.train.step import Agreement, NeverStop, train_step
+from megalith.train.step import train_step
 
 from .test_parity import BERT, EXPERT_PARALLEL, EXPERTS, MODELS, T5, Case, batches_of, required_cases
 from .test_train_checkpoint import IDENTITY, build_state, compare_content, expected_here, fill, plain_tensors
@@ -223,14 +224,14 @@ def start_or_resume(folder: str, case: Case) -> tuple[RunConfig, TrainState, Dir
 def train_in(folder: str, case: Case, save_at: int, until: int) -> Steps:
     """Start or go on until an iteration, and save on the way; iteration, loss and norm of each step."""
     run, state, store = start_or_resume(folder, case)
-    agreement = Agreement(NeverStop(), state.context, counts=state.speaks)
+    consensus = RankConsensus(NeverStop(), state.context, counts=state.speaks)
     batches = islice(
         batches_of(case, state.context.dp.index, 2 * until), state.consumed_samples // case.layout.dp, None
     )  # the samples of this replica that are left
     steps = []
     while state.iteration < until:
         result = train_step(
-            state, batches, run.num_micro_batches, schedule=run.pipeline_schedule, totals=agreement.totals
+            state, batches, run.num_micro_batches, schedule=run.pipeline_schedule, totals=consensus.totals
         )
         steps.append((result.iteration, float(result.loss), result.grad_norm))
         if state.iteration == save_at:
@@ -306,7 +307,7 @@ def dataset_of(run: RunConfig) -> GPTDataset:
 def read_in(folder: str, case: Case, until: int) -> tuple[Steps, list[list[tuple[int, ...]]]]:
     """Start or go on with the loader of a run until an iteration and save; the steps, and what each has read here."""
     run, state, store = start_or_resume(folder, case)
-    agreement = Agreement(NeverStop(), state.context, counts=state.speaks)
+    consensus = RankConsensus(NeverStop(), state.context, counts=state.speaks)
     datasets, read = Datasets(dataset_of(run), None, None), list[tuple[int, ...]]()
     loader = build_loaders(
         run, datasets, state.context.dp.index, iteration=state.iteration, consumed_train=state.consumed_samples
@@ -321,7 +322,7 @@ def read_in(folder: str, case: Case, until: int) -> tuple[Steps, list[list[tuple
     while state.iteration < until:
         read.clear()
         result = train_step(
-            state, batches, run.num_micro_batches, schedule=run.pipeline_schedule, totals=agreement.totals
+            state, batches, run.num_micro_batches, schedule=run.pipeline_schedule, totals=consensus.totals
         )
         steps.append((result.iteration, float(result.loss), result.grad_norm))
         samples.append(list(read))

@@ -38,8 +38,10 @@ from megalith.nn.placement import global_shape, local_part
 from megalith.train.checkpoint_fit import Identity, find_checkpoint
 from megalith.train.checkpoint_restore import restore
 from megalith.train.checkpoint_saver import BackgroundSaver, CheckpointSaver
+from megalith.train.consensus import NeverStop, RankConsensus
 from megalith.train.state import TrainState
-from megalith.train.step import Agreement, Batch, NeverStop, train_step
+from megalith.train.step import Batch, train_step
+from megalith.train.step_hooks import BeforeUpdate
 
 BASE = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32 "
@@ -276,12 +278,12 @@ def train_on(folder: str, flags: str, world_size: int, vocab_size: int, until: i
     store = DirectoryStore(folder, context, save_format=run.checkpoint.ckpt_format)
     if (found := find_checkpoint(store)) is not None:
         assert restore(store, found, state, run).notes == ()
-    agreement = Agreement(NeverStop(), context, counts=state.speaks)
+    consensus = RankConsensus(NeverStop(), context, counts=state.speaks)
     batches = _batches(vocab_size, context.layout, context.dp.index, state.consumed_samples)
     steps = []
     while state.iteration < until:
         result = train_step(
-            state, batches, run.num_micro_batches, schedule=run.pipeline_schedule, totals=agreement.totals
+            state, batches, run.num_micro_batches, schedule=run.pipeline_schedule, totals=consensus.totals
         )
         steps.append((result.iteration, result.loss, result.grad_norm, result.learning_rate))
     CheckpointSaver(store, run, IDENTITY).save(state)
@@ -315,7 +317,7 @@ def save_beside(folder: str, flags: str, world_size: int, vocab_size: int, until
     state = build_state(run, vocab_size, draws=True)
     context = state.context
     saver = BackgroundSaver(CheckpointSaver(DirectoryStore(folder, context), run, IDENTITY))
-    agreement = Agreement(NeverStop(), context, counts=state.speaks, writers=saver)
+    consensus = RankConsensus(NeverStop(), context, counts=state.speaks, writers=saver)
     batches = _batches(vocab_size, context.layout, context.dp.index, 0)
     while saver.scheduled is not None or state.iteration < until + 2:
         train_step(
@@ -323,12 +325,12 @@ def save_beside(folder: str, flags: str, world_size: int, vocab_size: int, until
             batches,
             run.num_micro_batches,
             schedule=run.pipeline_schedule,
-            totals=agreement.totals,
-            before_update=saver.settle,
+            totals=consensus.totals,
+            hooks=[BeforeUpdate(saver.settle)],
         )
         if state.iteration == until:
             saver.schedule(state)
-        elif saver.scheduled is not None and not agreement.busy:
+        elif saver.scheduled is not None and not consensus.busy:
             saver.proceed()
     return state.iteration
 

@@ -24,7 +24,7 @@ from megalith.models.bert import Bert
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise_as_megatron_cpu
 from megalith.models.t5 import T5
-from megalith.train.step import begin_step
+from megalith.train.moe import begin_step
 
 from .megatron_core_models import DECODED, LENGTH, VOCABULARY, padding
 from .test_megatron_core import core  # noqa: F401

@@ -21,7 +21,7 @@ from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise_as_megatron_cpu
 from megalith.optim import Optimizer, build_optimizer
 from megalith.tokenizers.null import NullTokenizer
-from megalith.train.step import auxiliary_losses, begin_step, loss_names, move_biases
+from megalith.train.moe import auxiliary_losses, begin_step, loss_names, move_biases
 
 from .goldens import Goldens
 

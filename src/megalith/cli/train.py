@@ -210,7 +210,7 @@ def _train(
             raise
         ending = started.run.ending
         assert ending is not None
-        if summary := started.run.care.summary():
+        if summary := started.run.anomalies.summary():
             screen.say(summary)
         return _last_words(ending, config, argv, screen, folder, learnt=not started.run.progress.in_vain)
 

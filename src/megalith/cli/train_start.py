@@ -48,6 +48,7 @@ from megalith.models.language_model import LanguageModel
 from megalith.models.plain import PlainModel
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.protocol import padded_vocab_size, padding_message, tensor_parallel_note
+from megalith.train.anomalies import AnomalyPolicy
 from megalith.train.checkpoint_fit import (
     FoundCheckpoint,
     Identity,
@@ -58,15 +59,15 @@ from megalith.train.checkpoint_fit import (
 )
 from megalith.train.checkpoint_restore import restore
 from megalith.train.checkpoint_saver import BackgroundSaver, CheckpointSaver
+from megalith.train.consensus import NeverStop
 from megalith.train.faults import Probe
 from megalith.train.loop import HeldOut, Plan, TrainingRun
 from megalith.train.results import Hook
 from megalith.train.signals import StopSignals
 from megalith.train.state import TrainState
-from megalith.train.step import NeverStop
+from megalith.train.step_hooks import NaNInjector
 from megalith.train.throughput import datasheet_peak, measure_peak, step_flops
 from megalith.train.timers import Timers, over_ranks
-from megalith.train.trouble import Care, Injection
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def start(
         timers=timers,
         valid_sets=valid_sets,
         sources=loaders.sources,
-        care=care(config, state),
+        anomalies=anomaly_policy(config, state),
     )
     return Started(run, loaders, None if found is None else state.iteration, changes)
 
@@ -172,18 +173,18 @@ def _validation_sets(config: RunConfig, loaders: Loaders) -> Sequence[HeldOut]:
     return [HeldOut(*held_out) for held_out in zip(names, batches, lengths, strict=True)]
 
 
-def care(config: RunConfig, state: TrainState) -> Care:
-    """What is done about bad steps."""
+def anomaly_policy(config: RunConfig, state: TrainState) -> AnomalyPolicy:
+    """Build the anomaly policy, and set what makes a step anomalous."""
     precision = config.precision
     state.check.not_finite = precision.stop_on_nan
     state.check.spiky_loss, state.check.large_norm = precision.check_for_spiky_loss, precision.check_for_large_grads
     rate = 0 if precision.rerun_mode == "disabled" else precision.error_injection_rate
-    return Care(
+    return AnomalyPolicy(
         state,
         config.pipeline_schedule,
         policy=precision.bad_step_policy,
         twice=precision.rerun_mode == "report_stats",
-        injection=Injection(rate, precision.error_injection_type, config.train.seed),
+        injector=NaNInjector(rate, precision.error_injection_type, config.train.seed),
     )
 
 

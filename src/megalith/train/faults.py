@@ -1,8 +1,8 @@
-"""Faults put in on purpose, for tests that show what a crash costs.
+"""Fault injection: crashes, hangs and exceptions at a named point of a run, for tests that show what they cost.
 
-A run is killed at a named point of a named step, as a power cut would: no handler runs, no buffer is flushed. Or it
-hangs, fails, leaves or slows down there. Parsed from text at the edge of the program; the rest of it only calls a
-probe at each point.
+MEGALITH_FAULT kills a run at a named point of a named step, as a power cut would: no handler runs, no buffer is
+flushed. Or it hangs, fails, leaves or slows down there. It is parsed from text at the edge of the program; the rest of
+it only calls a probe at each point. NaN losses on purpose: `step_hooks.NaNInjector`.
 """
 
 from __future__ import annotations

@@ -8,33 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import chain, islice
 
 import torch
-from torch import Tensor
 
 from megalith.errors import MegalithError
 from megalith.schedules.batch_size import BatchSizes
 from megalith.schedules.pipeline import default_schedule
+from megalith.train.anomalies import AnomalyPolicy, BadStepError, TakeStep
 from megalith.train.checkpoint_saver import BackgroundSaver, CheckpointSaver
+from megalith.train.consensus import NeverStop, RankConsensus
 from megalith.train.faults import Probe, no_probe
 from megalith.train.results import Ending, Evaluation, GradientNoise, Hook, Progress, StepResult, Window
 from megalith.train.signals import StopSignals
 from megalith.train.state import TrainState
-from megalith.train.step import (
-    Agreement,
-    Batch,
-    NeverStop,
-    StageWork,
-    Totals,
-    mean_losses,
-    run_pipeline,
-    totals_of,
-    train_step,
-)
+from megalith.train.step import Batch, StageWork, Totals, mean_losses, run_pipeline, totals_of, train_step
+from megalith.train.step_hooks import BeforeUpdate, BlendCount, ProbeHook, StepHook
 from megalith.train.timers import Timers, over_ranks
-from megalith.train.trouble import BadStepError, Care
 
 
 @dataclass(frozen=True)
@@ -112,15 +104,27 @@ class TrainingRun:
     timers: Timers = field(default_factory=Timers)
     valid_sets: Sequence[HeldOut] = ()  # instead of `valid`, several sets or one that is gone through as a whole
     sources: Sequence[str] = ()  # names of the datasets of a blend that is trained on; none without a blend
-    # what is done about bad steps; the run stops at one by default
-    care: Care = None  # type: ignore[assignment]
+    # what is done about anomalous steps; the run stops at one by default
+    anomalies: AnomalyPolicy = None  # type: ignore[assignment]
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
-        self.care = self.care or Care(
-            self.state, self.plan.pipeline_schedule or default_schedule(len(self.state.chunks))
+        state, schedule = self.state, self.plan.pipeline_schedule
+        self.anomalies = self.anomalies or AnomalyPolicy(state, schedule or default_schedule(len(state.chunks)))
+        self.consensus = RankConsensus(
+            self.stop, state.context, counts=state.speaks, writers=self.background, is_late=lambda: _late(self)
         )
-        self.agreement = Agreement(self.stop, self.state.context, counts=self.state.speaks, writers=self.background)
+
+    @cached_property
+    def take_step(self) -> TakeStep:
+        """`train_step` with the options of this run."""
+        hooks: list[StepHook] = [ProbeHook(self.probe), *self.anomalies.hooks]
+        if self.sources:
+            hooks.append(BlendCount(self.state, self.sources))
+        if self.background is not None:
+            hooks.append(BeforeUpdate(self.background.settle))
+        schedule, totals = self.plan.pipeline_schedule, self.consensus.totals
+        return partial(train_step, self.state, schedule=schedule, totals=totals, hooks=hooks, timers=self.timers)
 
     def close(self) -> None:
         """Cancel pending asynchronous saves. Safe to call after success or failure."""
@@ -161,7 +165,7 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
             run.hook.after_window(window.close(plan.train_iterations, flops, plan.peak_flops, plan.datasheet_flops))
             if run.timers.level:
                 _tell_times(run, run.timers.take(), steps=steps)
-        if run.agreement.failed or not run.agreement.busy:  # all ranks are done with a stage of the save under way
+        if run.consensus.failed or not run.consensus.busy:  # all ranks are done with a stage of the save under way
             _proceed(run)
         if state.iteration % plan.eval_interval == 0 and state.iteration >= plan.first_evaluation:
             _validate(run)
@@ -190,56 +194,44 @@ def _step(run: TrainingRun) -> StepResult | None:
     death then comes as an exception out of the step, which is no failure of it.
     """
     plan, state = run.plan, run.state
-    iteration, streams = state.iteration, state.streams.state()
+    iteration, streams, size = state.iteration, state.streams.state(), plan.micro_batches_after(state.consumed_samples)
     logged = (iteration + 1) % plan.log_interval == 0
-
-    def take(batches: Iterator[Batch], sums: list[Tensor], apply: bool, number: int = 0) -> StepResult:
-        return train_step(
-            state,
-            batches,
-            number or plan.micro_batches_after(state.consumed_samples),
-            schedule=plan.pipeline_schedule,
-            with_params_norm=plan.log_params_norm and logged,
-            probe=run.probe,
-            timers=run.timers,
-            totals=lambda sums: run.agreement.totals(sums, out_of_time=_late(run)),
-            before_update=None if run.background is None else run.background.settle,
-            sums=sums,
-            apply=apply,
-            inject_nan=run.care.inject_nan,
-            sources=run.sources,
-        )
-
     try:
-        batches, small = run.train, None
-        if plan.log_noise and logged:
-            batches, small = _small_step(run, take)
-        result = run.care.step(batches, take, run.hook.on_bad_step)
-        if small is not None and small.grad_norm and result.grad_norm and not (small.bad or result.bad):
-            scale = state.noise.add(small.num_samples, small.grad_norm, result.num_samples, result.grad_norm)
-            sizes = small.num_samples, result.num_samples
-            run.hook.after_noise(GradientNoise(result.iteration, *sizes, small.grad_norm, result.grad_norm, scale))
+        batches, small = _small_step(run, size) if plan.log_noise and logged else (run.train, None)
+        attempt = run.anomalies.begin(batches)
+        result = run.take_step(attempt.batches, size, apply=attempt.apply)
+        result = run.anomalies.settle(attempt, result, run.take_step, run.hook.on_bad_step)
     except BadStepError:
         _complete_save(run)  # of an earlier step
         raise
     except Exception as error:
-        whole = state.iteration == iteration and not state.updating and run.agreement.alone
+        whole = state.iteration == iteration and not state.updating and run.consensus.alone
         if isinstance(error, MegalithError) or not whole or not _ended(run):
             raise
         state.streams.load_state(streams)
         return None
+    if small is not None and small.grad_norm and result.grad_norm and not (small.bad or result.bad):
+        scale = state.noise.add(small.num_samples, small.grad_norm, result.num_samples, result.grad_norm)
+        sizes = small.num_samples, result.num_samples
+        run.hook.after_noise(GradientNoise(result.iteration, *sizes, small.grad_norm, result.grad_norm, scale))
     state.flops += plan.flops_of(result.num_samples) * state.context.world.size
+    if plan.log_params_norm and logged:
+        return replace(result, params_norm=state.optimizer.params_norm())
     return result
 
 
-def _small_step(run: TrainingRun, take: Callable[..., StepResult]) -> tuple[Iterator[Batch], StepResult | None]:
-    """The gradient of the first micro-batches of a step alone, as many as its stages need; and its micro-batches."""
-    state, size = run.state, run.plan.micro_batches_after(run.state.consumed_samples)
+def _small_step(run: TrainingRun, size: int) -> tuple[Iterator[Batch], StepResult | None]:
+    """Compute the gradient of the first micro-batches of a step alone, as many as its stages need.
+
+    Returns:
+        The micro-batches of the whole step, and the result for the first of them; None if these are all there are.
+    """
+    state = run.state
     fewest = state.context.pp.size if len(state.chunks) > 1 else 1
     if fewest >= size:
         return run.train, None
     before, ahead = state.moment(), list(islice(run.train, fewest))
-    small = take(iter(ahead), [], False, fewest)
+    small = run.take_step(iter(ahead), fewest, apply=False)
     state.go_back(before)
     return chain(ahead, run.train), small
 
@@ -256,7 +248,7 @@ def _pass_over(run: TrainingRun, num_micro_batches: int) -> None:
 
 def _ended(run: TrainingRun) -> bool:
     """Whether to stop now; a signal goes before the plan's own reasons."""
-    if requested := run.agreement.requested:
+    if requested := run.consensus.requested:
         run.ending = Ending("signal", run.state.iteration, requested)
     return run.ending is not None
 
@@ -264,7 +256,7 @@ def _ended(run: TrainingRun) -> bool:
 def _ending_by_plan(run: TrainingRun) -> Ending | None:
     """The exits that the configuration asks for, checked after each step."""
     plan, iteration = run.plan, run.state.iteration
-    if run.agreement.out_of_time:
+    if run.consensus.out_of_time:
         return Ending("duration", iteration, str(_minutes(run)))
     if (plan.exit_interval and iteration % plan.exit_interval == 0) or iteration in plan.phase_ends:
         return Ending("interval", iteration)
@@ -312,12 +304,12 @@ def _evaluate(run: TrainingRun, held_out: HeldOut, *, final: bool) -> bool:
             num_micro_batches=plan.eval_micro_batches or plan.num_micro_batches,
             final=final,
             hook=run.hook,
-            totals=lambda sums: run.agreement.totals(sums, out_of_time=_late(run)),
-            should_stop=lambda: run.agreement.requested is not None or run.agreement.out_of_time,
+            totals=run.consensus.totals,
+            should_stop=lambda: run.consensus.requested is not None or run.consensus.out_of_time,
             probe=run.probe,
         )
     except Exception as error:
-        if isinstance(error, MegalithError) or not run.agreement.alone or not run.agreement.requested:
+        if isinstance(error, MegalithError) or not run.consensus.alone or not run.consensus.requested:
             raise
         return False  # broken off as a step can be, see `_step`
     if evaluation is not None:
@@ -355,7 +347,7 @@ def _proceed(run: TrainingRun) -> None:
     """Take the save under way, if there is one, a stage further; raises if a rank could not do its part."""
     if run.background is None or run.background.scheduled is None:
         return
-    saved = run.background.proceed(failed=run.agreement.failed)
+    saved = run.background.proceed(failed=run.consensus.failed)
     if saved is not None:
         run.hook.after_save(saved)
 

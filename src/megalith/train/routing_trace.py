@@ -21,8 +21,8 @@ from megalith.config.groups import LogConfig
 from megalith.models.language_model import LanguageModel
 from megalith.nn.moe.router import Router
 from megalith.nn.moe.routing import Choice
+from megalith.train.moe import routers
 from megalith.train.results import Hook, StepResult
-from megalith.train.step import routers
 
 
 class RoutingTrace(Hook):

@@ -80,7 +80,8 @@ def _step(model: str, flags: str, recompute: str, device: torch.device) -> None:
         optimizer = build_run_optimizer(config, chunks, context)
         state = TrainState(chunks, optimizer, streams, build_schedule(config), context=context)
         batches = [{name: mode.from_tensor(value) for name, value in batch.items()} for batch in read]
-        train_step(state, iter(batches), len(batches), with_params_norm=True)
+        train_step(state, iter(batches), len(batches))
+        state.optimizer.params_norm()
         assert all(weight.device == device for weight in state.model.parameters())
 
 

@@ -65,7 +65,7 @@ def test_shares_of_hidden_words_and_short_samples(base: str) -> None:
     [("", False, False), ("--check-for-large-grads", False, True), ("--check-for-spiky-loss", True, False)],
 )
 def test_what_makes_a_step_a_bad_one(flags: str, spiky: bool, large: bool) -> None:
-    check = _care(_run(flags)).state.check
+    check = _policy(_run(flags)).state.check
     assert (check.spiky_loss, check.large_norm) == (spiky, large)
 
 
@@ -80,13 +80,13 @@ def test_what_makes_a_step_a_bad_one(flags: str, spiky: bool, large: bool) -> No
     ],
 )
 def test_errors_on_purpose(flags: str, rate: int, kind: str) -> None:
-    care = _care(_run(flags))
-    assert (care.injection.rate, care.injection.kind) == (rate, kind)
+    policy = _policy(_run(flags))
+    assert (policy.injector.rate, policy.injector.kind) == (rate, kind)
 
 
-def _care(run: RunConfig) -> Any:
+def _policy(run: RunConfig) -> Any:
     state = SimpleNamespace(check=StepCheck(), chunks=(), context=SimpleNamespace(rank=0))
-    return train_start.care(run, cast(Any, state))
+    return train_start.anomaly_policy(run, cast(Any, state))
 
 
 @pytest.mark.parametrize(("flags", "torchs"), [("", "medium"), ("--muon-fp32-matmul-prec high", "high")])

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from megalith.config import PrecisionConfig
+from megalith.train.anomalies import AnomalyPolicy, BadStepError
 from megalith.train.loop import Plan, TrainingRun, train
 from megalith.train.records import Records
 from megalith.train.results import BadStep, StepResult
 from megalith.train.state import REMEMBERED, StepCheck
-from megalith.train.step import Batch, train_step
-from megalith.train.trouble import BadStepError, Care, Injection
+from megalith.train.step import train_step
+from megalith.train.step_hooks import NaNInjector
 
 from ...spoil import spoiled
 from .conftest import batches, make_state
@@ -28,21 +29,21 @@ def _run(
     steps: int = 4,
     check: StepCheck | None = None,
     precision: PrecisionConfig | None = None,
-    **care: object,
-) -> tuple[list[StepResult], list[BadStep], Care]:
+    **options: object,
+) -> tuple[list[StepResult], list[BadStep], AnomalyPolicy]:
     """Steps of two micro-batches of two samples each."""
     state = make_state(precision)
     state.check = check or state.check
     told: list[BadStep] = []
-    given = Care(state, "1f1b", **care)  # type: ignore[arg-type]
-    stream = batches()
-
-    def take(drawn: Iterator[Batch], sums: list[Tensor], apply: bool) -> StepResult:
-        return train_step(state, drawn, 2, sums=sums, apply=apply, inject_nan=given.inject_nan)
-
+    policy = AnomalyPolicy(state, "1f1b", **options)  # type: ignore[arg-type]
+    stream, results = batches(), []
+    take = partial(train_step, state, hooks=policy.hooks)
     with spoiled(state, spoils):
-        results = [given.step(stream, take, told.append) for _ in range(steps)]
-    return results, told, given
+        for _ in range(steps):
+            attempt = policy.begin(stream)
+            result = take(attempt.batches, 2, apply=attempt.apply)
+            results.append(policy.settle(attempt, result, take, told.append))
+    return results, told, policy
 
 
 def _same(one: list[StepResult], other: list[StepResult]) -> bool:
@@ -93,13 +94,13 @@ def test_the_memory_is_bounded_and_survives_a_checkpoint() -> None:
 
 
 def test_a_skipped_step_is_as_if_its_samples_had_not_been() -> None:
-    results, told, care = _run(["nan@step=2,point=loss,micro_batch=1"], policy="skip")
+    results, told, policy = _run(["nan@step=2,point=loss,micro_batch=1"], policy="skip")
     assert [result.applied for result in results] == [True, False, True, True]
     assert [result.bad != "" for result in results] == [False, True, False, False]
     (bad,) = told
     assert (bad.iteration, bad.first_sample, bad.last_sample, bad.number) == (2, 6, 7, 1)
-    assert (care.state.iteration, care.state.consumed_samples, care.state.schedule_samples) == (4, 16, 12)
-    assert care.state.optimizer.step_count == 3
+    assert (policy.state.iteration, policy.state.consumed_samples, policy.state.schedule_samples) == (4, 16, 12)
+    assert policy.state.optimizer.step_count == 3
 
 
 def test_the_search_finds_module_weight_and_gradient() -> None:
@@ -116,10 +117,10 @@ def test_the_search_finds_module_weight_and_gradient() -> None:
 
 def test_a_rerun_after_a_transient_error_gives_what_a_clean_run_gives() -> None:
     clean, _, _ = _run(policy="rerun")
-    results, told, care = _run(["nan@step=2,point=activation,module=decoder.layers.0.mlp,times=1"], policy="rerun")
+    results, told, policy = _run(["nan@step=2,point=activation,module=decoder.layers.0.mlp,times=1"], policy="rerun")
     assert _same(results, clean)
     assert [bad.again for bad in told] == ["all right: a transient error of a machine"]
-    assert care.num_bad == 1
+    assert policy.num_bad == 1
 
 
 def test_a_spike_is_an_alarm_and_with_the_flag_a_bad_step() -> None:
@@ -152,7 +153,7 @@ FP16 = PrecisionConfig(fp16=True, initial_loss_scale=4.0, hysteresis=1)
 
 def test_overflows_at_the_smallest_loss_scale_end_the_run() -> None:
     spoils = [f"inf@step={step},point=grad,module=decoder.layers.0.mlp" for step in range(1, 40)]
-    results, told, care = _run(spoils, steps=21, check=StepCheck(not_finite=False), precision=FP16)
+    results, told, policy = _run(spoils, steps=21, check=StepCheck(not_finite=False), precision=FP16)
     assert not any(result.applied for result in results) and not told, "two lower the scale from 4 to 1, then 19"
     with pytest.raises(BadStepError, match="decoder.layers.0.mlp .*--bf16"):
         _run(spoils, steps=22, check=StepCheck(not_finite=False), precision=FP16)
@@ -173,29 +174,29 @@ def test_steps_that_are_skipped_for_ever_stop_without_a_scaler_too() -> None:
 def test_injected_errors_are_told_apart() -> None:
     clean, _, _ = _run()
     for kind, words in (("transient_error", "a transient error"), ("correct_result", "the same, and right")):
-        results, told, care = _run(policy="rerun", injection=Injection(1, kind, 1234))
+        results, told, policy = _run(policy="rerun", injector=NaNInjector(1, kind, 1234))
         assert _same(results, clean)
-        assert len(told) == care.num_bad == 4 and all(words in bad.again for bad in told)
+        assert len(told) == policy.num_bad == 4 and all(words in bad.again for bad in told)
     with pytest.raises(BadStepError, match="computed again it is bad again"):
-        _run(policy="rerun", injection=Injection(1, "persistent_error", 1234))
+        _run(policy="rerun", injector=NaNInjector(1, "persistent_error", 1234))
 
 
 def test_injection_strikes_one_in_so_many_steps_wherever_the_run_began() -> None:
-    tenth = Injection(10, seed=7)
+    tenth = NaNInjector(10, seed=7)
     struck = [number for number in range(1000) if tenth.strikes(number)]
     assert 70 < len(struck) < 130
     assert struck[3:] == [number for number in range(struck[3], 1000) if tenth.strikes(number)]
-    assert not any(Injection(0, seed=7).strikes(number) for number in range(100))
+    assert not any(NaNInjector(0, seed=7).strikes(number) for number in range(100))
 
 
 def test_every_step_twice_changes_nothing() -> None:
     clean, _, _ = _run()
-    assert Care(make_state(), "1f1b").summary() == ""
-    results, told, care = _run(twice=True)
+    assert AnomalyPolicy(make_state(), "1f1b").summary() == ""
+    results, told, policy = _run(twice=True)
     assert _same(results, clean) and not told
-    assert care.summary() == "0 of 4 steps gave another result when they were computed again"
-    _, told, care = _run(["spike@step=2,point=loss,times=1"], twice=True)
-    assert care.summary().startswith("1 of 4 steps") and "two computations differ for the 1. time" in told[0].reason
+    assert policy.summary() == "0 of 4 steps gave another result when they were computed again"
+    _, told, policy = _run(["spike@step=2,point=loss,times=1"], twice=True)
+    assert policy.summary().startswith("1 of 4 steps") and "two computations differ for the 1. time" in told[0].reason
 
 
 def test_iterations_are_passed_over(make_plan: Callable[..., Plan]) -> None:
@@ -228,7 +229,7 @@ def test_the_curves_show_what_was_passed_over_and_the_decoupled_rate() -> None:
 
 def test_a_bad_step_costs_nothing_while_there_is_none() -> None:
     """No hook is on the model but in a search."""
-    results, _, care = _run(["nan@step=2,point=loss"], policy="skip")
+    results, _, policy = _run(["nan@step=2,point=loss"], policy="skip")
     assert len(results) == 4
-    assert not any(module._forward_hooks for module in care.state.model.modules())
-    assert isinstance(care.state.model, torch.nn.Module)
+    assert not any(module._forward_hooks for module in policy.state.model.modules())
+    assert isinstance(policy.state.model, torch.nn.Module)

@@ -15,8 +15,8 @@ from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.nn.moe.router import Router
 from megalith.nn.moe.routing import Choice
+from megalith.train.moe import begin_step, routers
 from megalith.train.routing_trace import RoutingTrace
-from megalith.train.step import begin_step, routers
 
 MODEL = ModelConfig(
     num_layers=3,

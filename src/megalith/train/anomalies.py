@@ -1,8 +1,8 @@
-"""What a run does about a bad step: finds the place, and then stops, skips the update or computes the step again.
+"""The anomaly policy of a run: find the place of a non-finite number, then stop, skip the update or recompute the step.
 
-A bad step is never applied (`StepCheck` decides before the update), so that going back to the state before it means
-to set the counters and the random streams back; its micro-batches are kept until it is accepted. All ranks decide by
-the same numbers and do the same.
+An anomalous step is never applied (`StepCheck` decides before the update), so that going back to the state before it
+means to set the counters and the random streams back; its micro-batches are kept until it is accepted. All ranks decide
+by the same numbers and do the same.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from random import Random
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from megalith.optim.gradients import GradientBuffers
 from megalith.train.results import BadStep, FirstBad, StepResult
 from megalith.train.state import Moment, TrainState
 from megalith.train.step import Batch, StageWork, run_pipeline
+from megalith.train.step_hooks import NaNInjector, StepHook
 
 MOST_IN_A_ROW = 20  # skipped steps after which skipping is no remedy, at the smallest loss scale too
 _NEVER_RECOVER = (
@@ -34,85 +34,112 @@ _NO_SCALE_HELPS = (
     "or start again from an earlier checkpoint (--load, --ckpt-step)"
 )
 
-Take = Callable[[Iterator[Batch], list[Tensor], bool], StepResult]
-"""Computes a step on micro-batches, appends the loss sums of each of them here, and applies it or not."""
+TakeStep = Callable[..., StepResult]
+"""`train_step` with the options of a run: (batches, num_micro_batches, *, apply=True) -> StepResult."""
 
 
 class BadStepError(MegalithError):
-    """A step whose loss or gradients are wrong ended the run."""
-
-
-@dataclass(frozen=True)
-class Injection:
-    """Megatron's `--error-injection-rate` and `--error-injection-type`, with the seed that says when."""
-
-    rate: int = 0
-    kind: str = "transient_error"
-    seed: int = 0
-
-    def strikes(self, iteration: int) -> bool:
-        """Whether the step that makes this iteration is spoiled: one in `rate`, alike on every rank and on a resume."""
-        return self.rate > 0 and Random(f"{self.seed} {iteration}").randrange(self.rate) == 0
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """The first computation of a step: its micro-batches, the sums of their losses, and the counters before it."""
-
-    drawn: Sequence[Batch]
-    sums: Sequence[Tensor]
-    take: Take
-    tell: Callable[[BadStep], None]
-    before: Moment
+    """A step whose loss or gradients are anomalous ended the run."""
 
 
 @dataclass
-class Care:
-    """Takes the steps of a run."""
+class Attempt:
+    """The first computation of a step.
+
+    Attributes:
+        batches: The micro-batches to compute it on, each kept in `drawn` until the step is accepted.
+        before: Counters and random streams before the step.
+        apply: Whether its update may be applied at once.
+        doubted: The result is rejected whatever it is (--error-injection-type correct_result).
+    """
+
+    batches: Iterator[Batch]
+    drawn: list[Batch]
+    before: Moment
+    apply: bool
+    doubted: bool
+    sums: Sequence[Tensor] = ()  # [sum, terms] of each loss, of each micro-batch whose loss was computed on this rank
+
+
+class _LossSums(StepHook):
+    """Keeps the sums of the losses of each micro-batch of the last step."""
+
+    last: Sequence[Tensor] = ()
+
+    def sums(self, work: StageWork) -> None:
+        self.last = work.sums
+
+
+@dataclass
+class AnomalyPolicy:
+    """Decides what becomes of an anomalous step: stop the run, skip the update, or compute the step again.
+
+    Attributes:
+        schedule: Order of a step's work.
+        policy: "stop", "skip" or "rerun".
+        twice: Compute every step twice and count those whose loss differs.
+        injector: Fault injection into losses.
+        num_bad, num_different, num_compared: Steps so far.
+    """
 
     state: TrainState
-    schedule: str  # the order of a step's work
-    policy: str = "stop"  # "stop", "skip" or "rerun"
-    twice: bool = False  # compute every step twice and count those whose loss differs
-    injection: Injection = field(default_factory=Injection)  # of wrong numbers, on purpose
-    # whether the next computation of a step is to get a loss that is NaN; whoever takes the step reads it
-    inject_nan: bool = False
-    # num_bad, num_different, num_compared: steps so far
+    schedule: str
+    policy: str = "stop"
+    twice: bool = False
+    injector: NaNInjector = field(default_factory=NaNInjector)
     num_bad: int = 0
     num_different: int = 0
     num_compared: int = 0
     _in_a_row: int = 0
     _overflows: int = 0
+    _sums: _LossSums = field(default_factory=_LossSums)
+    _at_lowest_scale: bool = False
 
-    def step(self, batches: Iterator[Batch], take: Take, tell: Callable[[BadStep], None]) -> StepResult:
-        """Take a step and tell what is bad about it; every rank raises BadStepError where the policy says stop."""
-        state, before = self.state, self.state.moment()
-        drawn, sums = list[Batch](), list[Tensor]()
-        attempt = _Attempt(drawn, sums, take, tell, before)
-        step, lowest = state.iteration + 1, state.optimizer.scaler.is_lowest
-        injected = self.injection.strikes(step)
-        doubted = injected and self.injection.kind == "correct_result"
-        self.inject_nan = injected and not doubted
-        result = take(_recorded(batches, drawn), sums, not (doubted or self.twice))
-        self.inject_nan = self.inject_nan and self.injection.kind == "persistent_error"
+    @property
+    def hooks(self) -> tuple[StepHook, ...]:
+        """What each computation of a step must be given."""
+        return (self.injector, self._sums)
+
+    def begin(self, batches: Iterator[Batch]) -> Attempt:
+        """Prepare the first computation of a step."""
+        self._at_lowest_scale = self.state.optimizer.scaler.is_lowest
+        injected = self.injector.strikes(self.state.iteration + 1)
+        doubted = injected and self.injector.kind == "correct_result"
+        self.injector.active = injected and not doubted
+        drawn = list[Batch]()
+        apply = not (doubted or self.twice)
+        return Attempt(_recorded(batches, drawn), drawn, self.state.moment(), apply, doubted)
+
+    def settle(
+        self, attempt: Attempt, result: StepResult, take_step: TakeStep, tell: Callable[[BadStep], None]
+    ) -> StepResult:
+        """Accept the first result of a step or do as the policy says; every rank raises BadStepError where it is stop.
+
+        Args:
+            take_step: Computes the step again.
+            tell: Receives what was anomalous.
+        """
+        state, attempt.sums = self.state, self._sums.last
+        self.injector.active = self.injector.active and self.injector.kind == "persistent_error"
         if self.twice and not result.bad:
-            state.go_back(before)
-            result = self._compared(result, take(iter(drawn), [], True), tell)
-        if doubted:
+            state.go_back(attempt.before)
+            result = self._compared(result, take_step(iter(attempt.drawn), len(attempt.drawn)), tell)
+        if attempt.doubted:
             result = replace(result, bad="the result is doubted (--error-injection-type correct_result)")
         if result.bad:
             self.num_bad, self._in_a_row = self.num_bad + 1, self._in_a_row + 1
-            result = self._dealt_with(result, attempt)
+            result = self._handle(result, attempt, take_step, tell)
         elif alarm := state.check.alarm(result.loss):
             tell(replace(self._report(result, "alarm", self._samples(result, attempt), None, ""), reason=alarm))
         if not result.bad:
             self._in_a_row = 0
             if result.applied:
                 state.check.remember(result.loss, result.grad_norm)
-            self._overflows = self._overflows + 1 if lowest and not result.applied else 0
+            overflowed = self._at_lowest_scale and not result.applied
+            self._overflows = self._overflows + 1 if overflowed else 0
             if self._overflows == MOST_IN_A_ROW:
-                self._give_up(result, attempt)
-        self.inject_nan = False
+                self._give_up(result, attempt, tell)
+        self.injector.active = False
         return result
 
     def summary(self) -> str:
@@ -133,12 +160,14 @@ class Care:
             tell(replace(self._report(second, "alarm", samples, None, ""), reason=reason))
         return second
 
-    def _dealt_with(self, result: StepResult, attempt: _Attempt) -> StepResult:
-        state, drawn, tell = self.state, attempt.drawn, attempt.tell
+    def _handle(
+        self, result: StepResult, attempt: Attempt, take_step: TakeStep, tell: Callable[[BadStep], None]
+    ) -> StepResult:
+        state, drawn = self.state, attempt.drawn
         samples = self._samples(result, attempt)
         if self.policy == "rerun":
             state.go_back(attempt.before)
-            again = attempt.take(iter(drawn), [], True)
+            again = take_step(iter(drawn), len(drawn))
             if not again.bad:
                 unchanged = again.loss == result.loss and again.grad_norm == result.grad_norm
                 found = "the same, and right" if unchanged else "all right: a transient error of a machine"
@@ -149,7 +178,7 @@ class Care:
         if searched:
             after = state.moment()
             state.go_back(attempt.before)
-            first = find_first_bad(state, drawn, self.schedule, inject_nan=self.inject_nan)
+            first = find_first_bad(state, drawn, self.schedule, (self.injector,))
             state.go_back(after)
         found = "not finite again" if first else "finite: a transient error of a machine" if searched else ""
         if self.policy == "rerun":
@@ -164,7 +193,7 @@ class Care:
             return result
         raise BadStepError(_last_words(report, result, self.policy, self._in_a_row))
 
-    def _give_up(self, result: StepResult, attempt: _Attempt) -> None:
+    def _give_up(self, result: StepResult, attempt: Attempt, tell: Callable[[BadStep], None]) -> None:
         """Stop a run that skips every step though its loss scale cannot get any smaller."""
         samples = self._samples(result, attempt)
         self.state.go_back(attempt.before)
@@ -173,7 +202,7 @@ class Care:
         scale = f"at the smallest loss scale, {result.loss_scale:g} (the loss is {result.loss}),"
         reason = f"{MOST_IN_A_ROW} steps in a row are skipped {scale}"
         report = self._report(replace(result, bad=reason), "stop", samples, first, "")
-        attempt.tell(report)
+        tell(report)
         remedy = _NEVER_RECOVER if first is not None and first.weight else _NO_SCALE_HELPS
         raise BadStepError(f"{report}; nothing of this step is saved. {remedy}")
 
@@ -184,7 +213,7 @@ class Care:
             result.iteration, result.bad, result.loss, result.grad_norm, action, *samples, first, again, self.num_bad
         )
 
-    def _samples(self, result: StepResult, attempt: _Attempt) -> tuple[int, int]:
+    def _samples(self, result: StepResult, attempt: Attempt) -> tuple[int, int]:
         """The first and the last sample of the micro-batch with the worst loss."""
         context = self.state.context
         own = [float(pair[0] / pair[1].clamp(min=1.0)) for pair in attempt.sums]
@@ -273,7 +302,7 @@ class _Search:
 
 
 def find_first_bad(
-    state: TrainState, batches: Sequence[Batch], schedule: str, *, inject_nan: bool = False
+    state: TrainState, batches: Sequence[Batch], schedule: str, hooks: Sequence[StepHook] = ()
 ) -> FirstBad | None:
     """Compute a step once more from the state before it, with hooks on every module, and look for what is not finite.
 
@@ -293,7 +322,7 @@ def find_first_bad(
         num_micro_batches=len(batches),
         loss_scale=state.optimizer.loss_scale,
         step=state.iteration + 1,
-        inject_nan=inject_nan,
+        hooks=hooks,
     )
     search, gradients = _Search(state, work), state.optimizer.gradients
     with ExitStack() as stack:

@@ -1,0 +1,128 @@
+"""The interface of code that runs inside an optimizer step: counters, fault injection, MoE routers, savers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megalith.train.faults import Probe
+from megalith.train.state import TrainState
+
+if TYPE_CHECKING:
+    from megalith.train.step import StageWork
+
+
+class StepHook:
+    """Code that runs at fixed points of `train_step`; each method does nothing unless overridden.
+
+    All ranks pass the same hooks in the same order, because their sums are reduced together.
+    """
+
+    def at(self, point: str, step: int) -> None:
+        """Run at a point of the step that makes iteration `step`: "data", "fwd", "bwd" (each micro-batch), "opt"."""
+
+    def begin(self, work: StageWork) -> None:
+        """Run before the first micro-batch."""
+
+    def on_batch(self, batch: Mapping[str, Tensor]) -> None:
+        """Receive each micro-batch of this replica, as the loader returned it."""
+
+    def on_losses(self, micro_batch: int, sums: Tensor) -> Tensor:
+        """Return the sum over terms of each loss of a micro-batch [losses], which is then differentiated."""
+        return sums
+
+    def sums(self, work: StageWork) -> Tensor | None:
+        """Return numbers [n] to sum over all ranks, together with the losses, once all gradients are computed."""
+        return None
+
+    def on_sums(self, sums: Tensor) -> None:
+        """Receive the sums over all ranks [n] of what `sums` returned."""
+
+    def before_update(self) -> None:
+        """Run before anything that a checkpoint holds changes."""
+
+    def after_update(self) -> None:
+        """Run after an update was applied, not after a skipped one."""
+
+    def report(self) -> dict[str, Any]:
+        """Return further fields of the StepResult."""
+        return {}
+
+
+class BlendCount(StepHook):
+    """Counts the tokens of each dataset of a blend, by the `dataset_id` of the samples.
+
+    Args:
+        names: Of the datasets, in the order of their numbers.
+    """
+
+    def __init__(self, state: TrainState, names: Sequence[str]) -> None:
+        self._context, self._names, self._tokens_field = state.context, names, state.model.tokens_field
+        self._samples, self._sample_tokens, self._totals = Counter[int](), 0, list[float]()
+
+    def begin(self, work: StageWork) -> None:
+        self._samples.clear()
+
+    def on_batch(self, batch: Mapping[str, Tensor]) -> None:
+        self._samples.update(batch["dataset_id"].tolist())
+        tokens = batch[self._tokens_field]
+        self._sample_tokens = tokens.numel() // tokens.shape[0]
+
+    def sums(self, work: StageWork) -> Tensor:
+        # Context-parallel ranks have parts of the same samples, which the first of them counts.
+        counts = [float(self._samples[number]) * self._context.cp.is_first for number in range(len(self._names))]
+        return torch.tensor(counts, dtype=torch.float64, device=self._context.device)
+
+    def on_sums(self, sums: Tensor) -> None:
+        self._totals = sums.tolist()
+
+    def report(self) -> dict[str, Any]:
+        pairs = zip(self._names, self._totals, strict=True)
+        return {"source_tokens": {name: round(number) * self._sample_tokens for name, number in pairs}}
+
+
+class ProbeHook(StepHook):
+    """Calls the probe of a run at each point of a step."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+
+    def at(self, point: str, step: int) -> None:
+        self._probe(point, step)
+
+
+class BeforeUpdate(StepHook):
+    """Calls a function before anything that a checkpoint holds changes, such as `BackgroundSaver.settle`."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.before_update = act  # type: ignore[method-assign]
+
+
+@dataclass
+class NaNInjector(StepHook):
+    """Megatron's `--error-injection-rate` and `--error-injection-type`: makes the loss of the first micro-batch NaN.
+
+    Attributes:
+        rate: One step in so many is hit; none for 0.
+        kind: "transient_error", "persistent_error" or "correct_result", which the anomaly policy tells apart.
+        active: Whether the computation under way is hit.
+    """
+
+    rate: int = 0
+    kind: str = "transient_error"
+    seed: int = 0
+    active: bool = False
+
+    def strikes(self, iteration: int) -> bool:
+        """Return whether the step that makes this iteration is hit: alike on every rank and after a resume."""
+        return self.rate > 0 and Random(f"{self.seed} {iteration}").randrange(self.rate) == 0
+
+    def on_losses(self, micro_batch: int, sums: Tensor) -> Tensor:
+        return sums * math.nan if self.active and micro_batch == 0 else sums
