@@ -142,12 +142,12 @@ def spoiled(state: TrainState, spoils: Sequence[str]) -> Iterator[None]:
 
 def spoil_runs(text: str) -> None:
     """Put wrong numbers into the run that this process is about to start from the command line."""
-    from megalith.cli import train_start
+    from megalith.assemble import training
 
-    build, stack = train_start.anomaly_policy, ExitStack()
+    build, stack = training.anomaly_policy, ExitStack()
 
     def build_spoiled(config: Any, state: TrainState) -> Any:
         stack.enter_context(spoiled(state, [text]))
         return build(config, state)
 
-    train_start.anomaly_policy = build_spoiled
+    training.anomaly_policy = build_spoiled

@@ -227,14 +227,9 @@ def training(config: RunConfig, hooks: Sequence[Hook] = ()) -> Iterator[Training
     Raises:
         MegalithError: As `megalith train` ends with.
     """
-    import time
-
     from megalith.assemble.ranks import join_ranks
+    from megalith.assemble.training import build_run
     from megalith.checkpoint import DirectoryStore
-    from megalith.cli.train_start import start
-    from megalith.compat.megatron.screen import Screen
-    from megalith.train.consensus import NeverStop
-    from megalith.train.faults import no_probe
     from megalith.train.results import Hooks
     from megalith.train.user_hooks import UserHooks, own_hooks
 
@@ -242,11 +237,10 @@ def training(config: RunConfig, hooks: Sequence[Hook] = ()) -> Iterator[Training
         context = stack.enter_context(join_ranks(config))
         for place in config.checkpoint.save_folders:
             stack.enter_context(DirectoryStore(place, context).claim())
-        screen = Screen(None, shows=False)
-        started = start(config, context, screen, stop=NeverStop(), probe=no_probe, began=time.monotonic())
-        stack.callback(started.loaders.close)
-        stack.callback(started.run.close)
+        built = build_run(config, context)
+        stack.callback(built.loaders.close)
+        stack.callback(built.run.close)
         if of_user := [*own_hooks(config), *hooks]:
-            started.run.hook = Hooks([UserHooks(of_user, config, started.run)])
-            stack.callback(started.run.hook.close)
-        yield started.run
+            built.run.hook = Hooks([UserHooks(of_user, config, built.run)])
+            stack.callback(built.run.hook.close)
+        yield built.run

@@ -23,7 +23,8 @@ MOCK_DOCUMENTS = 2000
 """Documents of `--mock-data` in commands that the template starts without MOCK_DOCUMENTS; 100,000 elsewhere."""
 _TEMPLATE = """
 import json, os, signal, sys
-import megalith.assemble.ranks, megalith.cli.train, megalith.cli.train_start, megalith.cli.train_hooks
+import megalith.assemble.ranks, megalith.assemble.training
+import megalith.cli.train, megalith.cli.train_start, megalith.cli.train_hooks
 import megalith.train.metrics, megalith.train.records
 import megalith.data.mock
 from tests.spoil import spoil_runs

@@ -33,9 +33,9 @@ FLOORS = {
     "parallel": 2,
     "optim": 3,
     "checkpoint": 3,
-    "assemble": 4,
-    "train": 5,
-    "serve": 5,
+    "train": 4,
+    "serve": 4,
+    "assemble": 5,
     "evaluate": 6,
     "compat": 7,
     "cli": 8,  # the edge: it speaks through compat

@@ -94,6 +94,6 @@ def test_preprocessing_is_light(tmp_path: Path) -> None:
 
 def test_training_loads_the_compiler_only_where_it_is_asked_for() -> None:
     """It is a second of each start."""
-    _, modules, _ = loaded_by("import megalith.cli.train_start")
+    _, modules, _ = loaded_by("import megalith.assemble.training")
     assert "torch.nn" in modules
     assert "torch._dynamo" not in modules

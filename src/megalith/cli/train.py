@@ -41,7 +41,7 @@ from megalith.train.streams import warn
 if TYPE_CHECKING:
     import torch
 
-    from megalith.cli.train_start import Started
+    from megalith.assemble.training import BuiltRun
     from megalith.compat.megatron.screen import Screen
     from megalith.distributed.watch import Watch
     from megalith.train.results import Ending
@@ -144,10 +144,11 @@ def _train(
 ) -> int:
     from megalith.assemble.model import choose_device
     from megalith.assemble.ranks import build_watch, join_ranks
+    from megalith.assemble.training import build_run
     from megalith.checkpoint import DirectoryStore
     from megalith.checkpoint.crew import Crew
     from megalith.cli.train_hooks import dump_groups, hooks_of, open_folder, rank_screen, run_folder, straggler_report
-    from megalith.cli.train_start import start
+    from megalith.cli.train_start import StartConsole
     from megalith.compat.megatron import console
     from megalith.distributed import comm
     from megalith.train.loop import train
@@ -176,43 +177,44 @@ def _train(
         if threads:
             screen.say(threads)
         try:
-            started = start(config, context, screen, stop=stop, probe=_probe(config, watch, screen), began=began)
-            stack.callback(started.loaders.close)
-            stack.callback(started.run.close)
+            probe, console_of_start = _probe(config, watch, screen), StartConsole(screen)
+            built = build_run(config, context, stop=stop, probe=probe, began=began, observer=console_of_start)
+            stack.callback(built.loaders.close)
+            stack.callback(built.run.close)
             if config.optimizer.dump_param_to_param_group_map:
-                dump_groups(config.optimizer.dump_param_to_param_group_map, started.run.state)
-            hooks = hooks_of(config, folder, screen, started)
+                dump_groups(config.optimizer.dump_param_to_param_group_map, built.run.state)
+            hooks = hooks_of(config, folder, screen, built)
             if clock is not None:
                 hooks.append(straggler_report(config, context.world, clock, screen.say))
             if config.train.hooks:
-                hooks.append(UserHooks(own_hooks(config), config, started.run))
-            started.run.hook = Hooks(hooks)
-            stack.callback(started.run.hook.close)
+                hooks.append(UserHooks(own_hooks(config), config, built.run))
+            built.run.hook = Hooks(hooks)
+            stack.callback(built.run.hook.close)
             if config.train.skip_train:
                 screen.say(console.skipping_training_line())
-            elif started.run.state.iteration >= started.run.plan.train_iterations:
-                screen.say(f"iteration {started.run.state.iteration} of {config.train_iters} is done: only evaluating")
+            elif built.run.state.iteration >= built.run.plan.train_iterations:
+                screen.say(f"iteration {built.run.state.iteration} of {config.train_iters} is done: only evaluating")
             else:
                 screen.say("training ...")
                 screen.say(console.milestone_line("before the start of training step", datetime.now()))
                 screen.note(f"start-up took {time.monotonic() - began:.2f} s")
             acknowledge.training = True
             try:
-                for _ in train(started.run):
+                for _ in train(built.run):
                     pass
             finally:
-                _say_progress(started, screen)
+                _say_progress(built, screen)
         except MegalithError as error:
             screen.note(f"{type(error).__name__}: {error}")
             raise
         except Exception:
             screen.note(traceback.format_exc())
             raise
-        ending = started.run.ending
+        ending = built.run.ending
         assert ending is not None
-        if summary := started.run.anomalies.summary():
+        if summary := built.run.anomalies.summary():
             screen.say(summary)
-        return _last_words(ending, config, argv, screen, folder, learnt=not started.run.progress.in_vain)
+        return _last_words(ending, config, argv, screen, folder, learnt=not built.run.progress.in_vain)
 
 
 def _require_same_source(config: RunConfig, imports: Sequence[tuple[Import, ...]]) -> None:
@@ -226,10 +228,10 @@ def _require_same_source(config: RunConfig, imports: Sequence[tuple[Import, ...]
             )
 
 
-def _say_progress(started: Started, screen: Screen) -> None:
-    progress = started.run.progress
+def _say_progress(built: BuiltRun, screen: Screen) -> None:
+    progress = built.run.progress
     if progress.in_vain:
-        which = "initial ones" if started.resumed_at is None else "loaded ones, unchanged"
+        which = "initial ones" if built.resumed_at is None else "loaded ones, unchanged"
         screen.warn(f"WARNING: all {progress.skipped} steps were skipped: the weights are the {which}")
     elif progress.applied:
         screen.say(str(progress))

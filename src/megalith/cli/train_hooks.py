@@ -11,8 +11,8 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from megalith.assemble.training import BuiltRun
 from megalith.checkpoint.crew import Crew
-from megalith.cli.train_start import Started
 from megalith.compat.megatron.memory import MemoryReport, theory, theory_lines
 from megalith.compat.megatron.screen import MegatronConsole, Screen
 from megalith.config import RunConfig
@@ -92,20 +92,20 @@ def _try_to_write(folder: Path) -> None:
         file.write(b"x" * 4096)
 
 
-def hooks_of(config: RunConfig, folder: Path, screen: Screen, started: Started) -> list[Hook]:
+def hooks_of(config: RunConfig, folder: Path, screen: Screen, built: BuiltRun) -> list[Hook]:
     """Everything on this rank that records and shows the run; files that all share are the first rank's."""
-    state, context = started.run.state, started.run.state.context
+    state, context = built.run.state, built.run.state.context
     first = context.rank == 0
     memory = partial(memory_in_use, context.device)
     figures = "" if config.model.model else theory_lines(theory(config, state.model.vocab_size))
-    hooks: list[Hook] = [_metrics(config, folder, started)] if first else []
+    hooks: list[Hook] = [_metrics(config, folder, built)] if first else []
     hooks.append(_console(config, screen))
     hooks.append(MemoryReport(context, memory, screen.say, figures, config.log.log_memory_interval))
     if first:
-        hooks += _records(config, folder, screen, started)
-    hooks += _profiles(config, folder, screen, started)
+        hooks += _records(config, folder, screen, built)
+    hooks += _profiles(config, folder, screen, built)
     if config.log.moe_routing_trace_path and config.model.mixture:
-        hooks.append(_routing_trace(config, started))
+        hooks.append(_routing_trace(config, built))
     return hooks
 
 
@@ -135,10 +135,10 @@ def dump_groups(path: str, state: TrainState) -> None:
     Crew(state.context.world).first(write)
 
 
-def _metrics(config: RunConfig, folder: Path, started: Started) -> MetricsWriter:
-    device, resumed = started.run.state.context.device, started.resumed_at
+def _metrics(config: RunConfig, folder: Path, built: BuiltRun) -> MetricsWriter:
+    device, resumed = built.run.state.context.device, built.resumed_at
     metrics = MetricsWriter(folder / "metrics.jsonl", partial(memory_in_use, device))
-    changes = [change.to_dict() for change in started.changes]
+    changes = [change.to_dict() for change in built.changes]
     metrics.event("start" if resumed is None else "resume", iteration=resumed or 0, changes=changes)
     return metrics
 
@@ -156,8 +156,8 @@ def _console(config: RunConfig, screen: Screen) -> Hook:
     )
 
 
-def _records(config: RunConfig, folder: Path, screen: Screen, started: Started) -> list[Hook]:
-    log, state = config.log, started.run.state
+def _records(config: RunConfig, folder: Path, screen: Screen, built: BuiltRun) -> list[Hook]:
+    log, state = config.log, built.run.state
     hooks: list[Hook] = []
     sinks: list[TensorBoard | WandB] = []
     if log.tensorboard_dir:
@@ -181,22 +181,22 @@ def _records(config: RunConfig, folder: Path, screen: Screen, started: Started) 
     if log.log_progress and config.checkpoint.save:
         world = state.context.world.size
         path = Path(config.checkpoint.save) / "progress.txt"
-        spent, job = started.run.plan.flops_per_step * world, os.environ.get("SLURM_JOB_ID", "")
+        spent, job = built.run.plan.flops_per_step * world, os.environ.get("SLURM_JOB_ID", "")
         hooks.append(ProgressLog(path, world, state.flops, spent, job))
     return hooks
 
 
-def _routing_trace(config: RunConfig, started: Started) -> Hook:
-    state = started.run.state
+def _routing_trace(config: RunConfig, built: BuiltRun) -> Hook:
+    state = built.run.state
     return RoutingTrace(config.log, state.context.rank, state.chunks, state.iteration)
 
 
-def _profiles(config: RunConfig, folder: Path, screen: Screen, started: Started) -> list[Hook]:
-    log, context = config.log, started.run.state.context
+def _profiles(config: RunConfig, folder: Path, screen: Screen, built: BuiltRun) -> list[Hook]:
+    log, context = config.log, built.run.state.context
     hooks: list[Hook] = []
     if log.profile and context.rank in (log.profile_ranks or (0,)):
         profiler = build_profiler(log, context.device, context.rank, folder)
-        iteration = started.run.state.iteration
+        iteration = built.run.state.iteration
         hooks.append(Profile(profiler, log.profile_step_start, log.profile_step_end, iteration, screen.say))
     if log.record_memory_history and context.rank == 0:
         if context.device.type == "cuda":

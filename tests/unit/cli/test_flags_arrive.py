@@ -11,9 +11,10 @@ from typing import Any, cast
 import pytest
 import torch
 
+from megalith.assemble import training
 from megalith.assemble.data import masked_samples
 from megalith.assemble.model import build_chunks, build_run_optimizer, draw_weights
-from megalith.cli import train_hooks, train_start
+from megalith.cli import train_hooks
 from megalith.cli.train import settle_kernels
 from megalith.config import RunConfig, load
 from megalith.config.groups import LogConfig
@@ -86,7 +87,7 @@ def test_errors_on_purpose(flags: str, rate: int, kind: str) -> None:
 
 def _policy(run: RunConfig) -> Any:
     state = SimpleNamespace(check=StepCheck(), chunks=(), context=SimpleNamespace(rank=0))
-    return train_start.anomaly_policy(run, cast(Any, state))
+    return training.anomaly_policy(run, cast(Any, state))
 
 
 @pytest.mark.parametrize(("flags", "torchs"), [("", "medium"), ("--muon-fp32-matmul-prec high", "high")])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megalith.cli import train_start
-from megalith.compat.megatron.screen import Screen
+from megalith.assemble import training
+from megalith.assemble.observer import StartObserver
 from megalith.config import load
 from megalith.distributed.context import ParallelContext
 
@@ -31,11 +31,11 @@ BASE = (
 def test_flags_reach_the_plan(
     flags: str, name: str, without: object, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_start, "measure_peak", lambda *_: 1.0)
+    monkeypatch.setattr(training, "measure_peak", lambda *_: 1.0)
     model: Any = SimpleNamespace(vocab_size=128)
 
     def planned(more: str) -> object:
         run = load(f"{BASE} {more}".split(), {}, files=False)
-        return getattr(train_start._plan(run, model, ParallelContext.solo(), Screen(None, shows=False)), name)
+        return getattr(training.build_plan(run, model, ParallelContext.solo(), StartObserver()), name)
 
     assert (planned(""), planned(flags)) == (without, value)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalith.cli import train_start
+from megalith.assemble import training
 from megalith.data.index_cache import Recipe, load_or_build
 
 RECIPE = Recipe("Kind-train", "what it is", ("order",), lambda: {"order": np.arange(1000)})
@@ -53,8 +53,8 @@ def test_ranks_of_a_machine_with_its_own_disk_wait_for_its_check(
             time.sleep(0.2)  # the others would have loaded by then
         return load_or_build(config.folder, RECIPE, is_checked=cache_is_checked).arrays["order"]
 
-    monkeypatch.setattr(train_start, "build_datasets", build)
-    monkeypatch.setattr(train_start, "Crew", lambda world: Barriers(*world))
+    monkeypatch.setattr(training, "build_datasets", build)
+    monkeypatch.setattr(training, "Crew", lambda world: Barriers(*world))
     barrier, found = threading.Barrier(3), dict[int, Any]()
 
     def run(rank: int, machine: str, local_rank: int) -> None:
@@ -64,7 +64,7 @@ def test_ranks_of_a_machine_with_its_own_disk_wait_for_its_check(
             folder=tmp_path / machine,
         )
         state: Any = SimpleNamespace(context=SimpleNamespace(world=(rank, barrier)), iteration=0)
-        found[rank] = train_start._datasets(config, SimpleNamespace(), state)  # type: ignore[arg-type]
+        found[rank] = training._datasets(config, SimpleNamespace(), state)  # type: ignore[arg-type]
 
     threads = [threading.Thread(target=run, args=place) for place in ((0, "a", 0), (1, "b", 0), (2, "b", 1))]
     for thread in threads:

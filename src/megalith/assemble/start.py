@@ -1,0 +1,138 @@
+"""Which checkpoint a training run starts from, and restoring it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+from megalith.assemble.observer import StartObserver
+from megalith.checkpoint import DirectoryStore, split_path
+from megalith.config import RunConfig
+from megalith.config.groups import CheckpointConfig
+from megalith.distributed.context import ParallelContext
+from megalith.errors import CheckpointError, ConfigError
+from megalith.tokenizers import Tokenizer
+from megalith.tokenizers.protocol import padded_vocab_size
+from megalith.train.checkpoint_fit import FoundCheckpoint, find_checkpoint
+from megalith.train.checkpoint_restore import restore
+from megalith.train.faults import Probe
+from megalith.train.state import TrainState
+
+
+def find_start(
+    config: RunConfig, context: ParallelContext, *, thorough: bool = False
+) -> tuple[DirectoryStore | None, FoundCheckpoint | None]:
+    """Return the store of --load and the newest checkpoint in it that passes verification, or None.
+
+    Args:
+        thorough: Verify every file now, instead of each when it is read.
+
+    Raises:
+        CheckpointError: There are checkpoints and none can be used, or one is required and missing.
+    """
+    settings = config.checkpoint
+    store, found = None, None
+    if settings.load is not None:
+        store, found = _newest(settings, settings.load, context, thorough=thorough)
+        if found is None and settings.exit_on_missing_checkpoint:
+            raise CheckpointError(
+                f"--load {settings.load} holds no checkpoint, and --exit-on-missing-checkpoint is given"
+            )
+    if found is None and settings.pretrained_checkpoint is not None:
+        pretrained, found = _checkpoint_in(settings.pretrained_checkpoint, None, context, thorough=thorough)
+        if found is None:
+            raise CheckpointError(f"--pretrained-checkpoint {settings.pretrained_checkpoint} holds no checkpoint")
+        return pretrained, replace(found, weights_only=True)
+    return store, found
+
+
+def _newest(
+    settings: CheckpointConfig, load: str, context: ParallelContext, *, thorough: bool
+) -> tuple[DirectoryStore, FoundCheckpoint | None]:
+    """The checkpoint in --load, or the one of which only the last is kept if that is newer."""
+    folder, step = settings.passing_folder(load), settings.ckpt_step
+    if folder is None:
+        return _checkpoint_in(load, step, context, thorough=thorough)
+    passing, persistent = DirectoryStore(folder, context), DirectoryStore(load, context)
+    if step is not None:
+        there = step in passing.iterations() and step not in persistent.iterations()
+        return _checkpoint_in(folder if there else load, step, context, thorough=thorough)
+    last, saved = passing.latest(), persistent.latest()
+    notes: tuple[str, ...] = ()
+    if last is not None and (saved is None or last > saved):
+        found, problems = passing.newest_verified(deferred=not thorough)
+        if found is not None and (saved is None or found > saved):
+            return _checkpoint_in(folder, found, context, thorough=thorough)
+        notes = tuple(problems)
+    store, older = _checkpoint_in(load, None, context, thorough=thorough)
+    return store, older and replace(older, notes=notes + older.notes)
+
+
+def _checkpoint_in(
+    path: str, step: int | None, context: ParallelContext, *, thorough: bool
+) -> tuple[DirectoryStore, FoundCheckpoint | None]:
+    """The store that a path names, itself or one of its checkpoints, and the checkpoint to begin from."""
+    folder, named = split_path(Path(path))
+    store = DirectoryStore(folder, context)
+    return store, find_checkpoint(store, named if step is None else step, thorough=thorough)
+
+
+def padded_vocabulary(config: RunConfig, tokenizer: Tokenizer, found: FoundCheckpoint | None) -> int:
+    """Return the number of rows of the embedding: those of the checkpoint, else what the flags say."""
+    given = config.data.padded_vocab_size
+    if found is not None:
+        if given not in (None, found.padded_vocab_size):
+            raise ConfigError(
+                f"--padded-vocab-size {given}: the checkpoint has {found.padded_vocab_size} rows, which are kept; "
+                f"leave it out, or use --padded-vocab-size {found.padded_vocab_size}"
+            )
+        return found.padded_vocab_size
+    if given is not None:
+        if given < tokenizer.vocab_size:
+            raise ConfigError(
+                f"--padded-vocab-size {given} is less than the {tokenizer.vocab_size} tokens of the tokenizer; use at "
+                f"least {tokenizer.vocab_size}"
+            )
+        return given
+    return padded_vocab_size(
+        tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
+    )
+
+
+def load_start(
+    config: RunConfig,
+    store: DirectoryStore | None,
+    found: FoundCheckpoint | None,
+    state: TrainState,
+    observer: StartObserver,
+    probe: Probe,
+) -> None:
+    """Restore the checkpoint that `find_start` has found, if any, and warn of those that the run will replace."""
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if store is None:
+        if save and (held := DirectoryStore(save).iterations()):
+            observer.warn(
+                f"WARNING: {save} already holds checkpoints up to iteration {held[-1]}; without --load "
+                f"{shlex.quote(save)} this run starts from random and replaces them"
+            )
+        return
+    if found is None:
+        observer.no_checkpoint(load)
+        return
+    for note in found.notes:
+        observer.warn(f"WARNING: {note}")
+    path, iteration = str(store.path), found.iteration
+    observer.loading(path, iteration, config, distributed=store.format(iteration) != "torch")
+    resumed = restore(store, found, state, config, probe)
+    for note in resumed.notes:
+        observer.warn(f"WARNING: {note}")
+    observer.loaded(path, iteration, config, resumed, state)
+    held = DirectoryStore(save).iterations() if save else []
+    anew = config.checkpoint.finetune or config.checkpoint.ckpt_step is not None
+    if save and held and held[-1] > state.iteration and (load != save or anew):
+        observer.warn(
+            f"WARNING: {save} already holds checkpoints up to iteration {held[-1]}; this run starts at iteration "
+            f"{state.iteration} and replaces them. To go on from there, give --load {shlex.quote(save)} "
+            "without --finetune or --ckpt-step"
+        )

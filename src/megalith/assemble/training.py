@@ -1,0 +1,356 @@
+"""The composition root of training: from a configuration to a `TrainingRun`. Prints nothing.
+
+`build_run` reports to a `StartObserver`, in the order of Megatron's lines (docs/reference/console.md#start-up), which
+`megalith train` prints (cli/train_start.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megalith.assemble.data import Loaders, build_datasets, build_loaders, compare_tokenizers, run_sizes
+from megalith.assemble.facts import content_facts
+from megalith.assemble.model import (
+    build_chunks,
+    build_run_optimizer,
+    defer_weight_gradients,
+    draw_weights,
+    params_dtype,
+)
+from megalith.assemble.observer import StartObserver
+from megalith.assemble.schedule import build_schedule
+from megalith.assemble.start import find_start, load_start, padded_vocabulary
+from megalith.checkpoint import DirectoryStore, Retention
+from megalith.checkpoint.crew import Crew
+from megalith.config import RunConfig
+from megalith.config.changes import Change, changes_since
+from megalith.data.build import Datasets, fingerprint
+from megalith.distributed import comm
+from megalith.distributed.agreement import refuse_unequal
+from megalith.distributed.context import ParallelContext
+from megalith.distributed.rng import RandomStreams
+from megalith.errors import DamagedCheckpointError
+from megalith.models.language_model import LanguageModel
+from megalith.models.plain import PlainModel
+from megalith.tokenizers import Tokenizer, build_tokenizer
+from megalith.train.anomalies import AnomalyPolicy
+from megalith.train.checkpoint_fit import FoundCheckpoint, Identity, check_fits, other_products
+from megalith.train.checkpoint_saver import BackgroundSaver, CheckpointSaver
+from megalith.train.consensus import NeverStop
+from megalith.train.faults import Probe, no_probe
+from megalith.train.loop import HeldOut, Plan, TrainingRun
+from megalith.train.results import Hook
+from megalith.train.signals import StopSignals
+from megalith.train.state import TrainState
+from megalith.train.step_hooks import NaNInjector
+from megalith.train.throughput import datasheet_peak, measure_peak, step_flops
+from megalith.train.timers import Timers, over_ranks
+
+
+@dataclass(frozen=True)
+class BuiltRun:
+    """A run that is ready for its first step.
+
+    Attributes:
+        loaders: To be closed when the run ends.
+        resumed_at: The iteration that it resumes after; None on a fresh start.
+        changes: Settings that differ from those that its checkpoint was written with.
+    """
+
+    run: TrainingRun
+    loaders: Loaders
+    resumed_at: int | None
+    changes: tuple[Change, ...] = ()
+
+
+def build_run(
+    config: RunConfig,
+    context: ParallelContext,
+    *,
+    stop: StopSignals | NeverStop | None = None,
+    probe: Probe = no_probe,
+    began: float | None = None,
+    observer: StartObserver | None = None,
+) -> BuiltRun:
+    """Build every part of a run on this rank and restore its checkpoint, if any; all ranks call it together.
+
+    Args:
+        stop: Requests to stop the run; none by default.
+        probe: Called at the points of faults.
+        began: When the program was started, by `time.monotonic`; now by default.
+        observer: Receives what is done.
+
+    Raises:
+        MegalithError: As `megalith train` ends with.
+    """
+    observer, began = observer or StartObserver(), time.monotonic() if began is None else began
+    observer.configured(config, context.device)
+    tokenizer = build_tokenizer(config.tokenizer)
+    identity = _identity(config, tokenizer)
+    refuse_unequal(content_facts(identity.tokenizer, identity.data), context.world)
+    for note in compare_tokenizers(config, identity.tokenizer):
+        observer.note(note)
+    store, found = find_start(config, context)
+    _check_fits(config, found, identity, observer, context.device)
+    changes = _changes(config, found, observer)
+    padded = padded_vocabulary(config, tokenizer, found)
+    observer.vocabulary_padded(config, tokenizer, padded, resumed=found is not None)
+    streams = RandomStreams(config.train.seed, context)
+    observer.initialized(config, time.monotonic() - began)
+    timers = Timers(config.log.timing_log_level, context.device)
+    with timers.time("model-and-optimizer-setup"):
+        start = _Start(config, context, tokenizer, identity, streams, observer, probe)
+        state, found = _build_and_load(start, padded, store, found)
+    observer.setup_done()
+    with timers.time("train/valid/test-data-iterators-setup"):
+        loaders = _build_loaders(config, tokenizer, state, observer)
+    plan = build_plan(config, state.model, context, observer)
+    observer.data_done()
+    observer.timed(config, over_ranks(timers.take(), context))
+    saver = _saver(config, context, identity, probe)
+    background = None
+    if saver is not None and config.checkpoint.async_save:
+        background = BackgroundSaver(saver)
+        background.reserve(state)
+    valid_sets = _validation_sets(config, loaders)
+    run = TrainingRun(
+        plan,
+        state,
+        loaders.train,
+        None if valid_sets else loaders.valid,
+        loaders.test,
+        saver,
+        Hook(),
+        stop or NeverStop(),
+        probe,
+        started=began,
+        background=background,
+        timers=timers,
+        valid_sets=valid_sets,
+        sources=loaders.sources,
+        anomalies=anomaly_policy(config, state),
+    )
+    return BuiltRun(run, loaders, None if found is None else state.iteration, changes)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What building and loading the state of a run needs."""
+
+    config: RunConfig
+    context: ParallelContext
+    tokenizer: Tokenizer
+    identity: Identity
+    streams: RandomStreams
+    observer: StartObserver
+    probe: Probe
+
+
+def _build_and_load(
+    start: _Start, padded: int, store: DirectoryStore | None, found: FoundCheckpoint | None
+) -> tuple[TrainState, FoundCheckpoint | None]:
+    """Build the state of the run and load the checkpoint that was found; an older one if that turns out damaged."""
+    config, context, observer = start.config, start.context, start.observer
+    state = _build_state(start, padded, fresh=found is None)
+    began, loaded = time.perf_counter(), False
+    with suppress(DamagedCheckpointError):  # the thorough search below says what is damaged
+        load_start(config, store, found, state, observer, start.probe)
+        loaded = True
+    if not loaded:
+        store, found = find_start(config, context, thorough=True)
+        _check_fits(config, found, start.identity, observer, context.device)
+        if (rows := padded_vocabulary(config, start.tokenizer, found)) != padded:
+            state = _build_state(start, rows, fresh=False)
+        load_start(config, store, found, state, observer, start.probe)
+    if found is not None:
+        observer.timed(config, over_ranks({"load-checkpoint": time.perf_counter() - began}, context))
+    return state, found
+
+
+def _validation_sets(config: RunConfig, loaders: Loaders) -> Sequence[HeldOut]:
+    """Several validation sets, or one that is gone through as a whole; empty for a part of one."""
+    if loaders.valid is None or not (loaders.further_valid or loaders.passes):
+        return ()
+    batches = (loaders.valid, *loaders.further_valid)
+    lengths = loaders.passes or (config.train.eval_batches,) * len(batches)
+    numbers = [str(number) for number in range(len(batches))]
+    names = [f"validation-{name}" for name in config.data.validation_set_names or numbers]
+    if not loaders.further_valid:
+        names = ["validation"]
+    return [HeldOut(*held_out) for held_out in zip(names, batches, lengths, strict=True)]
+
+
+def anomaly_policy(config: RunConfig, state: TrainState) -> AnomalyPolicy:
+    """Build the anomaly policy, and set what makes a step anomalous."""
+    precision = config.precision
+    state.check.not_finite = precision.stop_on_nan
+    state.check.spiky_loss, state.check.large_norm = precision.check_for_spiky_loss, precision.check_for_large_grads
+    rate = 0 if precision.rerun_mode == "disabled" else precision.error_injection_rate
+    return AnomalyPolicy(
+        state,
+        config.pipeline_schedule,
+        policy=precision.bad_step_policy,
+        twice=precision.rerun_mode == "report_stats",
+        injector=NaNInjector(rate, precision.error_injection_type, config.train.seed),
+    )
+
+
+def _changes(config: RunConfig, found: FoundCheckpoint | None, observer: StartObserver) -> tuple[Change, ...]:
+    """Return the settings that differ from those of the checkpoint; none where only its weights are loaded."""
+    if found is None or found.weights_only or config.checkpoint.finetune:
+        return ()
+    changes = tuple(changes_since(found.saved_settings, config))
+    observer.changed(changes, found.iteration)
+    return changes
+
+
+def _saver(config: RunConfig, context: ParallelContext, identity: Identity, probe: Probe) -> CheckpointSaver | None:
+    settings = config.checkpoint
+    if settings.save is None:
+        return None
+    store = DirectoryStore(
+        settings.save,
+        context,
+        Retention(keep_last=settings.keep_last, retain_interval=settings.save_retain_interval),
+        save_format=settings.ckpt_format,
+        claimed=True,
+    )
+    folder = settings.passing_folder(settings.save) if settings.non_persistent_save_interval else None
+    passing = (
+        None
+        if folder is None
+        else DirectoryStore(folder, context, Retention(keep_last=1), save_format=settings.ckpt_format, claimed=True)
+    )
+    return CheckpointSaver(store, config, identity, probe, passing)
+
+
+def _identity(config: RunConfig, tokenizer: Tokenizer) -> Identity:
+    return Identity(
+        tokenizer=tokenizer.card(),
+        tokenizer_files={name: path.read_bytes() for name, path in tokenizer.files().items()},
+        data=fingerprint(config.data, seed=config.train.seed),
+    )
+
+
+def _check_fits(
+    config: RunConfig, found: FoundCheckpoint | None, identity: Identity, observer: StartObserver, device: torch.device
+) -> None:
+    if found is not None:
+        if differing := other_products(found, config, device.type):
+            observer.warn(f"WARNING: {differing}")
+        for note in check_fits(found, config, identity):
+            observer.warn(f"WARNING: {note}")
+
+
+def _build_state(start: _Start, padded: int, *, fresh: bool) -> TrainState:
+    config, context, streams = start.config, start.context, start.streams
+    start.observer.building_model(config)
+    chunks = build_chunks(config, padded, context, streams.own)
+    if fresh:
+        draw_weights(config, chunks, streams, context)
+    start.observer.model_built(config, _parameter_counts(chunks, context))
+    optimizer = build_run_optimizer(config, chunks, context)
+    deferred = defer_weight_gradients(config, chunks, optimizer)
+    return TrainState(chunks, optimizer, streams, build_schedule(config), context=context, deferred=deferred)
+
+
+def _parameter_counts(chunks: Sequence[LanguageModel], context: ParallelContext) -> list[tuple[int, int, int]]:
+    """Return the number of parameters, tensor rank and pipeline rank of the first replica of each part."""
+    own = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    numbers = comm.all_gather_objects(own, context.world)
+    places = [context.layout.coordinates(rank) for rank in range(context.world.size)]
+    return [
+        (number, place["tp"], place["pp"])
+        for number, place in zip(numbers, places, strict=True)
+        if place["dp"] == place["cp"] == 0
+    ]
+
+
+def _build_loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, observer: StartObserver) -> Loaders:
+    observer.building_datasets(run_sizes(config, state.iteration))
+    datasets = _datasets(config, tokenizer, state)
+    observer.datasets_built(config, datasets)
+    loaders = build_loaders(
+        config,
+        datasets,
+        state.context.dp.index,
+        iteration=state.iteration,
+        consumed_train=state.consumed_samples,
+        consumed_valid=state.consumed_valid_samples,
+    )
+    if loaders.consumed_valid != state.consumed_valid_samples:
+        observer.note(
+            f"after {state.consumed_valid_samples} validation samples too few are left for the evaluations to come "
+            "(their interval or number was changed): they start at the head of the split again"
+        )
+        state.consumed_valid_samples = loaders.consumed_valid
+    return loaders
+
+
+def _datasets(config: RunConfig, tokenizer: Tokenizer, state: TrainState) -> Datasets:
+    """Build the datasets. The first rank builds or checks their indices, the others load them from the same cache.
+
+    The first rank of every machine checks too: its cache is another one where the file system is not shared.
+    """
+    crew, built = Crew(state.context.world), list[Datasets]()
+    has_cache = config.data.names_sources or config.data.data_cache_path is not None
+
+    def build(*, cache_is_checked: bool) -> None:
+        if not built:
+            built.append(build_datasets(config, tokenizer, state.iteration, cache_is_checked=cache_is_checked))
+
+    if has_cache:
+        crew.first(partial(build, cache_is_checked=False))
+        # The first of each machine before its others, which rely on the check and would not see a damaged file.
+        crew.all(partial(build, cache_is_checked=False) if config.launch.local_rank == 0 else lambda: None)
+    crew.all(partial(build, cache_is_checked=has_cache))
+    return built[0]
+
+
+def _peaks(config: RunConfig, device: torch.device, observer: StartObserver) -> tuple[float, float | None]:
+    """Return the FLOP/s of a matrix product, as measured and by the datasheet."""
+    dtype = params_dtype(config.precision)
+    measured, known = measure_peak(device, dtype), datasheet_peak(device, dtype)
+    by_datasheet = f"; {known[1] / 1e12:.4g} by the datasheet ({known[0]}, dense)" if known else ""
+    observer.log(f"peak of a matrix product, TFLOP/s: {measured / 1e12:.3g} measured{by_datasheet}")
+    return measured, None if known is None else known[1]
+
+
+def build_plan(config: RunConfig, model: LanguageModel, context: ParallelContext, observer: StartObserver) -> Plan:
+    """Return how long and how often the loop of a configuration does things; measures the speed of the device."""
+    train, batch = config.train, config.num_micro_batches * config.batch_sizes.unit
+    measured, by_datasheet = _peaks(config, context.device, observer)
+    flops = step_flops(config.model, model.vocab_size, config.data.seq_length, batch, config.data.decoder_seq_length)
+    if isinstance(model, PlainModel):  # 6 for each parameter and token (Kaplan et al. 2020, arXiv:2001.08361)
+        flops = 6.0 * batch * config.data.seq_length * sum(parameter.numel() for parameter in model.parameters())
+    return Plan(
+        train_iterations=config.train_iters,
+        global_batch_size=batch,
+        num_micro_batches=config.num_micro_batches,
+        log_interval=config.log.log_interval,
+        eval_interval=train.eval_interval,
+        eval_iterations=train.eval_batches,
+        eval_batch_size=config.eval_batch_size,
+        eval_micro_batches=config.eval_micro_batches,
+        flops_per_step=flops / context.world.size,
+        peak_flops=measured,
+        datasheet_flops=by_datasheet,
+        save_interval=config.checkpoint.save_interval,
+        passing_save_interval=config.checkpoint.non_persistent_save_interval,
+        exit_interval=train.exit_interval,
+        phase_ends=frozenset(train.phase_ends),
+        skip_training=train.skip_train,
+        first_evaluation=train.start_eval_at_iter or 0,
+        exit_minutes=train.exit_duration_in_mins,
+        log_params_norm=config.log.log_params_norm,
+        pipeline_schedule=config.pipeline_schedule,
+        batch_sizes=config.batch_sizes if len(config.batch_sizes.stages) > 1 else None,
+        skipped=frozenset(train.iterations_to_skip),
+        log_noise=config.log.log_gradient_noise_scale,
+    )
