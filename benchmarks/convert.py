@@ -31,8 +31,8 @@ from megalith.checkpoint.formats.torch_dist import (
     weight_chunks,
 )
 from megalith.checkpoint.model_space import model_space_of
-from megalith.checkpoint.source import Contents, StoredTensor
-from megalith.checkpoint.streaming import write_torch_dist
+from megalith.checkpoint.sources.source import Contents, StoredTensor
+from megalith.checkpoint.writers.torch_dist import write_torch_dist
 
 SIZES = {"17m": (6, 256, 16384), "124m": (12, 768, 50304), "350m": (24, 1024, 50432)}
 """Name -> layers, width, rows of the vocabulary."""

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore, PendingSave, Staging, commit
+from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore, PendingSave, Staging
+from megalith.checkpoint.files import commit
 from megalith.distributed.context import ParallelContext
 from megalith.errors import MegalithError
 from megalith.layout import Layout

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore, commit, hashing, saving
-from megalith.checkpoint.store import SAVE_POINTS
+from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
+from megalith.checkpoint.files import commit, hashing
+from megalith.checkpoint.store import saving
+from megalith.checkpoint.store.store import SAVE_POINTS
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
-from megalith.checkpoint.store import SAVE_POINTS
+from megalith.checkpoint.store.store import SAVE_POINTS
 
 WHOLE = {"w": (4, 3), "embedding.word_embeddings.weight": (8, 4)}
 WAYS = ("at once", "beside", "per rank")

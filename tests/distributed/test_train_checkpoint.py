@@ -24,9 +24,9 @@ from torch.nn import Parameter
 from megalith.assemble.model import build_chunks, build_run_optimizer, draw_weights
 from megalith.assemble.schedule import build_schedule
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
+from megalith.checkpoint.files.safe_loading import read_metadata
 from megalith.checkpoint.formats.torch_dist import rng_object_key, stacking_of
-from megalith.checkpoint.safe_loading import read_metadata
-from megalith.checkpoint.source import open_source
+from megalith.checkpoint.sources.source import open_source
 from megalith.config import RunConfig, load
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.checkpoint import manifest
+from megalith.checkpoint.files import manifest
 from megalith.tokenizers import train_byte_level_bpe
 
 from .warm import WarmProcess

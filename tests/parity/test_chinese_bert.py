@@ -9,7 +9,7 @@ import torch
 
 from megalith.assemble.trained import load_trained
 from megalith.checkpoint.convert import Wanted, convert
-from megalith.checkpoint.huggingface_export import Export, export
+from megalith.checkpoint.writers.huggingface import Export, export
 from megalith.cli.main import main
 from megalith.models.bert import Bert
 from megalith.tokenizers.word_piece import WordPieceTokenizer

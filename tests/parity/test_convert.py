@@ -19,9 +19,9 @@ from torch import Tensor
 from megalith.checkpoint import DirectoryStore
 from megalith.checkpoint.convert import Wanted, convert
 from megalith.checkpoint.diff import compared, tensor_differences
-from megalith.checkpoint.safe_loading import load_tensors_and_plain_data
-from megalith.checkpoint.source import open_source
-from megalith.checkpoint.store import locate
+from megalith.checkpoint.files.safe_loading import load_tensors_and_plain_data
+from megalith.checkpoint.sources.source import open_source
+from megalith.checkpoint.store.store import locate
 from megalith.cli.checkpoint import run
 
 from .goldens import Goldens

@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megalith.assemble.huggingface import TOLERANCE, Comparison, compare_logits
-from megalith.checkpoint.adapted import Upcycling, args_of
 from megalith.checkpoint.convert import Wanted, convert
-from megalith.checkpoint.huggingface_export import Export, Weights, export
-from megalith.checkpoint.huggingface_source import HuggingFaceSource
 from megalith.checkpoint.model_space import ModelSpace, model_space_of
-from megalith.checkpoint.source import open_source
+from megalith.checkpoint.sources.adapted import Upcycling, args_of
+from megalith.checkpoint.sources.huggingface import HuggingFaceSource
+from megalith.checkpoint.sources.source import open_source
+from megalith.checkpoint.writers.huggingface import Export, Weights, export
 from megalith.cli.main import main
 from megalith.errors import CheckpointError
 from megalith.models.gpt import GPT
@@ -294,7 +294,7 @@ def test_a_config_of_ours_says_the_same(build: Build, name: str, monkeypatch: py
     """Without the original config.json the one that is written means the same to transformers."""
     folder = build(name)
     kind = HuggingFaceSource(folder).about.family.model_type
-    monkeypatch.setattr("megalith.checkpoint.huggingface_export._original", lambda *_: None)
+    monkeypatch.setattr("megalith.checkpoint.writers.huggingface._original", lambda *_: None)
     made = export(folder, folder.parent / "out", Export(model_type=kind))
     assert (made.path / "config.json").read_bytes() != (folder / "config.json").read_bytes()
     assert _difference(made.path, folder) <= TOLERANCE

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megalith.assemble.huggingface import compare_logits
-from megalith.checkpoint.adapted import args_of
 from megalith.checkpoint.convert import Wanted, convert
-from megalith.checkpoint.huggingface_export import Export, Weights, export
 from megalith.checkpoint.model_space import ModelSpace, model_space_of
-from megalith.checkpoint.source import open_source
+from megalith.checkpoint.sources.adapted import args_of
+from megalith.checkpoint.sources.source import open_source
+from megalith.checkpoint.writers.huggingface import Export, Weights, export
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError
 from megalith.models.huggingface import config_of_model, family_for, model_of_config

@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megalith.checkpoint.adapted import args_of
-from megalith.checkpoint.huggingface_export import Weights
 from megalith.checkpoint.model_space import model_space_of
-from megalith.checkpoint.source import open_source
+from megalith.checkpoint.sources.adapted import args_of
+from megalith.checkpoint.sources.source import open_source
+from megalith.checkpoint.writers.huggingface import Weights
 from megalith.models.bert import Bert
 from megalith.models.saved import saved_tensors
 from megalith.models.t5 import T5

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalith.checkpoint.adapted import WeightsOnly
 from megalith.checkpoint.content import CheckpointContent, Chunk
-from megalith.checkpoint.folder import CheckpointFolder
+from megalith.checkpoint.files.folder import CheckpointFolder
+from megalith.checkpoint.sources.adapted import WeightsOnly
 from megalith.cli.checkpoint import run as checkpoint
 from megalith.cli.main import main
 from megalith.train.metrics import read_metrics

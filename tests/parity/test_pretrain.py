@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
-from megalith.checkpoint.store import Contents
+from megalith.checkpoint.store.store import Contents
 from megalith.cli.main import main
 
 from .goldens import Goldens

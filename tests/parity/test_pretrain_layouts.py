@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megalith.checkpoint import DirectoryStore
-from megalith.checkpoint.store import Contents
+from megalith.checkpoint.store.store import Contents
 
 from ..e2e.warm import WarmProcess
 from .goldens import Goldens

@@ -12,7 +12,7 @@ import torch
 from megalith.assemble.trained import load_trained
 from megalith.checkpoint import DirectoryStore
 from megalith.checkpoint.convert import Wanted, convert
-from megalith.checkpoint.huggingface_export import Export, export
+from megalith.checkpoint.writers.huggingface import Export, export
 from megalith.cli.main import main
 from megalith.tokenizers.sentence_piece import Llama2Tokenizer
 

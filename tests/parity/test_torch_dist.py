@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.content import Chunk
+from megalith.checkpoint.files.safe_loading import read_metadata
 from megalith.checkpoint.formats.torch_dist import (
     Whole,
     dense,
@@ -30,7 +31,6 @@ from megalith.checkpoint.formats.torch_dist import (
     read_optimizer_common,
     rng_object_key,
 )
-from megalith.checkpoint.safe_loading import read_metadata
 from megalith.errors import CheckpointError
 from megalith.nn.placement import Fused, Placement, Replicated, Split
 

@@ -21,15 +21,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.adapted import Adapter, WeightsOnly
 from megalith.checkpoint.content import CheckpointContent, Chunk
-from megalith.checkpoint.folder import CheckpointFolder
+from megalith.checkpoint.files.folder import CheckpointFolder
+from megalith.checkpoint.files.safe_loading import ForeignEnum, load_tensors_and_plain_data
 from megalith.checkpoint.formats.megatron_names import flattened
-from megalith.checkpoint.formats.per_rank import write_per_rank
 from megalith.checkpoint.formats.per_rank_layout import target_of
-from megalith.checkpoint.per_rank_source import PerRankSource
-from megalith.checkpoint.safe_loading import ForeignEnum, load_tensors_and_plain_data
-from megalith.checkpoint.source import Source, open_source
+from megalith.checkpoint.sources.adapted import Adapter, WeightsOnly
+from megalith.checkpoint.sources.per_rank import PerRankSource
+from megalith.checkpoint.sources.source import Source, open_source
+from megalith.checkpoint.writers.per_rank import write_per_rank
 from megalith.cli.main import main
 from megalith.errors import CheckpointError
 

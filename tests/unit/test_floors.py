@@ -175,8 +175,8 @@ def test_only_the_communication_modules_import_torch_distributed() -> None:
     [
         ("distributed/comm.py", "import torch.distributed as dist", True),
         ("distributed/rng.py", "import torch.distributed as dist", False),
-        ("checkpoint/store.py", "from torch.distributed.checkpoint import FileSystemWriter", True),
-        ("checkpoint/store.py", "import torch\ntorch.distributed.barrier()", False),
+        ("checkpoint/store/store.py", "from torch.distributed.checkpoint import FileSystemWriter", True),
+        ("checkpoint/store/store.py", "import torch\ntorch.distributed.barrier()", False),
         ("train/loop.py", "from torch import distributed", False),
     ],
 )

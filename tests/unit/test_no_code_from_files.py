@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
-from megalith.checkpoint.safe_loading import load_tensors_and_plain_data
+from megalith.checkpoint.files.safe_loading import load_tensors_and_plain_data
 from megalith.config import TokenizerConfig
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.tokenizers.build import build_tokenizer

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.huggingface_export import Weights
 from megalith.checkpoint.model_space import ModelSpace
+from megalith.checkpoint.writers.huggingface import Weights
 from megalith.errors import CheckpointError, install_command
 from megalith.models.families import model_class
 from megalith.models.saved import saved_tensors

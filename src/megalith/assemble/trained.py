@@ -14,10 +14,10 @@ from torch import Tensor
 from megalith.assemble.model import params_dtype
 from megalith.assemble.reading import WHAT_WORKS
 from megalith.checkpoint import CheckpointContent, DirectoryStore, split_path
-from megalith.checkpoint.folder import with_remedy
+from megalith.checkpoint.files.folder import with_remedy
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, model_chunks, stacking_of
-from megalith.checkpoint.source import listing
-from megalith.checkpoint.store import nothing_in
+from megalith.checkpoint.sources.source import listing
+from megalith.checkpoint.store.store import nothing_in
 from megalith.config import ModelConfig
 from megalith.config.foreign_args import model_of, precision_of, tokenizer_of
 from megalith.config.groups import TokenizerConfig

@@ -6,9 +6,9 @@ and names every other error type.
 """
 
 from megalith.checkpoint.content import CheckpointContent, Chunk, LoadedContent
-from megalith.checkpoint.saving import PendingSave, SaveReport
-from megalith.checkpoint.staging import Staging
-from megalith.checkpoint.store import DirectoryStore, Retention, split_path
+from megalith.checkpoint.store.saving import PendingSave, SaveReport
+from megalith.checkpoint.store.staging import Staging
+from megalith.checkpoint.store.store import DirectoryStore, Retention, split_path
 
 Store = DirectoryStore
 """What keeps checkpoints, for annotations: there is one kind."""

@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-from megalith.checkpoint.adapted import (
+from megalith.checkpoint.content import Chunk
+from megalith.checkpoint.files.commit import claimed, replace_durably
+from megalith.checkpoint.files.folder import CheckpointFolder, damaged
+from megalith.checkpoint.files.safe_loading import ForeignEnum
+from megalith.checkpoint.formats.megatron_names import CORE
+from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, CONTENT_METADATA, is_rng_object
+from megalith.checkpoint.model_space import model_space_of
+from megalith.checkpoint.sources.adapted import (
     ForExpertRanks,
     InPrecision,
     Repadded,
@@ -27,17 +34,10 @@ from megalith.checkpoint.adapted import (
     WithCommon,
     args_of,
 )
-from megalith.checkpoint.commit import claimed, replace_durably
-from megalith.checkpoint.content import Chunk
-from megalith.checkpoint.folder import CheckpointFolder, damaged
-from megalith.checkpoint.formats.megatron_names import CORE
-from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, CONTENT_METADATA, is_rng_object
-from megalith.checkpoint.huggingface_source import HuggingFaceSource, files_of_tokenizer
-from megalith.checkpoint.model_space import model_space_of
-from megalith.checkpoint.safe_loading import ForeignEnum
-from megalith.checkpoint.source import Source
-from megalith.checkpoint.store import RELEASE, TRACKER_FILE, facts_of, locate
-from megalith.checkpoint.streaming import no_check, rng_keys, write_torch, write_torch_dist
+from megalith.checkpoint.sources.huggingface import HuggingFaceSource, files_of_tokenizer
+from megalith.checkpoint.sources.source import Source
+from megalith.checkpoint.store.store import RELEASE, TRACKER_FILE, facts_of, locate
+from megalith.checkpoint.writers.torch_dist import no_check, rng_keys, write_torch, write_torch_dist
 from megalith.errors import CheckpointError, ConfigError, LayoutError
 from megalith.layout import Layout
 from megalith.tokenizers.protocol import padded_vocab_size

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.adapted import InPrecision, WeightsOnly, args_of, over_vocabulary
 from megalith.checkpoint.content import CheckpointContent, Chunk
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
@@ -25,7 +24,8 @@ from megalith.checkpoint.formats.torch_dist import (
     stacked_axes,
     weight_of,
 )
-from megalith.checkpoint.source import HALF_PRECISION, MAIN_PREFIX, Source, StoredTensor, short
+from megalith.checkpoint.sources.adapted import InPrecision, WeightsOnly, args_of, over_vocabulary
+from megalith.checkpoint.sources.source import HALF_PRECISION, MAIN_PREFIX, Source, StoredTensor, short
 
 _BLOCK = 2**22  # elements that are compared at once, so that what the arithmetic needs beside them stays small
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -17,8 +17,8 @@ from megalith.config.values import local_path
 from megalith.errors import CheckpointError, MegalithError, NewerFormatError
 
 if TYPE_CHECKING:
-    from megalith.checkpoint.folder import CheckpointFolder
-    from megalith.checkpoint.source import Contents
+    from megalith.checkpoint.files.folder import CheckpointFolder
+    from megalith.checkpoint.sources.source import Contents
 
 _TOOLS_OF_MEGATRON = ("checkpoint_util.py", "convert.py")
 """The words by which the forwarders in `tools/` ask for Megatron's command lines."""
@@ -87,7 +87,7 @@ def _run_verify(options: argparse.Namespace) -> int:
     from rich.markup import escape
 
     from megalith.checkpoint import DirectoryStore
-    from megalith.checkpoint.store import is_checkpoint, locate
+    from megalith.checkpoint.store.store import is_checkpoint, locate
 
     console = Console(highlight=False, soft_wrap=True)
     single = options.iteration is not None or (options.dir.is_dir() and is_checkpoint(options.dir))
@@ -103,7 +103,7 @@ def _run_verify(options: argparse.Namespace) -> int:
 def _verify_folder(path: Path, console: Any) -> bool:
     from rich.markup import escape
 
-    from megalith.checkpoint.folder import CheckpointFolder
+    from megalith.checkpoint.files.folder import CheckpointFolder
 
     name = escape(str(path))
     word = "[bold red]damaged[/]  "
@@ -142,8 +142,8 @@ def _run_inspect(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.markup import escape
 
-    from megalith.checkpoint.folder import CheckpointFolder
-    from megalith.checkpoint.store import locate
+    from megalith.checkpoint.files.folder import CheckpointFolder
+    from megalith.checkpoint.store.store import locate
 
     folder = CheckpointFolder(locate(options.dir, options.iteration))
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -192,7 +192,7 @@ def human(size: int) -> str:
 def _facts(folder: CheckpointFolder, common: Mapping[str, Any], contents: Contents) -> Any:
     from rich.table import Table
 
-    from megalith.checkpoint.adapted import args_of
+    from megalith.checkpoint.sources.adapted import args_of
 
     args, manifest = args_of(common), folder.manifest()
     wrote = f"Megalith {manifest['megalith_version']}, {manifest['created']}" if manifest else "another program"
@@ -229,7 +229,7 @@ def _idle(name: str, args: Mapping[str, Any]) -> bool:
 def _tensors(contents: Contents, *, all_tensors: bool) -> Any:
     from rich.table import Table
 
-    from megalith.checkpoint.source import short
+    from megalith.checkpoint.sources.source import short
 
     shown = {
         key: stored
@@ -267,8 +267,8 @@ def _add_diff(commands: Any) -> None:
 def _run_diff(options: argparse.Namespace) -> int:
     """Compare and say what differs; returns 0 if nothing does."""
     from megalith.checkpoint.diff import compared, in_one_precision, state_differences, tensor_differences
-    from megalith.checkpoint.source import open_source
-    from megalith.checkpoint.store import locate
+    from megalith.checkpoint.sources.source import open_source
+    from megalith.checkpoint.store.store import locate
 
     paths = [locate(path, None if _is_single(path) else options.iteration) for path in (options.one, options.other)]
     sources = [open_source(path) for path in paths]
@@ -303,7 +303,7 @@ def _run_diff(options: argparse.Namespace) -> int:
 
 
 def _is_single(path: Path) -> bool:
-    from megalith.checkpoint.store import is_checkpoint
+    from megalith.checkpoint.store.store import is_checkpoint
 
     return path.is_dir() and is_checkpoint(path)
 

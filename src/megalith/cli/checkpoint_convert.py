@@ -60,8 +60,8 @@ def add_convert(commands: Any) -> None:
 
 
 def _run_convert(options: argparse.Namespace) -> int:
-    from megalith.checkpoint.adapted import Upcycling
     from megalith.checkpoint.convert import Wanted, convert
+    from megalith.checkpoint.sources.adapted import Upcycling
 
     upcycling = None if options.upcycle is None else Upcycling(options.upcycle, options.moe_router_topk)
     wanted = Wanted(
@@ -133,7 +133,7 @@ def _show(made: Converted) -> None:
 def run_import(options: argparse.Namespace) -> int:
     """Import, compare, and say what was made."""
     from megalith.checkpoint.convert import Wanted, convert
-    from megalith.checkpoint.source import is_huggingface
+    from megalith.checkpoint.sources.source import is_huggingface
 
     if not is_huggingface(options.source):
         raise CheckpointError(
@@ -157,11 +157,11 @@ def run_import(options: argparse.Namespace) -> int:
 
 def _compare(made: Path, folder: Path) -> Comparison:
     from megalith.assemble.huggingface import compare_logits
-    from megalith.checkpoint.adapted import args_of
-    from megalith.checkpoint.huggingface_export import Weights
-    from megalith.checkpoint.huggingface_source import HuggingFaceSource
     from megalith.checkpoint.model_space import model_space_of
-    from megalith.checkpoint.source import open_source
+    from megalith.checkpoint.sources.adapted import args_of
+    from megalith.checkpoint.sources.huggingface import HuggingFaceSource
+    from megalith.checkpoint.sources.source import open_source
+    from megalith.checkpoint.writers.huggingface import Weights
 
     source = open_source(made)
     space = model_space_of(args_of(source.common()), str(made))
@@ -171,7 +171,7 @@ def _compare(made: Path, folder: Path) -> Comparison:
 def run_export(options: argparse.Namespace) -> int:
     """Export, compare, and say what was made."""
     from megalith.assemble.huggingface import compare_logits
-    from megalith.checkpoint.huggingface_export import Export, export
+    from megalith.checkpoint.writers.huggingface import Export, export
 
     wanted = Export(options.dtype, options.max_shard_size, options.true_vocab_size, options.model_type)
     compared: list[Comparison] = []
@@ -198,10 +198,10 @@ def convert_instead(config: RunConfig) -> int:
     """Convert the checkpoint of `--load` as the run would save it."""
     if config.launch.rank != 0:
         return 0
-    from megalith.checkpoint.adapted import args_of
     from megalith.checkpoint.convert import Wanted, convert
-    from megalith.checkpoint.source import open_source
-    from megalith.checkpoint.store import locate
+    from megalith.checkpoint.sources.adapted import args_of
+    from megalith.checkpoint.sources.source import open_source
+    from megalith.checkpoint.store.store import locate
     from megalith.compat.megatron import console
 
     settings = config.checkpoint

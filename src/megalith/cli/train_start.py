@@ -11,7 +11,7 @@ from datetime import datetime
 import torch
 
 from megalith.assemble.observer import StartObserver
-from megalith.checkpoint.store import TRACKER_FILE
+from megalith.checkpoint.store.store import TRACKER_FILE
 from megalith.compat.megatron import console
 from megalith.compat.megatron.screen import Screen
 from megalith.config import RunConfig

@@ -13,7 +13,7 @@ from megalith.checkpoint import CheckpointContent
 from megalith.checkpoint.content import Chunk, check_filled, fill
 from megalith.checkpoint.formats.torch_dist import Whole, optimizer_chunks, optimizer_common, weight_chunks
 from megalith.checkpoint.model_space import model_space_of
-from megalith.checkpoint.source import Contents, StoredTensor
+from megalith.checkpoint.sources.source import Contents, StoredTensor
 
 ARGS: dict[str, Any] = {
     "num_layers": 4,

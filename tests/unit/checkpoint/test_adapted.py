@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint import CheckpointContent, Chunk
-from megalith.checkpoint.adapted import InPrecision, Repadded, WeightsOnly, over_vocabulary
 from megalith.checkpoint.formats.torch_dist import read_optimizer_common
-from megalith.checkpoint.source import Source
+from megalith.checkpoint.sources.adapted import InPrecision, Repadded, WeightsOnly, over_vocabulary
+from megalith.checkpoint.sources.source import Source
 
 from .memory_source import ARGS, GPT2, model_source
 

@@ -22,8 +22,8 @@ from megalith.checkpoint import (
     PendingSave,
     SaveReport,
     Staging,
-    hashing,
 )
+from megalith.checkpoint.files import hashing
 from megalith.errors import CheckpointError
 
 MakeContent = Callable[..., CheckpointContent]
@@ -102,7 +102,7 @@ def test_tensors_may_change_when_the_copies_are_there_and_not_before(
         assert goes.wait(30.0)
         copyto(target, source)
 
-    monkeypatch.setattr("megalith.checkpoint.staging.np.copyto", slowly)
+    monkeypatch.setattr("megalith.checkpoint.store.staging.np.copyto", slowly)
     pending = store.schedule(10, content, {}, staging=Staging())
     waiting = threading.Thread(target=pending.settle)
     waiting.start()
@@ -123,7 +123,7 @@ def test_a_copy_that_fails_is_told(tmp_path: Path, make_content: MakeContent, mo
         raise RuntimeError("the device is lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr("megalith.checkpoint.staging.np.copyto", fail)
+        patch.setattr("megalith.checkpoint.store.staging.np.copyto", fail)
         pending = DirectoryStore(tmp_path).schedule(10, make_content(10), {}, staging=Staging())
         for wait in (pending.settle, pending.proceed):
             with pytest.raises(RuntimeError, match="the device is lost"):
@@ -169,7 +169,7 @@ def test_memory_that_is_refused_is_told_with_a_remedy(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr("megalith.checkpoint.staging.mmap.mmap", refuse)
+    monkeypatch.setattr("megalith.checkpoint.store.staging.mmap.mmap", refuse)
     with pytest.raises(CheckpointError, match=r"--async-save .*\d+ bytes"):
         Staging().reserve(make_content(1).chunks)
 
@@ -249,7 +249,7 @@ def test_an_abandoned_save_stops_soon_and_leaves_nothing(
 def test_too_little_space_is_an_error_of_the_scheduling(
     tmp_path: Path, make_content: MakeContent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megalith.checkpoint.commit.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("megalith.checkpoint.files.commit.free_bytes", lambda _: 1000)
     with pytest.raises(CheckpointError, match=r"\d+ bytes .* 1000 bytes"):
         DirectoryStore(tmp_path).schedule(1, make_content(1), {}, staging=Staging())
     assert names(tmp_path) == set()

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
-from megalith.checkpoint.bucket_space import registered
 from megalith.checkpoint.formats.torch_dist import Whole, expert_of, model_chunks, read_optimizer_common, weight_chunks
 from megalith.checkpoint.model_space import ModelSpace, division_of, model_space_of
+from megalith.checkpoint.sources.bucket_space import registered
 from megalith.errors import CheckpointError
 from megalith.nn.placement import local_part
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
-from megalith.checkpoint.adapted import args_of
 from megalith.checkpoint.convert import Wanted, convert, divided_args
 from megalith.checkpoint.diff import compared, tensor_differences
-from megalith.checkpoint.folder import CheckpointFolder
-from megalith.checkpoint.safe_loading import load_tensors_and_plain_data, read_metadata
-from megalith.checkpoint.source import Source, open_source
-from megalith.checkpoint.store import locate
-from megalith.checkpoint.streaming import write_torch_dist
+from megalith.checkpoint.files.folder import CheckpointFolder
+from megalith.checkpoint.files.safe_loading import load_tensors_and_plain_data, read_metadata
+from megalith.checkpoint.sources.adapted import args_of
+from megalith.checkpoint.sources.source import Source, open_source
+from megalith.checkpoint.store.store import locate
+from megalith.checkpoint.writers.torch_dist import write_torch_dist
 from megalith.errors import CheckpointError, ConfigError, LayoutError
 from megalith.layout import Layout
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megalith.checkpoint import CheckpointContent, DirectoryStore, hashing
-from megalith.checkpoint.hashing import FileRecord, HashedReading, ReadThrough, hash_files
+from megalith.checkpoint import CheckpointContent, DirectoryStore
+from megalith.checkpoint.files import hashing
+from megalith.checkpoint.files.hashing import FileRecord, HashedReading, ReadThrough, hash_files
 from megalith.errors import DamagedCheckpointError
 from megalith.train.checkpoint_fit import find_checkpoint
 
@@ -114,7 +115,7 @@ def test_what_was_hashed_by_a_load_is_not_hashed_again(
     store = DirectoryStore(tmp_path)
     store.save(10, make_content(10), {})
     store.load(10, make_content(0))
-    monkeypatch.setattr("megalith.checkpoint.manifest.hash_files", None)
-    monkeypatch.setattr("megalith.checkpoint.folder.ReadThrough", None)
+    monkeypatch.setattr("megalith.checkpoint.files.manifest.hash_files", None)
+    monkeypatch.setattr("megalith.checkpoint.files.folder.ReadThrough", None)
     assert store.verify(10) == []
     store.load(10, make_content(0))

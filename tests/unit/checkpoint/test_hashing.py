@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith.checkpoint import hashing
-from megalith.checkpoint.hashing import FileRecord, HashedFile, hash_files, read_exactly
+from megalith.checkpoint.files import hashing
+from megalith.checkpoint.files.hashing import FileRecord, HashedFile, hash_files, read_exactly
 
 SMALL_BLOCK = 16
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
-from megalith.checkpoint.huggingface_source import HuggingFaceSource
-from megalith.checkpoint.safe_loading import load_bytes, load_tensors_and_plain_data, map_tensors, read_metadata
+from megalith.checkpoint.files.safe_loading import load_bytes, load_tensors_and_plain_data, map_tensors, read_metadata
+from megalith.checkpoint.sources.huggingface import HuggingFaceSource
 from megalith.config import load
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.report.history import read_history

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.convert import Wanted, convert
 from megalith.checkpoint.formats.torch_dist import model_chunks, stacking_of
-from megalith.checkpoint.huggingface_export import Export, Weights, bytes_of_size, export
-from megalith.checkpoint.huggingface_source import HuggingFaceSource
+from megalith.checkpoint.sources.huggingface import HuggingFaceSource
+from megalith.checkpoint.writers.huggingface import Export, Weights, bytes_of_size, export
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.gpt import GPT

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.content import Chunk
-from megalith.checkpoint.folder import CheckpointFolder
+from megalith.checkpoint.files.folder import CheckpointFolder
 from megalith.checkpoint.formats.torch_dist import model_chunks, stacking_of
-from megalith.checkpoint.huggingface_source import HuggingFaceSource
-from megalith.checkpoint.source import open_source
+from megalith.checkpoint.sources.huggingface import HuggingFaceSource
+from megalith.checkpoint.sources.source import open_source
 from megalith.config import ModelConfig
 from megalith.config.foreign_args import model_of
 from megalith.errors import CheckpointError

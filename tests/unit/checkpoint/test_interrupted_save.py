@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore, commit, hashing
-from megalith.checkpoint.owner import Owner
-from megalith.checkpoint.store import SAVE_POINTS
+from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
+from megalith.checkpoint.files import commit, hashing
+from megalith.checkpoint.store.owner import Owner
+from megalith.checkpoint.store.store import SAVE_POINTS
 from megalith.errors import CheckpointError
 
 MakeContent = Callable[..., CheckpointContent]
@@ -30,7 +31,8 @@ SERVER = """
 import json, os, sys, traceback
 sys.path.insert(0, sys.argv[1])
 from conftest import build_content
-from megalith.checkpoint import DirectoryStore, Retention, Staging, commit
+from megalith.checkpoint import DirectoryStore, Retention, Staging
+from megalith.checkpoint.files import commit
 from megalith.errors import CheckpointError
 for line in sys.stdin:
     script, arguments = json.loads(line)
@@ -248,7 +250,7 @@ def test_a_disk_that_fills_up_during_the_save(
 
     with monkeypatch.context() as patch:
         patch.setattr(hashing.os, "write", filling)
-        patch.setattr("megalith.checkpoint.dcp._WRITE_BUFFER", 512)
+        patch.setattr("megalith.checkpoint.files.dcp._WRITE_BUFFER", 512)
         with pytest.raises(CheckpointError, match=r"No space left on device.*\d+ bytes .*\d+ bytes"):
             store.save(20, make_content(20), {})
     assert names(tmp_path) == {"iter_0000010", "latest_checkpointed_iteration.txt"}
@@ -286,7 +288,7 @@ def test_the_space_that_is_asked_for_is_about_what_a_save_takes(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(commit, "free_bytes", lambda _: 2**62)
-    for module in ("saving", "folder"):
+    for module in ("store.saving", "files.folder"):
         monkeypatch.setattr(f"megalith.checkpoint.{module}.check_space", lambda _, needed: asked.append(needed))
     chunks = [
         Chunk(f"decoder.layers.mlp.linear_fc1.weight{number}", torch.ones(shape), (0,) * len(shape), shape)

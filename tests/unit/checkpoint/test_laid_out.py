@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.safe_loading import load_tensors_and_plain_data, map_tensors
-from megalith.checkpoint.torch_archive import changed_records, find, lay_out, seal, tensors_in, write
+from megalith.checkpoint.files.safe_loading import load_tensors_and_plain_data, map_tensors
+from megalith.checkpoint.files.torch_archive import changed_records, find, lay_out, seal, tensors_in, write
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "float": ((3, 4), torch.float32),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalith.checkpoint.per_rank_source import MappedFolder
-from megalith.checkpoint.safe_loading import map_tensors
+from megalith.checkpoint.files.safe_loading import map_tensors
+from megalith.checkpoint.sources.per_rank import MappedFolder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the maps of a process are read from /proc")
 

@@ -12,8 +12,8 @@ import pytest
 from megalith.assemble.reading import saved_args
 from megalith.assemble.trained import load_trained
 from megalith.checkpoint import CheckpointContent, DirectoryStore, Retention
-from megalith.checkpoint.commit import begin_building
 from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.files.commit import begin_building
 from megalith.cli.checkpoint import run as checkpoint_command
 from megalith.errors import DamagedCheckpointError, NewerFormatError
 from megalith.train.checkpoint_fit import find_checkpoint

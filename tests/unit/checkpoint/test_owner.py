@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from megalith.checkpoint import owner
-from megalith.checkpoint.owner import LOCK_FILE, Owner, claim
+from megalith.checkpoint.store import owner
+from megalith.checkpoint.store.owner import LOCK_FILE, Owner, claim
 from megalith.errors import CheckpointError
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from megalith.checkpoint.owner import claim
+from megalith.checkpoint.store.owner import claim
 with claim(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
+from megalith.checkpoint.files.safe_loading import load_tensors_and_plain_data
 from megalith.checkpoint.formats.torch_dist import (
     Whole,
     dense,
@@ -22,7 +23,6 @@ from megalith.checkpoint.formats.torch_dist import (
     weight_chunks,
 )
 from megalith.checkpoint.model_space import model_space_of
-from megalith.checkpoint.safe_loading import load_tensors_and_plain_data
 from megalith.errors import CheckpointError
 
 ARGS: dict[str, Any] = {

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megalith.checkpoint import hashing
-from megalith.checkpoint.hashing import Prefetch
+from megalith.checkpoint.files import hashing
+from megalith.checkpoint.files.hashing import Prefetch
 
 ASKED = "posix_fadvise"
 

@@ -10,8 +10,8 @@ import pytest
 
 from megalith.checkpoint.convert import Wanted, convert
 from megalith.checkpoint.diff import compared, tensor_differences
-from megalith.checkpoint.source import open_source
-from megalith.checkpoint.store import locate
+from megalith.checkpoint.sources.source import open_source
+from megalith.checkpoint.store.store import locate
 from megalith.errors import CheckpointError
 
 from .memory_source import ARGS, MemorySource, model_source

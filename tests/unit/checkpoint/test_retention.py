@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore, Retention, Staging
-from megalith.checkpoint import commit as commits
+from megalith.checkpoint.files import commit as commits
 
 MakeContent = Callable[..., CheckpointContent]
 

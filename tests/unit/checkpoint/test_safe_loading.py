@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from megalith.checkpoint import CheckpointContent, DirectoryStore, dcp
-from megalith.checkpoint import folder as folders
+from megalith.checkpoint import CheckpointContent, DirectoryStore
+from megalith.checkpoint.files import dcp
+from megalith.checkpoint.files import folder as folders
+from megalith.checkpoint.files.safe_loading import dump_bytes, load_bytes, load_tensors_and_plain_data, read_metadata
 from megalith.checkpoint.formats.torch_dist import rng_object_key
-from megalith.checkpoint.safe_loading import dump_bytes, load_bytes, load_tensors_and_plain_data, read_metadata
 from megalith.errors import CheckpointError
 
 MakeContent = Callable[..., CheckpointContent]

@@ -9,7 +9,7 @@ import pytest
 from megalith.checkpoint.formats.megatron_names import module_name
 from megalith.checkpoint.formats.torch_dist import stacking_of
 from megalith.checkpoint.model_space import ModelSpace, model_space
-from megalith.checkpoint.torch_dist_source import _in_model_space
+from megalith.checkpoint.sources.torch_dist import _in_model_space
 from megalith.config import ModelConfig
 from megalith.errors import LayoutError
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from megalith.checkpoint import CheckpointContent, DirectoryStore, Retention, owner
-from megalith.checkpoint.commit import claimed
-from megalith.checkpoint.owner import LOCK_FILE, Owner, claim
+from megalith.checkpoint import CheckpointContent, DirectoryStore, Retention
+from megalith.checkpoint.files.commit import claimed
+from megalith.checkpoint.store import owner
+from megalith.checkpoint.store.owner import LOCK_FILE, Owner, claim
 from megalith.errors import CheckpointError
 
 MakeContent = Callable[..., CheckpointContent]
@@ -30,7 +31,8 @@ SERVER = """
 import errno, fcntl, json, os, signal, sys, time, traceback
 sys.path.insert(0, sys.argv[1])
 from conftest import build_content
-from megalith.checkpoint import DirectoryStore, Retention, Staging, owner
+from megalith.checkpoint import DirectoryStore, Retention, Staging
+from megalith.checkpoint.store import owner
 from megalith.errors import CheckpointError
 
 def without_locks(*_):
@@ -227,7 +229,7 @@ def test_a_child_does_not_keep_the_lock_of_a_killed_run(tmp_path: Path) -> None:
     script = """
 import os, sys, time
 from pathlib import Path
-from megalith.checkpoint.owner import claim
+from megalith.checkpoint.store.owner import claim
 with claim(Path(sys.argv[1])):
     if os.fork() == 0:
         print("child", flush=True)

@@ -13,8 +13,8 @@ import torch
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
 from megalith.checkpoint.formats.torch_dist import rng_object_key
-from megalith.checkpoint.source import StoredTensor
-from megalith.checkpoint.store import SAVE_POINTS
+from megalith.checkpoint.sources.source import StoredTensor
+from megalith.checkpoint.store.store import SAVE_POINTS
 from megalith.errors import CheckpointError
 
 MakeContent = Callable[..., CheckpointContent]

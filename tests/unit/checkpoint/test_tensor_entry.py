@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalith.checkpoint import torch_archive
-from megalith.checkpoint.hashing import FileReading, HashedFile, hash_files, joined
-from megalith.checkpoint.torch_archive import read_tensor_entry, write_tensor_entry
+from megalith.checkpoint.files import torch_archive
+from megalith.checkpoint.files.hashing import FileReading, HashedFile, hash_files, joined
+from megalith.checkpoint.files.torch_archive import read_tensor_entry, write_tensor_entry
 
 TENSORS = {
     "matrix": torch.randn(3, 5),

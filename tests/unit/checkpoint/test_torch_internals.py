@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from megalith.checkpoint.hashing import HashedFile
-from megalith.checkpoint.torch_archive import find, lay_out, write_tensor_entry
-from megalith.checkpoint.torch_internals import MemoryFormatEncoding, StorageInfo, get_layout, rebuild_tensor
+from megalith.checkpoint.files.hashing import HashedFile
+from megalith.checkpoint.files.torch_archive import find, lay_out, write_tensor_entry
+from megalith.checkpoint.files.torch_internals import MemoryFormatEncoding, StorageInfo, get_layout, rebuild_tensor
 
 
 def test_the_table_of_contents_of_dcp() -> None:
     info = StorageInfo("__0_0.distcp", 64, 128)
     fields = (info.relative_path, info.offset, info.length)
-    assert fields == ("__0_0.distcp", 64, 128), "DCP's _StorageInfo has other fields: checkpoint/dcp.py writes them"
+    assert fields == ("__0_0.distcp", 64, 128), "DCP's _StorageInfo has other fields: files/dcp.py writes them"
     state = torch.distributed.checkpoint.metadata.TensorProperties().__getstate__()  # type: ignore[no-untyped-call]
     assert MemoryFormatEncoding.TORCH_CONTIGUOUS_FORMAT in state, "TensorProperties pickles another memory format"
     assert get_layout(str(torch.strided)) is torch.strided, "torch.serialization._get_layout has changed"

@@ -15,8 +15,8 @@ from megalith.assemble.reading import saved_args
 from megalith.assemble.trained import load_trained
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.convert import Wanted, convert
-from megalith.checkpoint.safe_loading import load_tensors_and_plain_data, map_tensors
-from megalith.checkpoint.store import locate
+from megalith.checkpoint.files.safe_loading import load_tensors_and_plain_data, map_tensors
+from megalith.checkpoint.store.store import locate
 from megalith.cli.main import main
 from megalith.errors import CheckpointError, DamagedCheckpointError, OtherModelError
 from megalith.train.checkpoint_fit import find_checkpoint

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.content import Chunk
+from megalith.checkpoint.files.torch_archive import tensors_in
 from megalith.checkpoint.formats.megatron_names import CORE, entries, legacy_path
 from megalith.checkpoint.formats.megatron_optimizer import BUFFERS, MAIN, MOMENTS, bucket_sizes, inner, members, places
 from megalith.checkpoint.formats.torch_dist import (
@@ -32,8 +33,7 @@ from megalith.checkpoint.formats.torch_dist import (
     weight_of,
 )
 from megalith.checkpoint.model_space import Division, ModelSpace, Place, division_of, model_space_of
-from megalith.checkpoint.source import listing
-from megalith.checkpoint.torch_archive import tensors_in
+from megalith.checkpoint.sources.source import listing
 from megalith.errors import CheckpointError
 
 T = TypeVar("T")

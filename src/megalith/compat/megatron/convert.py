@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from megalith.checkpoint.adapted import args_of
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.convert import Wanted, convert, known_tokens
-from megalith.checkpoint.folder import CheckpointFolder
+from megalith.checkpoint.files.folder import CheckpointFolder
 from megalith.checkpoint.formats.megatron_names import CORE
-from megalith.checkpoint.source import open_source
-from megalith.checkpoint.store import locate
+from megalith.checkpoint.sources.adapted import args_of
+from megalith.checkpoint.sources.source import open_source
+from megalith.checkpoint.store.store import locate
 from megalith.compat.megatron import console
 from megalith.compat.megatron.tasks import ToolParser
 from megalith.config import all_settings

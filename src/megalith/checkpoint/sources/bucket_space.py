@@ -27,7 +27,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, check_filled, common_part, fill
-from megalith.checkpoint.dcp import read_sharded
+from megalith.checkpoint.files.dcp import read_sharded
 from megalith.checkpoint.formats.megatron_optimizer import (
     BUFFERS,
     Place,
@@ -38,7 +38,7 @@ from megalith.checkpoint.formats.megatron_optimizer import (
 )
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, Whole, expert_of, weight_chunks
 from megalith.checkpoint.model_space import OUTPUT_LAYER, division_of, model_space_of
-from megalith.checkpoint.source import Contents, StoredTensor
+from megalith.checkpoint.sources.source import Contents, StoredTensor
 from megalith.errors import CheckpointError
 
 _PREFIX = r"(?P<prefix>(?:chained_(?P<chained>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<index>\d+))"

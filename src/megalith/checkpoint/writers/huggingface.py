@@ -20,21 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.adapted import InPrecision, WeightsOnly, args_of
-from megalith.checkpoint.commit import building, write_durably
 from megalith.checkpoint.content import CheckpointContent, Chunk, volume
-from megalith.checkpoint.folder import CheckpointFolder, damaged
+from megalith.checkpoint.files.commit import building, write_durably
+from megalith.checkpoint.files.folder import CheckpointFolder, damaged
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS
-from megalith.checkpoint.huggingface_source import (
+from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, model_space_of
+from megalith.checkpoint.sources.adapted import InPrecision, WeightsOnly, args_of
+from megalith.checkpoint.sources.huggingface import (
     CONFIG_FILE,
     INDEX_FILE,
     SAFETENSORS_DTYPES,
     WEIGHTS_FILE,
     files_of_tokenizer,
 )
-from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, model_space_of
-from megalith.checkpoint.source import Contents, Source, short
-from megalith.checkpoint.store import locate
+from megalith.checkpoint.sources.source import Contents, Source, short
+from megalith.checkpoint.store.store import locate
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.huggingface import DTYPES, Family, config_of_model, family_for

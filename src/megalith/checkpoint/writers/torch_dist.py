@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.adapted import args_of
-from megalith.checkpoint.commit import building
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key
-from megalith.checkpoint.folder import TorchDistWriter, finish_folder
+from megalith.checkpoint.files.commit import building
+from megalith.checkpoint.files.folder import TorchDistWriter, finish_folder
+from megalith.checkpoint.files.hashing import hash_files
 from megalith.checkpoint.formats.megatron_names import CORE
 from megalith.checkpoint.formats.megatron_optimizer import MAIN
-from megalith.checkpoint.formats.per_rank import write_per_rank
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
     Whole,
@@ -34,10 +33,11 @@ from megalith.checkpoint.formats.torch_dist import (
     rng_object_key,
     weight_chunks,
 )
-from megalith.checkpoint.hashing import hash_files
 from megalith.checkpoint.model_space import Division, ModelSpace, Place, division_of, model_space_of
-from megalith.checkpoint.per_rank_source import PerRankSource
-from megalith.checkpoint.source import Contents, Source, fitted, keys_of, listing
+from megalith.checkpoint.sources.adapted import args_of
+from megalith.checkpoint.sources.per_rank import PerRankSource
+from megalith.checkpoint.sources.source import Contents, Source, fitted, keys_of, listing
+from megalith.checkpoint.writers.per_rank import write_per_rank
 from megalith.errors import CheckpointError
 from megalith.layout import Layout
 from megalith.nn.placement import Replicated

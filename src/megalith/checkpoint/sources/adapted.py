@@ -32,7 +32,7 @@ from megalith.checkpoint.formats.torch_dist import (
     with_expert_groups,
 )
 from megalith.checkpoint.model_space import OUTPUT_LAYER
-from megalith.checkpoint.source import (
+from megalith.checkpoint.sources.source import (
     HALF_PRECISION,
     MAIN_PREFIX,
     Contents,

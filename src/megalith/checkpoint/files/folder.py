@@ -22,15 +22,22 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megalith.checkpoint import manifest as manifests
-from megalith.checkpoint.commit import check_space, write_durably
 from megalith.checkpoint.content import CheckpointContent, Chunk, LoadedContent, balanced, renamed
-from megalith.checkpoint.dcp import METADATA_FILE, RankWriter, Written, encode_objects, merged_metadata, write_metadata
-from megalith.checkpoint.hashing import FileRecord, ReadThrough, hash_files
-from megalith.checkpoint.manifest import MANIFEST_FILE
-from megalith.checkpoint.safe_loading import dump_bytes
-from megalith.checkpoint.source import Source, fitted, listing, open_source
-from megalith.checkpoint.torch_dist_source import COMMON_FILE, FORMAT_FILE, TorchDistSource
+from megalith.checkpoint.files import manifest as manifests
+from megalith.checkpoint.files.commit import check_space, write_durably
+from megalith.checkpoint.files.dcp import (
+    METADATA_FILE,
+    RankWriter,
+    Written,
+    encode_objects,
+    merged_metadata,
+    write_metadata,
+)
+from megalith.checkpoint.files.hashing import FileRecord, ReadThrough, hash_files
+from megalith.checkpoint.files.manifest import MANIFEST_FILE
+from megalith.checkpoint.files.safe_loading import dump_bytes
+from megalith.checkpoint.sources.source import Source, fitted, listing, open_source
+from megalith.checkpoint.sources.torch_dist import COMMON_FILE, FORMAT_FILE, TorchDistSource
 from megalith.errors import CheckpointError, DamagedCheckpointError, NewerFormatError, OtherModelError
 
 _FORMAT = {

@@ -44,9 +44,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.hashing import FileReading, HashedFile, read_exactly
-from megalith.checkpoint.safe_loading import RefusedTypeError, RestrictedUnpickler
-from megalith.checkpoint.torch_internals import rebuild_tensor
+from megalith.checkpoint.files.hashing import FileReading, HashedFile, read_exactly
+from megalith.checkpoint.files.safe_loading import RefusedTypeError, RestrictedUnpickler
+from megalith.checkpoint.files.torch_internals import rebuild_tensor
 from megalith.errors import CheckpointError
 
 # Structures of the ZIP format by PKWARE's APPNOTE, sections 4.3.7 (local header), 4.3.9 (descriptor), 4.3.12

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from megalith.checkpoint.source import refuse_model_folder
+from megalith.checkpoint.sources.source import refuse_model_folder
 from megalith.errors import CheckpointError
 
 LOCK_FILE = ".megalith-lock"

@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalith.checkpoint import manifest
-from megalith.checkpoint.owner import Owner, check_claim, claim, holds_claim
+from megalith.checkpoint.files import manifest
+from megalith.checkpoint.store.owner import Owner, check_claim, claim, holds_claim
 from megalith.errors import CheckpointError
 
 _SAVING = ".saving-"

@@ -23,18 +23,18 @@ from typing import Any
 
 import torch
 
-from megalith.checkpoint.commit import sync_folder
 from megalith.checkpoint.content import CheckpointContent, Chunk, common_part, volume
-from megalith.checkpoint.dcp import Written
-from megalith.checkpoint.folder import check_further_files, finish_folder
+from megalith.checkpoint.files.commit import sync_folder
+from megalith.checkpoint.files.dcp import Written
+from megalith.checkpoint.files.folder import check_further_files, finish_folder
+from megalith.checkpoint.files.hashing import WritingCancelled, hash_files
+from megalith.checkpoint.files.safe_loading import map_tensors
+from megalith.checkpoint.files.torch_archive import find, lay_out, seal, tensors_in, write
 from megalith.checkpoint.formats.megatron_names import CORE
 from megalith.checkpoint.formats.per_rank_layout import PlaceFiles, Room, Row, Target, row_of, target_of
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, is_rng_object
-from megalith.checkpoint.hashing import WritingCancelled, hash_files
 from megalith.checkpoint.model_space import Place
-from megalith.checkpoint.safe_loading import map_tensors
-from megalith.checkpoint.source import Contents, Source, fitted
-from megalith.checkpoint.torch_archive import find, lay_out, seal, tensors_in, write
+from megalith.checkpoint.sources.source import Contents, Source, fitted
 from megalith.errors import CheckpointError
 from megalith.layout import Layout
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import megalith
-from megalith.checkpoint.hashing import HASH_NAME, FileRecord, hash_files, require_file
+from megalith.checkpoint.files.hashing import HASH_NAME, FileRecord, hash_files, require_file
 from megalith.errors import CheckpointError, NewerFormatError
 
 MANIFEST_FILE = "manifest.json"

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata, planner
 
-from megalith.checkpoint.hashing import require_file
-from megalith.checkpoint.torch_internals import MemoryFormatEncoding, StorageInfo, get_layout
+from megalith.checkpoint.files.hashing import require_file
+from megalith.checkpoint.files.torch_internals import MemoryFormatEncoding, StorageInfo, get_layout
 from megalith.errors import CheckpointError
 
 

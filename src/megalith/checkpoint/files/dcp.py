@@ -53,10 +53,10 @@ from megalith.checkpoint.content import (
     view_of,
     volume,
 )
-from megalith.checkpoint.hashing import FileRecord, HashedFile, ReadThrough, hash_files
-from megalith.checkpoint.safe_loading import dump_bytes, load_bytes, read_metadata
-from megalith.checkpoint.torch_archive import Heads, read_tensor_entry, write_tensor_entry
-from megalith.checkpoint.torch_internals import StorageInfo
+from megalith.checkpoint.files.hashing import FileRecord, HashedFile, ReadThrough, hash_files
+from megalith.checkpoint.files.safe_loading import dump_bytes, load_bytes, read_metadata
+from megalith.checkpoint.files.torch_archive import Heads, read_tensor_entry, write_tensor_entry
+from megalith.checkpoint.files.torch_internals import StorageInfo
 from megalith.errors import CheckpointError
 
 METADATA_FILE = ".metadata"

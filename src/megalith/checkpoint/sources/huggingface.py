@@ -22,10 +22,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalith.checkpoint.content import CheckpointContent, Chunk, check_filled, fill
+from megalith.checkpoint.files.hashing import require_file
 from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, WORD_EMBEDDINGS
-from megalith.checkpoint.hashing import require_file
 from megalith.checkpoint.model_space import ModelSpace, model_space
-from megalith.checkpoint.source import Contents, StoredTensor, listing, short
+from megalith.checkpoint.sources.source import Contents, StoredTensor, listing, short
 from megalith.config.groups import PrecisionConfig, TokenizerConfig
 from megalith.config.saved_args import weights_args
 from megalith.errors import CheckpointError, OtherModelError

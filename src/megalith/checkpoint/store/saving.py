@@ -36,7 +36,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megalith.checkpoint.commit import (
+from megalith.checkpoint.content import CheckpointContent
+from megalith.checkpoint.crew import Crew
+from megalith.checkpoint.files.commit import (
     Building,
     begin_building,
     check_space,
@@ -44,15 +46,13 @@ from megalith.checkpoint.commit import (
     naming_full_disk,
     workspace_of,
 )
-from megalith.checkpoint.content import CheckpointContent
-from megalith.checkpoint.crew import Crew
-from megalith.checkpoint.dcp import Written
-from megalith.checkpoint.folder import TorchDistWriter
-from megalith.checkpoint.formats.per_rank import PerRankWriter
-from megalith.checkpoint.hashing import WritingCancelled
-from megalith.checkpoint.owner import check_claim
-from megalith.checkpoint.source import refuse_model_folder
-from megalith.checkpoint.staging import Staging
+from megalith.checkpoint.files.dcp import Written
+from megalith.checkpoint.files.folder import TorchDistWriter
+from megalith.checkpoint.files.hashing import WritingCancelled
+from megalith.checkpoint.sources.source import refuse_model_folder
+from megalith.checkpoint.store.owner import check_claim
+from megalith.checkpoint.store.staging import Staging
+from megalith.checkpoint.writers.per_rank import PerRankWriter
 from megalith.distributed.board import in_thread
 from megalith.errors import CheckpointError
 

@@ -24,15 +24,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from megalith.checkpoint.bucket_space import BucketSpace, in_bucket_space, is_bucket
 from megalith.checkpoint.content import CheckpointContent, Chunk, fill, volume
-from megalith.checkpoint.dcp import SAVE_ID_PREFIX, open_metadata, read_sharded
+from megalith.checkpoint.files.dcp import SAVE_ID_PREFIX, open_metadata, read_sharded
+from megalith.checkpoint.files.hashing import ReadThrough, require_file
+from megalith.checkpoint.files.safe_loading import load_tensors_and_plain_data
 from megalith.checkpoint.formats.megatron_names import with_family
 from megalith.checkpoint.formats.megatron_optimizer import UnreadableState
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, weight_of
-from megalith.checkpoint.hashing import ReadThrough, require_file
-from megalith.checkpoint.safe_loading import load_tensors_and_plain_data
-from megalith.checkpoint.source import Contents, StoredTensor
+from megalith.checkpoint.sources.bucket_space import BucketSpace, in_bucket_space, is_bucket
+from megalith.checkpoint.sources.source import Contents, StoredTensor
 from megalith.errors import CheckpointError
 
 COMMON_FILE = "common.pt"

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, volume
+from megalith.checkpoint.files.manifest import refuse_newer
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, is_extra_state
-from megalith.checkpoint.manifest import refuse_newer
 from megalith.config.rules.file import TRACKER_FILE as TRACKER_FILE
 from megalith.config.rules.file import is_huggingface as is_huggingface
 from megalith.errors import CheckpointError
@@ -61,17 +61,17 @@ class Source(Protocol):
 
 def open_source(path: Path) -> Source:
     """The reader for the format of a checkpoint folder; a NewerFormatError if a later version wrote it."""
-    from megalith.checkpoint.torch_dist_source import TorchDistSource
+    from megalith.checkpoint.sources.torch_dist import TorchDistSource
 
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint folder: it does not exist")
     refuse_newer(path)
     if not (path / ".metadata").exists() and any(path.glob("mp_rank_*")):
-        from megalith.checkpoint.per_rank_source import PerRankSource
+        from megalith.checkpoint.sources.per_rank import PerRankSource
 
         return PerRankSource(path)
     if is_huggingface(path):
-        from megalith.checkpoint.huggingface_source import HuggingFaceSource
+        from megalith.checkpoint.sources.huggingface import HuggingFaceSource
 
         return HuggingFaceSource(path)
     return TorchDistSource(path)

@@ -25,8 +25,10 @@ from typing import Any
 import torch
 
 import megalith
-from megalith.checkpoint import manifest as manifests
-from megalith.checkpoint.commit import (
+from megalith.checkpoint.content import CheckpointContent, LoadedContent
+from megalith.checkpoint.crew import Crew
+from megalith.checkpoint.files import manifest as manifests
+from megalith.checkpoint.files.commit import (
     claimed,
     delete,
     no_point,
@@ -35,18 +37,16 @@ from megalith.checkpoint.commit import (
     set_aside,
     workspace_of,
 )
-from megalith.checkpoint.content import CheckpointContent, LoadedContent
-from megalith.checkpoint.crew import Crew
-from megalith.checkpoint.dcp import METADATA_FILE
-from megalith.checkpoint.folder import CheckpointFolder, Reading, Signature, TorchDistWriter, damaged
-from megalith.checkpoint.formats.per_rank import PerRankWriter
-from megalith.checkpoint.hashing import Prefetch, require_file
-from megalith.checkpoint.manifest import MANIFEST_FILE
-from megalith.checkpoint.owner import check_claim
-from megalith.checkpoint.saving import MakeWriter, PendingSave, SaveReport, Saving
-from megalith.checkpoint.source import TRACKER_FILE as TRACKER_FILE
-from megalith.checkpoint.source import Contents, is_huggingface, keys_of, no_save_folder
-from megalith.checkpoint.staging import Staging
+from megalith.checkpoint.files.dcp import METADATA_FILE
+from megalith.checkpoint.files.folder import CheckpointFolder, Reading, Signature, TorchDistWriter, damaged
+from megalith.checkpoint.files.hashing import Prefetch, require_file
+from megalith.checkpoint.files.manifest import MANIFEST_FILE
+from megalith.checkpoint.sources.source import TRACKER_FILE as TRACKER_FILE
+from megalith.checkpoint.sources.source import Contents, is_huggingface, keys_of, no_save_folder
+from megalith.checkpoint.store.owner import check_claim
+from megalith.checkpoint.store.saving import MakeWriter, PendingSave, SaveReport, Saving
+from megalith.checkpoint.store.staging import Staging
+from megalith.checkpoint.writers.per_rank import PerRankWriter
 from megalith.config.values import remote
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError, NewerFormatError

@@ -26,6 +26,8 @@ from typing import Any
 from torch import Tensor
 
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, check_filled, fill
+from megalith.checkpoint.files.safe_loading import map_tensors
+from megalith.checkpoint.files.torch_archive import changed_records
 from megalith.checkpoint.formats.megatron_names import (
     HEAD_OF_T5,
     flattened,
@@ -60,9 +62,7 @@ from megalith.checkpoint.formats.torch_dist import (
     weight_chunks,
 )
 from megalith.checkpoint.model_space import Division, ModelSpace, Place, division_of, model_space_of
-from megalith.checkpoint.safe_loading import map_tensors
-from megalith.checkpoint.source import Contents, StoredTensor, listing
-from megalith.checkpoint.torch_archive import changed_records
+from megalith.checkpoint.sources.source import Contents, StoredTensor, listing
 from megalith.errors import CheckpointError, LayoutError
 
 # As Megatron formats it: mp_rank_{tp:02d}, then _{pp:03d} and _{ep:03d} where these sizes are above 1.

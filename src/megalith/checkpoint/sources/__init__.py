@@ -1,0 +1,1 @@
+"""Readers: checkpoint folders of every format, as tensors of a whole model."""
