@@ -28,7 +28,7 @@ from .checkpoints import assert_same, state_of
 from .small_run import MODEL, write_text
 from .test_hangs import boards_of
 from .test_signals import processes_with, wait_for
-from .warm import Finished, WarmProcess, free_port
+from .warm import Finished, Running, WarmProcess, free_port
 
 
 @pytest.fixture(scope="module")
@@ -59,30 +59,37 @@ except MegalithError as error:
 """
 
 
-def meet(
-    *environments: dict[str, str], port: int | None = None, join: float = 1.5, script: str = MEET
-) -> list[tuple[int, str]]:
-    """Start one process with each of these environments; returns exit codes and outputs."""
-    port = port or free_port()
-    return await_ends([send_to_meeting(variables, port, join, script) for variables in environments])
+class Meeting:
+    """Starts processes that look for each other."""
+
+    def __init__(self, warm: WarmProcess, folder: Path) -> None:
+        self._warm, self._folder = warm, folder
+
+    def __call__(
+        self, *environments: dict[str, str], port: int | None = None, join: float = 1.5, script: str = MEET
+    ) -> list[tuple[int, str]]:
+        """Start one process with each of these environments; returns exit codes and outputs."""
+        port = port or free_port()
+        return self.end(*(self.send(variables, port, join, script) for variables in environments))
+
+    def send(self, variables: dict[str, str], port: int, join: float, script: str = MEET) -> Running:
+        environ = {"MASTER_PORT": str(port), **variables}
+        return self._warm.start_script(script.replace("JOIN", str(join)), self._folder, **environ)
+
+    def end(self, *started: Running) -> list[tuple[int, str]]:
+        return [(ended.code, ended.text) for ended in [running.finish() for running in started]]
 
 
-def send_to_meeting(variables: dict[str, str], port: int, join: float, script: str = MEET) -> subprocess.Popen[str]:
-    bare = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI_"))}
-    environ = {**bare, "MASTER_PORT": str(port), **variables}
-    words = [sys.executable, "-c", script.replace("JOIN", str(join))]
-    return subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True)
-
-
-def await_ends(started: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    return [(process.wait(), text) for process in started for text in [process.communicate(timeout=60)[0]]]
+@pytest.fixture
+def meet(warm: WarmProcess, tmp_path: Path) -> Meeting:
+    return Meeting(warm, tmp_path)
 
 
 def place(rank: int, size: int = 2, **more: str) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": str(size), **more}
 
 
-def test_a_process_joins_its_ranks_again(tmp_path: Path) -> None:
+def test_a_process_joins_its_ranks_again(meet: Meeting) -> None:
     again = MEET.replace("try:", "try:\n  for number in range(3):").replace(" was there", " was there, {number}")
     for rank, (code, output) in enumerate(meet(place(0), place(1), join=20, script=again)):
         assert code == 0, output
@@ -90,7 +97,7 @@ def test_a_process_joins_its_ranks_again(tmp_path: Path) -> None:
         assert there == [f"rank {rank} of 2 was there, {number}" for number in range(3)]
 
 
-def test_two_joins_at_once_are_refused_with_what_to_do() -> None:
+def test_two_joins_at_once_are_refused_with_what_to_do(meet: Meeting) -> None:
     again = "with launch.connect(config, torch.device('cpu'), 'gloo', timedelta(seconds=5)):"
     within = f"torch.distributed.barrier()\n        {again}\n            print"
     for code, output in meet(place(0), place(1), join=20, script=MEET.replace("print(f", f"{within}(f")):
@@ -124,7 +131,7 @@ def elastic(rank: int, restarts: int) -> dict[str, str]:
     return place(rank, **by_agents, TORCHELASTIC_RESTART_COUNT=str(restarts))
 
 
-def test_ranks_meet_again_though_each_agent_counts_its_own_restarts(agents_store: dist.TCPStore) -> None:
+def test_ranks_meet_again_though_each_agent_counts_its_own_restarts(meet: Meeting, agents_store: dist.TCPStore) -> None:
     """A worker that dies counts on its own node; on the other one the membership has changed, which is no restart."""
     for counts in ((0, 0), (0, 1)):
         places = [elastic(rank, count) for rank, count in enumerate(counts)]
@@ -132,27 +139,27 @@ def test_ranks_meet_again_though_each_agent_counts_its_own_restarts(agents_store
         assert [code for code, _ in met] == [0, 0], met
 
 
-def test_ranks_meet_though_an_earlier_rank_0_died_while_it_waited(agents_store: dist.TCPStore) -> None:
-    first = send_to_meeting(elastic(0, 0), agents_store.port, 30)
+def test_ranks_meet_though_an_earlier_rank_0_died_while_it_waited(meet: Meeting, agents_store: dist.TCPStore) -> None:
+    first = meet.send(elastic(0, 0), agents_store.port, 30)
     agents_store.wait(["megalith/round"], timedelta(seconds=30))
-    first.kill()
-    first.communicate()
+    first.send(signal.SIGKILL)
+    first.finish()
     met = meet(elastic(0, 0), elastic(1, 0), port=agents_store.port, join=30)
     assert [code for code, _ in met] == [0, 0], met
 
 
-def test_a_rank_that_dies_when_it_was_admitted_is_replaced(agents_store: dist.TCPStore) -> None:
+def test_a_rank_that_dies_when_it_was_admitted_is_replaced(meet: Meeting, agents_store: dist.TCPStore) -> None:
     """Rank 0 has let it in and waits for it to sign in; another process of that rank comes instead."""
     others = dist.PrefixStore("megalith/round-1", agents_store)
     others.set("asks/1", "a process that is dead")
-    started = [send_to_meeting(elastic(0, 0), agents_store.port, 30)]
+    started = [meet.send(elastic(0, 0), agents_store.port, 30)]
     others.wait(["closed"], timedelta(seconds=30))
-    started.append(send_to_meeting(elastic(1, 1), agents_store.port, 30))
-    met = await_ends(started)
+    started.append(meet.send(elastic(1, 1), agents_store.port, 30))
+    met = meet.end(*started)
     assert [code for code, _ in met] == [0, 0], met
 
 
-def test_all_ranks_under_torchrun_name_the_one_that_does_not_come(agents_store: dist.TCPStore) -> None:
+def test_all_ranks_under_torchrun_name_the_one_that_does_not_come(meet: Meeting, agents_store: dist.TCPStore) -> None:
     def at(rank: int) -> dict[str, str]:
         return {**elastic(rank, 0), "WORLD_SIZE": "3"}
 
@@ -160,25 +167,25 @@ def test_all_ranks_under_torchrun_name_the_one_that_does_not_come(agents_store: 
         assert code == 6 and re.search(r"PeerError rank [01] .* for rank 2 of 3, which did not come", text), text
 
 
-def test_a_rank_that_never_comes() -> None:
+def test_a_rank_that_never_comes(meet: Meeting) -> None:
     ((code, text),) = meet(place(0, 3))
     assert code == 6
     assert re.search(r"rank 0 on \S+ has waited [0-2] s for ranks 1, 2 of 3, which did not come\n", text)
     assert re.search(r"PeerError rank 0 on \S+ waited [12] s .* for ranks 1, 2 of 3", text)
 
 
-def test_rank_0_never_comes() -> None:
+def test_rank_0_never_comes(meet: Meeting) -> None:
     ((code, text),) = meet(place(1))
     assert code == 6
     assert re.search(r"PeerError rank 1 .* for rank 0, which does not answer at 127\.0\.0\.1:\d+ \(Connection", text)
 
 
-def test_a_wrong_master_address() -> None:
+def test_a_wrong_master_address(meet: Meeting) -> None:
     ((code, text),) = meet(place(1, MASTER_ADDR="no-such-host.invalid", LOCAL_WORLD_SIZE="1"))
     assert code == 6 and "MASTER_ADDR=no-such-host.invalid is not the name of a host that is known here" in text
 
 
-def test_a_port_in_use() -> None:
+def test_a_port_in_use(meet: Meeting) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         ((code, text),) = meet(place(0), port=port)
@@ -186,7 +193,7 @@ def test_a_port_in_use() -> None:
     assert re.search(rf"rank 0 cannot listen on port {port} of \S+: Address already in use", text)
 
 
-def test_a_mute_listener_at_the_port_of_rank_0() -> None:
+def test_a_mute_listener_at_the_port_of_rank_0(meet: Meeting) -> None:
     """It takes connections and never answers; torch would wait in native code, longer than it was told."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port, began = mute.getsockname()[1], time.monotonic()
@@ -196,7 +203,7 @@ def test_a_mute_listener_at_the_port_of_rank_0() -> None:
     assert "frame #" not in text
 
 
-def test_an_interface_that_does_not_exist_ends_all_ranks() -> None:
+def test_an_interface_that_does_not_exist_ends_all_ranks(meet: Meeting) -> None:
     met = meet(place(0), place(1, GLOO_SOCKET_IFNAME="eth77"), join=30)
     assert [code for code, _ in met] == [2, 2], met
     for _, text in met:
@@ -214,7 +221,7 @@ CONNECT = MEET.replace(
     "fault",
     ["time.sleep(60)", "exec('raise RuntimeError(\"no way\\\\nLast error:\\\\nDuplicate GPU\\\\nframe #0: x\")')"],
 )
-def test_ranks_that_meet_and_cannot_connect_all_end(fault: str) -> None:
+def test_ranks_that_meet_and_cannot_connect_all_end(meet: Meeting, fault: str) -> None:
     """As with an interface that leads nowhere: one rank gets an exception, others wait in native code."""
     began, script = time.monotonic(), CONNECT.replace("FAULT", fault)
     met = meet(place(0, GLOO_SOCKET_IFNAME="lo"), place(1, GLOO_SOCKET_IFNAME="lo"), join=6, script=script)
@@ -225,13 +232,13 @@ def test_ranks_that_meet_and_cannot_connect_all_end(fault: str) -> None:
         assert re.search(r"  rank 0 on \S+: lo 127\.0\.0\.1.*\n  rank 1 on \S+: lo 127\.0\.0\.1", text), text
 
 
-def test_master_addr_localhost_on_rank_0_alone() -> None:
+def test_master_addr_localhost_on_rank_0_alone(meet: Meeting) -> None:
     """Some operators tell rank 0 `localhost` and the others the name of a service."""
     met = meet(place(0, MASTER_ADDR="localhost"), place(1, MASTER_ADDR="127.0.0.2"), join=20)
     assert [code for code, _ in met] == [0, 0], met
 
 
-def test_a_place_that_is_given_by_hand() -> None:
+def test_a_place_that_is_given_by_hand(meet: Meeting) -> None:
     """Without variables of a launcher the group says whether other hosts can have ranks."""
     by_hand = MEET.replace("read_launch(os.environ).items()", "read_launch(given).items()")
     by_hand = by_hand.replace(
@@ -255,7 +262,7 @@ def test_a_wait_ends_though_each_look_takes_long(monkeypatch: pytest.MonkeyPatch
     assert clock.elapsed() < 100.0
 
 
-def test_rank_0_doubts_an_address_that_is_not_its_own() -> None:
+def test_rank_0_doubts_an_address_that_is_not_its_own(meet: Meeting) -> None:
     ((code, text),) = meet(place(0, MASTER_ADDR="192.0.2.1"))
     assert code == 6 and "MASTER_ADDR=192.0.2.1 is not an address of " in text
 

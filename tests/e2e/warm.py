@@ -27,9 +27,13 @@ import megalith.assemble.ranks, megalith.assemble.training
 import megalith.cli.train, megalith.cli.train_start, megalith.cli.train_hooks
 import megalith.train.metrics, megalith.train.records
 import megalith.data.mock
+from functools import partial
 from tests.spoil import spoil_runs
 from megalith.cli.main import main
 
+# The peak only scales a figure in the log: it is not worth a quarter of a second in each rank.
+training = megalith.assemble.training
+training.measure_peak = partial(training.measure_peak, budget_seconds=0.01)
 running = set()
 for line in sys.stdin:
     request = json.loads(line)
@@ -40,17 +44,25 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1), os.dup2(log, 2)
+        os.dup2(log, 1)
+        if "script" not in request:
+            os.dup2(log, 2)
         os.chdir(request["cwd"])
         os.environ.update(request["env"])
         # At a context of 16 tokens the index of Megatron's 100,000 documents takes most of the time of a short run.
         megalith.data.mock.NUM_DOCUMENTS = int(os.environ["MOCK_DOCUMENTS"])
         if "SPOIL" in request["env"]:
             spoil_runs(request["env"]["SPOIL"])
-        sys.argv = ["pretrain_gpt.py", *request["argv"]]
+        sys.argv = ["pretrain_gpt.py", *request.get("argv", ())]
         code = 1
         try:
-            code = main([request["command"], *request["argv"]])
+            if "script" in request:
+                exec(request["script"], {"__name__": "__main__"})
+                code = 0
+            else:
+                code = main([request["command"], *request["argv"]])
+        except SystemExit as end:
+            code = end.code
         except BaseException:
             import traceback
             traceback.print_exc()
@@ -123,7 +135,8 @@ class WarmProcess:
 
     def __init__(self, logs: Path, **env: str) -> None:
         self._logs, self._count = logs, 0
-        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "MOCK_DOCUMENTS": str(MOCK_DOCUMENTS), **env}
+        bare = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI_"))}
+        self._environment = {**bare, "OMP_NUM_THREADS": "1", "MOCK_DOCUMENTS": str(MOCK_DOCUMENTS), **env}
         self._process = self._start_template()
 
     def _start_template(self) -> subprocess.Popen[str]:
@@ -154,6 +167,12 @@ class WarmProcess:
         words = [str(word) for word in argv]
         pid = self.ask({"command": command, "argv": words, "cwd": str(cwd), "env": env, "log": str(log)})
         return Running(self, pid, log)
+
+    def start_script(self, script: str, cwd: Path, **env: str) -> Running:
+        """Start a program of these lines. Its text is what it writes to stdout."""
+        self._count += 1
+        log = self._logs / f"script-{self._count}.txt"
+        return Running(self, self.ask({"script": script, "cwd": str(cwd), "env": env, "log": str(log)}), log)
 
     def run(self, argv: Sequence[object], cwd: Path, *, command: str = "train", **env: str) -> Finished:
         """Start it and wait for its end."""
