@@ -28,17 +28,32 @@ def _train_loop(repository: Path, folder: Path, ranks: int, flags: str) -> list[
     return done.stdout.splitlines()
 
 
-def test_simple_train_loop_prints_the_same_losses_in_every_layout(repository: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def alone(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The folder of the train loop in one process, and what it printed."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, _train_loop(repository, folder, 1, "")
+
+
+def _parts(folder: Path) -> set[str]:
+    return {file.name[:4] for file in (folder / "checkpoints/simple/iter_0000005").glob("*.distcp")}
+
+
+def test_simple_train_loop(repository: Path, alone: tuple[Path, list[str]]) -> None:
     assert len((repository / "examples/simple_train_loop.py").read_text().splitlines()) < 80
-    alone = _train_loop(repository, tmp_path, 1, "")
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d{4}),", "\n".join(alone))]
+    folder, printed = alone
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d{4}),", "\n".join(printed))]
     assert len(losses) == 5 and losses[-1] < losses[0]
-    assert alone[5:] == ["saved and loaded: every weight is equal; the checkpoint is in checkpoints/simple"]
-    saved = tmp_path / "checkpoints/simple/iter_0000005"
-    assert {file.name[:4] for file in saved.glob("*.distcp")} == {"__0_"}
-    for flags in ("--tp 2", "--pp 2"):
-        assert _train_loop(repository, tmp_path, 2, flags) == alone
-        assert {file.name[:4] for file in saved.glob("*.distcp")} == {"__0_", "__1_"}, "both ranks write their part"
+    assert printed[5:] == ["saved and loaded: every weight is equal; the checkpoint is in checkpoints/simple"]
+    assert _parts(folder) == {"__0_"}
+
+
+@pytest.mark.parametrize("flags", ["--pp 2", pytest.param("--tp 2", marks=pytest.mark.full)])
+def test_simple_train_loop_prints_the_same_losses_in_every_layout(
+    repository: Path, tmp_path: Path, alone: tuple[Path, list[str]], flags: str
+) -> None:
+    assert _train_loop(repository, tmp_path, 2, flags) == alone[1]
+    assert _parts(tmp_path) == {"__0_", "__1_"}, "both ranks write their part"
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +95,10 @@ SMALL = {"LAYERS": "2", "HIDDEN": "32", "HEADS": "4", "LENGTH": "32", "STEPS": "
     ("name", "variables", "expected"),
     [
         ("train_gpt3_124m.sh", {"PROCESSES": "2", "TP": "2", "MICRO_BATCH": "4"}, "tensor-model-parallel size: 2"),
-        ("train_gpt3_345m.sh", {"PROCESSES": "2", "MICRO_BATCH": "2"}, "world size: 2, data-parallel size: 2"),
+        pytest.param(
+            *("train_gpt3_345m.sh", {"PROCESSES": "2", "MICRO_BATCH": "2"}, "world size: 2, data-parallel size: 2"),
+            marks=pytest.mark.full,
+        ),
         ("train_gpt3_857m_distributed.sh", {}, "parameters on (tensor, pipeline) model parallel rank (1, 1)"),
         ("train_llama.sh", {"FFN": "64"}, "using torch.bfloat16 for parameters"),
         ("long_context.sh", {}, "context-parallel size: 2"),

@@ -432,7 +432,7 @@ sys.exit(codes[0])
 """
 
 
-@pytest.mark.parametrize("nproc", [0, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_main_runs_in_a_thread_of_another_program(repository: Path, tmp_path: Path, text: Path, nproc: int) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     save = tmp_path / "c"
@@ -493,7 +493,14 @@ def test_what_happens_again_and_again_ends_the_run(repository: Path, tmp_path: P
     assert_no_one_is_left(save)
 
 
-@pytest.mark.parametrize("how", ["sigusr1 to the supervisor", "sigterm to one rank", "the supervisor dies"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "sigusr1 to the supervisor",
+        pytest.param("sigterm to one rank", marks=pytest.mark.full),  # test_layouts has it without a supervisor
+        "the supervisor dies",
+    ],
+)
 def test_a_stop_saves_on_all_ranks(repository: Path, tmp_path: Path, text: Path, how: str) -> None:
     save, log = tmp_path / "c", tmp_path / "log.txt"
     running = supervised(repository, tmp_path, command(text, save, "--train-iters", 100000, "--save-interval", 100000))

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from tests.contract.outputs import fields_of, file_names, problems, recorded
 
+from .warm import WarmProcess
+
 COMMAND = (sys.executable, "-m", "megalith", "quickstart")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
 
@@ -127,14 +129,16 @@ def test_own_texts_in_the_folder_of_an_earlier_run(told: tuple[Path, str], tmp_p
     ],
     ids=["missing file", "too little text", "no time", "folder of something else"],
 )
-def test_errors_name_the_cause(tmp_path: Path, arguments: list[str], exit_code: int, message: str) -> None:
+def test_errors_name_the_cause(
+    warm: WarmProcess, tmp_path: Path, arguments: list[str], exit_code: int, message: str
+) -> None:
     (tmp_path / "little.txt").write_text("a few words", encoding="utf-8")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "precious").write_text("data", encoding="utf-8")
-    ended = quickstart(*arguments, cwd=tmp_path)
-    assert ended.returncode == exit_code
-    assert message in ended.stderr
-    assert "Traceback" not in ended.stderr
+    ended = warm.run(arguments, tmp_path, command="quickstart")
+    assert ended.code == exit_code
+    assert message in ended.text
+    assert "Traceback" not in ended.text
     assert (tmp_path / "taken" / "precious").read_text(encoding="utf-8") == "data"
 
 

@@ -551,7 +551,7 @@ def test_a_key_opens_it_and_is_shown_nowhere(saved: Path) -> None:
         assert "s3cret-key" not in server.text and "wrong-key" not in server.text
 
 
-@pytest.mark.parametrize("layout", ["--tp", "--pp"])
+@pytest.mark.parametrize("layout", ["--tp", pytest.param("--pp", marks=pytest.mark.full)])
 def test_two_ranks_answer_as_one_and_end_together(saved: Path, layout: str) -> None:
     with started(["-m", "megalith", "serve", saved, "--port", 0, layout, 2], ranks=2) as server:
         body = {"prompts": ["the king said"], "tokens_to_generate": 6, "top_k": 1}
@@ -658,21 +658,23 @@ def test_the_scripts_of_the_examples(saved: Path, repository: Path, tensor: int,
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_served_is_said_at_once(saved: Path, words: list[str], said: str, code: int) -> None:
-    with started(["-m", "megalith", "serve", saved, *words]) as server:
-        assert server.end() == code, server.text
-        assert said in server.text and "Traceback" not in server.text
+def test_what_cannot_be_served_is_said_at_once(
+    warm: WarmProcess, saved: Path, words: list[str], said: str, code: int
+) -> None:
+    ended = warm.run([saved, *words], saved.parent, command="serve")
+    assert ended.code == code, ended.text
+    assert said in ended.text and "Traceback" not in ended.text
 
 
-def test_flags_that_contradict_the_checkpoint_and_a_port_in_use(saved: Path, repository: Path) -> None:
-    script = repository / "tools/run_text_generation_server.py"
-    with started([script, "--load", saved, "--num-layers", 24]) as server:
-        assert server.end() == 2
-        assert re.search(r"--num-layers 24 .*checkpoint.*\b2\b", server.text)
-    with started([script, "--load", saved.parent]) as server:
-        assert server.end() == 4 and "holds no checkpoint" in server.text
+def test_flags_that_contradict_the_checkpoint_and_a_port_in_use(warm: WarmProcess, saved: Path) -> None:
+    script = "tools/run_text_generation_server.py"  # as it calls the command
+    other = warm.run([script, "--load", saved, "--num-layers", 24], saved.parent, command="serve")
+    assert other.code == 2
+    assert re.search(r"--num-layers 24 .*checkpoint.*\b2\b", other.text)
+    empty = warm.run([script, "--load", saved.parent], saved.parent, command="serve")
+    assert empty.code == 4 and "holds no checkpoint" in empty.text
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with started(["-m", "megalith", "serve", saved, "--port", port]) as server:
-            assert server.end() == 2
-            assert f"--port {port}" in server.text and "already in use" in server.text
+        ended = warm.run([saved, "--port", port], saved.parent, command="serve")
+    assert ended.code == 2
+    assert f"--port {port}" in ended.text and "already in use" in ended.text
