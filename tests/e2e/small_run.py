@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,12 @@ MODEL = [
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", 99, "--log-interval", 1, "--eval-iters", 0),
     *("--num-workers", 0, "--hidden-dropout", 0, "--attention-dropout", 0, "--split", "100,0,0"),
 ]
+
+
+def on_text(folder: Path, words: Sequence[object]) -> list[object]:
+    """A command line with a small dataset instead of `--mock-data`, whose index takes seconds at a short length."""
+    place = words.index("--mock-data")
+    return [*words[:place], "--data-path", write_text(folder), "--split", "90,5,5", *words[place + 1 :]]
 
 
 def write_text(folder: Path, scale: int = 1) -> Path:

@@ -219,7 +219,7 @@ def test_masks_are_filled(bert: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 100
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_server_answers_as_the_command_line(t5: Path, ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
     prompt = "\u4e00\u4e03<extra_id_0>\u4e0e"
     words = ["--prompt", prompt, "--temperature", "5", "--top-p", "0", "--max-new-tokens", "6", "--seed", "7"]

@@ -7,8 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from megalith.checkpoint import DirectoryStore
 from megalith.train.faults import POINTS
 
 from .checkpoints import assert_same, curve_of, state_of
+from .small_run import on_text
 from .warm import WarmProcess
 
 MODEL = [
@@ -334,20 +333,21 @@ def init(**words):
 
 
 @pytest.mark.parametrize("form", ["torch_dist", pytest.param("torch", marks=pytest.mark.full)])
-def test_a_resume_continues_the_wandb_run(form: str, tmp_path: Path) -> None:
+def test_a_resume_continues_the_wandb_run(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site/wandb.py").write_text(WANDB)
     path = os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environ |= {"PYTHONPATH": path, "ASKED": str(tmp_path / "asked"), "OMP_NUM_THREADS": "1"}
-    words = [*command(tmp_path / "c"), "--ckpt-format", form, "--save-interval", 2]
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    warm = WarmProcess(tmp_path, PYTHONPATH=path, ASKED=str(tmp_path / "asked"))
+    words = [*on_text(tmp_path, command(tmp_path / "c")), "--ckpt-format", form, "--save-interval", 2]
     words += ["--wandb-project", "p", "--wandb-exp-name", "n"]
     branch = ["--load", tmp_path / "c", "--save", tmp_path / "d", "--ckpt-step", 2, "--wandb-exp-name", "another"]
     for target, more in ((2, []), (4, []), (4, branch)):
         flags = ["--train-iters", 4, "--lr-decay-iters", 4, "--exit-interval", target, *more]
-        argv = [sys.executable, "-m", "megalith", "train", *map(str, [*words, *flags])]
-        done = subprocess.run(argv, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "records offline" not in done.stdout
+        done = warm.run([*words, *flags], tmp_path)
+        assert done.code == 0, done.text
+        assert "records offline" not in done.text
+    warm.close()
     asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
     assert asked == [{}, {"id": "first-run", "resume": "allow"}, {}], "another name begins another run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import pytest
 from megalith.checkpoint import DirectoryStore
 
 from .checkpoints import assert_same, state_of
+from .small_run import on_text
 from .test_resume import MODEL, command
 from .warm import Finished, WarmProcess
 
@@ -126,7 +128,7 @@ def with_a_reader_that_leaves(repository: Path, words: list[object], needle: byt
 
 def test_training_goes_on_when_the_reader_leaves(repository: Path, tmp_path: Path) -> None:
     save = tmp_path / "c"
-    words = command(save, "--train-iters", 30, "--save-interval", 1000)
+    words = on_text(tmp_path, command(save, "--train-iters", 30, "--save-interval", 1000))
     running = with_a_reader_that_leaves(repository, words, b"using world size")
     assert running.wait(120) == 0
     assert DirectoryStore(save).latest() == 30
@@ -136,7 +138,8 @@ def test_training_goes_on_when_the_reader_leaves(repository: Path, tmp_path: Pat
 
 def test_a_signal_still_saves_when_the_reader_has_left(repository: Path, tmp_path: Path) -> None:
     save = tmp_path / "c"
-    running = with_a_reader_that_leaves(repository, command(save, *ENDLESS), b"iteration        3/")
+    words = on_text(tmp_path, command(save, *ENDLESS))
+    running = with_a_reader_that_leaves(repository, words, b"iteration        3/")
     running.send_signal(signal.SIGINT)
     assert running.wait(120) == 75
     assert (DirectoryStore(save).latest() or 0) >= 3
@@ -147,7 +150,7 @@ def test_a_signal_still_saves_when_the_reader_has_left(repository: Path, tmp_pat
 
 
 def under_torchrun(repository: Path, save: Path, log: Path, ranks: int) -> subprocess.Popen[bytes]:
-    words = [str(word) for word in command(save, *ENDLESS)]
+    words = [str(word) for word in on_text(log.parent, command(save, *ENDLESS))]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--standalone"]
     return subprocess.Popen(
         [*launcher, str(repository / "pretrain_gpt.py"), *words],
@@ -165,8 +168,17 @@ def wait_for(log: Path, needle: str, seconds: float = 120.0) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
-@pytest.mark.parametrize("how", ["ctrl-c", "sigterm to the launcher", "launcher dies", "sigterm to a worker"])
+HOWS = ("ctrl-c", "sigterm to the launcher", "launcher dies", "sigterm to a worker")
+SAMPLE = (("ctrl-c", 2), ("sigterm to the launcher", 1), ("launcher dies", 2))
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks"),
+    [
+        pytest.param(*place, marks=() if place in SAMPLE else pytest.mark.full)
+        for place in itertools.product(HOWS, (1, 2))
+    ],
+)
 def test_under_torchrun_the_workers_save_and_no_one_is_left(
     repository: Path, tmp_path: Path, how: str, ranks: int
 ) -> None:

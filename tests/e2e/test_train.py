@@ -16,6 +16,7 @@ from megalith.checkpoint import DirectoryStore
 from megalith.tokenizers import train_byte_level_bpe
 from megalith.train.metrics import read_metrics
 
+from .small_run import on_text
 from .test_resume import MODEL, command
 from .warm import WarmProcess, free_port
 
@@ -32,7 +33,8 @@ LAUNCHERS = {
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher(repository: Path, tmp_path: Path, launcher: str) -> None:
     save = tmp_path / "c"
-    words = [str(word) for word in command(save, *SHORT, "--distributed-backend", "nccl", "--device", "cpu")]
+    words = command(save, *SHORT, "--distributed-backend", "nccl", "--device", "cpu")
+    words = [str(word) for word in (on_text(tmp_path, words) if LAUNCHERS[launcher] else words)]
     environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "PYTHONPATH")}
     port = ["--master_port", str(free_port())] if LAUNCHERS[launcher] else []
     finished = subprocess.run(
