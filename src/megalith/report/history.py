@@ -57,8 +57,9 @@ class Curve:
         self.stretches = [*kept, []]
 
     @property
-    def num_points(self) -> int:
-        return sum(map(len, self.stretches))
+    def points(self) -> list[tuple[float, float]]:
+        """The points of all stretches."""
+        return [point for stretch in self.stretches for point in stretch]
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ Points = Sequence[tuple[float, float]]
 
 def page(history: History, name: str) -> str:
     losses = {kind: history.curves[key] for key, kind in _CLASSES.items() if key in history.curves}
-    others = {key: curve for key, curve in history.curves.items() if key not in _CLASSES and curve.num_points}
+    others = {key: curve for key, curve in history.curves.items() if key not in _CLASSES and curve.points}
     marks, style = _marks(history.events), (files("megalith.report") / "page.css").read_text(encoding="utf-8")
     parts = [
         "<!doctype html>",
@@ -64,8 +64,8 @@ def _facts(history: History) -> str:
         record = evaluations[-1].record
         facts.append((_number(record.get("loss")), f"last {record.get('split', '')} loss"))
     throughput = history.curves.get("tokens per second")
-    if throughput is not None and throughput.num_points:
-        values = [value for stretch in throughput.stretches for _, value in stretch]
+    if throughput is not None and throughput.points:
+        values = [value for _, value in throughput.points]
         facts.append((f"{sorted(values)[len(values) // 2]:,.0f}", "tokens a second (median)"))
     facts.append((f"{history.num_skipped:,}", "skipped steps"))
     facts.append((f"{sum(event.kind == 'resume' for event in history.events):,}", "restarts"))
@@ -218,12 +218,12 @@ def chart(curves: dict[str, Curve], marks: Sequence[tuple[float, str, str]] = ()
 
 
 def _faint(curve: Curve) -> str:
-    return " faint" if curve.num_points > _MEAN_FROM else ""
+    return " faint" if len(curve.points) > _MEAN_FROM else ""
 
 
 def _means(curve: Curve) -> list[tuple[float, float]]:
     """Of a long curve the means of as many points as make a smooth line; nothing of a short one."""
-    points = [point for stretch in curve.stretches for point in stretch]
+    points = curve.points
     if len(points) <= _MEAN_FROM:
         return []
     size = -(-len(points) // _MEANS)

@@ -13,7 +13,6 @@ from megalith.cli.quickstart.text import (
     PIECE_CHARACTERS,
     build_corpus,
     read_documents,
-    read_source,
     split_text,
     standard_library,
     user_texts,
@@ -56,49 +55,34 @@ def test_a_library_without_sources_is_an_error_that_names_the_folder(tmp_path: P
     assert "--data" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("# -*- coding: latin-1 -*-\nname = 'é'\n".encode("latin-1"), "# -*- coding: latin-1 -*-\nname = 'é'\n"),
-        (b"name = '\xff'\n", ""),
-        (b"# coding: no-such-encoding\n", ""),
-    ],
-    ids=["declared", "undecodable", "unknown"],
-)
-def test_a_source_is_read_in_its_own_encoding(tmp_path: Path, content: bytes, expected: str) -> None:
-    path = tmp_path / "module.py"
-    path.write_bytes(content)
-    assert read_source(path) == expected
-
-
 def test_repetitions_and_scraps_are_dropped() -> None:
     texts = [source_of(number) for number in range(FEWEST_DOCUMENTS)]
-    corpus = build_corpus("x", [*texts, *texts, "", "\n" * 100, "short"])
+    corpus = build_corpus("x", "x", [*texts, *texts, "", "\n" * 100, "short"])
     assert sorted(corpus.documents) == sorted(texts)
 
 
 def test_the_order_does_not_depend_on_the_order_of_files() -> None:
     texts = [source_of(number) for number in range(50)]
-    forwards = build_corpus("x", texts).documents
-    assert forwards == build_corpus("x", reversed(texts)).documents
+    forwards = build_corpus("x", "x", texts).documents
+    assert forwards == build_corpus("x", "x", reversed(texts)).documents
     assert list(forwards) != texts  # mixed, so that each split is a fair sample
 
 
 def test_the_size_limit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalith.cli.quickstart.text.MOST_CHARACTERS", 50_000)
-    corpus = build_corpus("x", [source_of(number) for number in range(100)])
+    corpus = build_corpus("x", "x", [source_of(number) for number in range(100)])
     assert 45_000 < corpus.num_characters <= 50_000
 
 
 def test_half_surrogates_become_text() -> None:
-    corpus = build_corpus("x", ["\ud800" * 40, *(source_of(number) for number in range(30))])
+    corpus = build_corpus("x", "x", ["\ud800" * 40, *(source_of(number) for number in range(30))])
     for text in corpus.documents:
         text.encode("utf-8")
 
 
 def test_too_little_text_is_refused_with_numbers() -> None:
     with pytest.raises(DataError, match="3 different documents"):
-        build_corpus("x", [source_of(number) for number in range(3)])
+        build_corpus("x", "x", [source_of(number) for number in range(3)])
 
 
 def test_text_with_marks_is_cut_there() -> None:
@@ -181,7 +165,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path, content: bytes | None) -> N
 
 
 def test_what_is_written_can_be_read_again(tmp_path: Path) -> None:
-    corpus = build_corpus("x", [source_of(number) + '"\n\té' for number in range(30)])
+    corpus = build_corpus("x", "x", [source_of(number) + '"\n\té' for number in range(30)])
     corpus.write(tmp_path / "corpus.jsonl")
     lines = (tmp_path / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
     assert tuple(json.loads(line)["text"] for line in lines) == corpus.documents

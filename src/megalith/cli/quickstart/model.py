@@ -6,23 +6,9 @@ tells which of them still learns enough in the time, and in how many iterations.
 
 from __future__ import annotations
 
-import os
 import platform
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-
-from megalith.assemble.model import build_chunks, build_run_optimizer, choose_device, draw_weights
-from megalith.config import load
-from megalith.distributed.context import ParallelContext
-from megalith.distributed.rng import RandomStreams
-from megalith.models.language_model import LanguageModel
-from megalith.optim.optimizer import Optimizer
-from megalith.train.throughput import measure_peak
 
 PADDING = 128  # Megatron's --make-vocab-size-divisible-by
 TOKENS_PER_PARAMETER = 1.5
@@ -33,11 +19,11 @@ arXiv:2203.15556): no such run is this short."""
 
 TRAINING_SHARE = 0.85  # of the time; the rest is for evaluation, saving, and the steps lost by the kill
 MOST_EPOCHS = 10.0  # after which repeating a text gains little (Muennighoff et al. 2023, arXiv:2305.16264)
-FEWEST_ITERATIONS, SAVES = 24, 4
-BF16_GAIN = 1.3  # bf16 is used where its matrix product is at least this much faster than that of fp32
-FP16_GAIN = 2.0  # fp16 needs a loss scale: it must be this much faster than the better of the other two
+FEWEST_ITERATIONS = 24
+# So much faster must its matrix product be to take it instead of those before; fp16 needs a loss scale.
+GAINS = {"bf16": 1.3, "fp16": 2.0}
 PEAK_SECONDS = 2.0  # for each precision: one noisy moment must not decide how large the model is
-PROBE_SECONDS, FEWEST_PROBES = 3.0, 5  # so that a pause of the machine does not pass for a slow step
+PEAK_SHARE = 0.02  # of the time of a training that is shorter than usual
 
 
 @dataclass(frozen=True)
@@ -102,20 +88,26 @@ class Plan:
 
     machine: Machine
     size: ModelSize
-    iterations: int = FEWEST_ITERATIONS
+    iterations: int
+    step_seconds: float = 0.0  # of one training step, as measured
 
     @property
     def save_interval(self) -> int:
-        return max(1, self.iterations // SAVES)
+        return self.iterations // 4
 
     @property
-    def kill_iteration(self) -> int:
-        """Half-way, and far enough behind a checkpoint that some steps are lost."""
-        return self.save_interval * (SAVES // 2) + max(3, self.iterations // 40)
+    def kill_step(self) -> int:
+        """The step half-way that the kill interrupts, far enough behind a checkpoint that some steps are lost."""
+        return 2 * self.save_interval + max(3, self.iterations // 40) + 1
 
 
-def measure_machine(wanted: str = "auto") -> Machine:
-    """Multiply matrices in each precision and pick the one to train in."""
+def measure_machine(wanted: str, seconds: float) -> Machine:
+    """Multiply matrices in each precision and pick the one in which to train for these seconds."""
+    import torch
+
+    from megalith.assemble.model import choose_device
+    from megalith.train.throughput import measure_peak
+
     device = choose_device(wanted)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if device.type == "cuda":
@@ -123,7 +115,8 @@ def measure_machine(wanted: str = "auto") -> Machine:
     else:
         cores = torch.get_num_threads()
         name = f"{cores} CPU core{'s' if cores > 1 else ''} ({platform.machine()})"
-    flops = {precision: measure_peak(device, dtype, PEAK_SECONDS) for precision, dtype in dtypes.items()}
+    budget = min(PEAK_SECONDS, PEAK_SHARE * seconds)
+    flops = {precision: measure_peak(device, dtype, budget) for precision, dtype in dtypes.items()}
     precision = choose_precision(flops)
     return Machine(name, precision, flops[precision])
 
@@ -131,61 +124,26 @@ def measure_machine(wanted: str = "auto") -> Machine:
 def choose_precision(flops: dict[str, float]) -> str:
     """Pick the precision from the measured FLOP/s of those that the device can multiply in ("fp32" always)."""
     best = "fp32"
-    if flops.get("bf16", 0.0) >= BF16_GAIN * flops["fp32"]:
-        best = "bf16"
-    if flops.get("fp16", 0.0) >= FP16_GAIN * flops[best]:
-        best = "fp16"
+    for precision, gain in GAINS.items():
+        if flops.get(precision, 0.0) >= gain * flops[best]:
+            best = precision
     return best
 
 
-def choose_model(
-    machine: Machine, seconds: float, num_tokens: float, step_time: Callable[[ModelSize], float]
-) -> tuple[ModelSize, float]:
+def choose_plan(machine: Machine, seconds: float, num_tokens: float, step_time: Callable[[ModelSize], float]) -> Plan:
     """Pick the largest model that sees enough tokens for its size in the time, or the smallest of all.
 
-    Returns it with the seconds of its step, which `step_time` measures only where it can matter.
+    It is trained for the time, or until the text is known by heart. `step_time` measures the seconds of a step, and
+    only where they can matter.
     """
-
-    def sees_enough(size: ModelSize, step_seconds: float) -> bool:
-        tokens = min(seconds / step_seconds * size.tokens_per_step, MOST_EPOCHS * num_tokens)
-        return tokens >= TOKENS_PER_PARAMETER * size.num_parameters
-
-    for size in reversed(MODEL_SIZES[1:]):
+    for size in reversed(MODEL_SIZES):
+        most = MOST_EPOCHS * num_tokens / size.tokens_per_step
+        needed = TOKENS_PER_PARAMETER * size.num_parameters / size.tokens_per_step
         ideal = size.flops_per_token * size.tokens_per_step / machine.flops
-        if sees_enough(size, ideal) and sees_enough(size, measured := step_time(size)):
-            return size, measured
-    return MODEL_SIZES[0], step_time(MODEL_SIZES[0])
-
-
-def choose_iterations(size: ModelSize, seconds: float, step_seconds: float, num_tokens: float) -> int:
-    """Count the steps that fit into the time, without learning the text by heart."""
-    by_time = TRAINING_SHARE * seconds / step_seconds
-    by_text = MOST_EPOCHS * num_tokens / size.tokens_per_step
-    return max(FEWEST_ITERATIONS, round(min(by_time, by_text)))
-
-
-def measure_step(size: ModelSize, train_flags: Sequence[str]) -> float:
-    """Return the median seconds of a few training steps of a run, whose data files need not exist yet."""
-    run = load(train_flags, os.environ, files=False)
-    device = choose_device(run.train.device, run.launch)
-    context = ParallelContext.solo(device)
-    (model,) = chunks = build_chunks(run, size.padded_vocab_size, context)
-    draw_weights(run, chunks, RandomStreams(run.train.seed), context)
-    optimizer = build_run_optimizer(run, chunks, context)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(size.vocab_size, (size.batch_size, size.seq_length + 1), generator=generator).to(device)
-    seconds: list[float] = []
-    while len(seconds) < FEWEST_PROBES or sum(seconds) < PROBE_SECONDS:
-        seconds.append(time_step(model, optimizer, tokens))
-    return statistics.median(seconds)
-
-
-def time_step(model: LanguageModel, optimizer: Optimizer, tokens: Tensor) -> float:
-    """Time one step on the tokens [B, S + 1]; reading the loss at the end waits for the device."""
-    started = time.perf_counter()
-    optimizer.zero_grad()
-    loss = model(tokens[:, :-1].contiguous(), labels_BS=tokens[:, 1:].contiguous()).mean()
-    (loss * optimizer.loss_scale).backward()
-    optimizer.step(1e-4, 0.1)
-    loss.item()
-    return time.perf_counter() - started
+        if size is not MODEL_SIZES[0] and min(seconds / ideal, most) < needed:
+            continue
+        measured = step_time(size)
+        if min(seconds / measured, most) >= needed:
+            break
+    iterations = round(min(TRAINING_SHARE * seconds / measured, most))
+    return Plan(machine, size, max(FEWEST_ITERATIONS, iterations), measured)

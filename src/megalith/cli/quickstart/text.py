@@ -10,7 +10,6 @@ import codecs
 import hashlib
 import json
 import sysconfig
-import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,26 +50,16 @@ def standard_library(root: Path | None = None) -> Corpus:
     """Collect the source code of this Python's standard library, without its tests."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if not NOT_CODE & set(path.relative_to(root).parts))
-    try:
-        return build_corpus(f"Python {sysconfig.get_python_version()}'s library", map(read_source, files))
-    except DataError as error:
-        raise DataError(f"{root}: {error}") from error
-
-
-def read_source(path: Path) -> str:
-    """Read a Python file in the encoding that it declares; return "" if it cannot be decoded."""
-    try:
-        with tokenize.open(path) as file:
-            return file.read()
-    except (SyntaxError, UnicodeDecodeError, OSError):
-        return ""
+    texts = (path.read_text(encoding="utf-8", errors="replace") for path in files)
+    return build_corpus(f"Python {sysconfig.get_python_version()}'s library", str(root), texts)
 
 
 def user_texts(paths: Iterable[Path], json_key: str = "text", encoding: str = "auto") -> Corpus:
     """Read the user's files: JSON by its name, anything else as plain text; compressed or not."""
     paths = tuple(paths)
     name = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
-    return build_corpus(name, (text for path in paths for text in read_documents(path, json_key, encoding)))
+    texts = (text for path in paths for text in read_documents(path, json_key, encoding))
+    return build_corpus(name, f"--data {' '.join(map(str, paths))}", texts)
 
 
 def read_documents(path: Path, json_key: str, encoding: str = "auto") -> Iterator[str]:
@@ -96,19 +85,15 @@ def read_documents(path: Path, json_key: str, encoding: str = "auto") -> Iterato
 def read_beginning(path: Path, encoding: str) -> str:
     """Read as much of a plain text file as is trained on."""
     file = open_text(path, encoding, Limits())
-    parts, size = [], 0
     try:
-        for part in codecs.iterdecode((block for block, _ in file.blocks()), "utf-8"):
-            parts.append(part)
-            size += len(part)
-            if size >= MOST_CHARACTERS:
-                break
+        # Not the final call of this decoder: a character that the end of the bytes cuts in two is left out.
+        text = codecs.getincrementaldecoder("utf-8")().decode(file.beginning(4 * MOST_CHARACTERS))
     except UnicodeDecodeError as error:
         raise DataError(
             f"--data {path} is not valid {file.encoding.name}: {error}; --encoding names another encoding, such as "
             "gb18030 or cp1252"
         ) from error
-    return "".join(parts).replace("\r\n", "\n")
+    return text[:MOST_CHARACTERS].replace("\r\n", "\n")
 
 
 def split_text(text: str) -> Iterator[str]:
@@ -125,8 +110,11 @@ def split_text(text: str) -> Iterator[str]:
         start = end + skipped
 
 
-def build_corpus(name: str, texts: Iterable[str]) -> Corpus:
-    """Drop repetitions and scraps, stop at the size limit, and order the rest by hash."""
+def build_corpus(name: str, origin: str, texts: Iterable[str]) -> Corpus:
+    """Drop repetitions and scraps, stop at the size limit, and order the rest by hash.
+
+    Raises:  DataError naming the `origin` of the texts if they are too few or too short to train on.
+    """
     by_hash: dict[bytes, str] = {}
     size = 0
     for raw in texts:
@@ -139,8 +127,8 @@ def build_corpus(name: str, texts: Iterable[str]) -> Corpus:
             size += len(text)
     if len(by_hash) < FEWEST_DOCUMENTS or size < FEWEST_CHARACTERS:
         raise DataError(
-            f"{len(by_hash)} different documents with {size:,} characters are too little to train on: at least "
-            f"{FEWEST_DOCUMENTS} documents and {FEWEST_CHARACTERS:,} characters are needed. "
+            f"{origin}: {len(by_hash)} different documents with {size:,} characters are too little to train on: at "
+            f"least {FEWEST_DOCUMENTS} documents and {FEWEST_CHARACTERS:,} characters are needed. "
             "Give more text with --data FILE... (.jsonl or .txt)"
         )
     return Corpus(name, tuple(by_hash[key] for key in sorted(by_hash)))

@@ -1,0 +1,148 @@
+"""Commands that the configuration accepts, a training that is killed, and the proof of the resume."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.cli.quickstart import Quickstart, build_parser, compare_repeated_steps, program, save_png, words_of
+from megalith.cli.quickstart.model import MODEL_SIZES, Machine, ModelSize, Plan
+from megalith.config import load
+from megalith.errors import MegalithError
+from megalith.report.history import Curve, History
+
+Record = dict[str, Any]
+
+
+def quickstart(out: Path) -> Quickstart:
+    made = Quickstart(build_parser().parse_args(["--out", str(out), "--device", "cpu"]))
+    made.clear_folder()
+    return made
+
+
+def steps(numbers: Sequence[int], grad_norm: float = 1.0, loss: float | None = None) -> list[Record]:
+    rest = {"event": "step", "grad_norm": grad_norm, "learning_rate": 0.1}
+    return [{**rest, "iteration": number, "loss": 1 / number if loss is None else loss} for number in numbers]
+
+
+def history_of(records: Sequence[Record]) -> History:
+    history = History()
+    for record in records:
+        history.take(record)
+    return history
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("size", MODEL_SIZES, ids=lambda size: f"{size.num_layers}x{size.hidden_size}")
+def test_the_configuration_accepts_the_training(tmp_path: Path, size: ModelSize, precision: str) -> None:
+    out = tmp_path / "my out"
+    commands = quickstart(out).commands(Plan(Machine("x", precision, 1e9), size, 1000), out, "")
+    command, *flags = words_of(commands[2])
+    run = load(flags, {}, files=False)
+    assert command == "train"
+    assert run.model.ffn_size == size.ffn_hidden_size
+    assert run.train.global_batch_size == size.batch_size
+    assert run.precision.bf16 == (precision == "bf16")
+    assert run.precision.fp16 == (precision == "fp16")
+    assert run.checkpoint.save == run.checkpoint.load == f"{out}/checkpoints"
+    assert not run.notes
+
+
+@pytest.mark.parametrize("prompt", ['it\'s a {} $PROMPT\n"here"', "", "\\\n"])
+def test_what_runs_is_what_the_script_says(tmp_path: Path, prompt: str) -> None:
+    plan = Plan(Machine("x", "bf16", 1e9), MODEL_SIZES[0], 100)
+    head, *commands = quickstart(tmp_path / "my out").commands(plan, tmp_path / "my out", prompt)
+    assert "generate" in commands[2] and prompt in words_of(commands[2])
+    # The program is replaced by one that prints its words, so that the shell's reading of the script shows.
+    printing = shlex.join([sys.executable, "-c", "import sys; print(sys.argv[1:])"])
+    script = "\n\n".join([head, *(text.replace(program(), printing, 1) for text in commands)])
+    printed = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == [repr(words_of(command)) for command in commands]
+
+
+def use(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """Run this program instead of Megalith."""
+    monkeypatch.setattr("megalith.cli.quickstart.COMMAND", (sys.executable, "-c", source))
+
+
+def test_a_command_runs_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, "import sys; print(sys.argv[1:])")
+    log = quickstart(tmp_path / "out").call(["one", "two"])
+    assert log.read_text() == "['one', 'two']\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "exit_code"),
+    [
+        ("import sys; print('first the cause'); sys.exit(3)", 3),
+        ("import os, signal; print('first the cause', flush=True); os.kill(os.getpid(), 15)", 128 + signal.SIGTERM),
+        ("import os, signal; print('first the cause', flush=True); os.kill(os.getpid(), 9)", 128 + signal.SIGKILL),
+    ],
+    ids=["error", "signal", "killed by another"],
+)
+def test_a_failure_carries_the_exit_code_and_the_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, exit_code: int
+) -> None:
+    use(monkeypatch, source)
+    with pytest.raises(MegalithError, match="first the cause") as caught:
+        quickstart(tmp_path / "out").call(["train"])
+    assert caught.value.exit_code == exit_code
+
+
+def test_a_training_that_ends_before_its_kill_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, "")
+    with pytest.raises(MegalithError):
+        quickstart(tmp_path / "out").call(["train"], 10)
+
+
+def test_a_step_is_timed_on_the_real_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    made = quickstart(tmp_path / "out")
+    assert 1e-4 < made.measure_step(Machine("x", "fp32", 1e9), MODEL_SIZES[0]) < 60.0
+    assert not (made.out / "checkpoints").exists(), "the training begins anew"
+
+
+def test_equal_repetitions_prove_the_resume() -> None:
+    resumed = {"event": "resume", "iteration": 5}
+    proof = compare_repeated_steps(history_of([*steps(range(1, 9)), resumed, *steps(range(6, 13))]))
+    assert (proof["resumed_from"], proof["killed_at"]) == (5, 8)
+    assert (proof["num_repeated"], proof["num_equal"], proof["largest_difference"]) == (3, 3, 0.0)
+
+
+def test_the_smallest_difference_is_reported() -> None:
+    again = [{"event": "resume", "iteration": 5}, *steps([6], loss=1.0 + 2**-52), *steps([7], 1.5, 1.0)]
+    again += steps([8], loss=1.0)
+    proof = compare_repeated_steps(history_of([*steps(range(1, 9), loss=1.0), *again]))
+    assert (proof["num_repeated"], proof["num_equal"], proof["largest_difference"]) == (3, 1, 2**-52)
+
+
+def test_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "loss.png"
+    losses = Curve([[(float(step), 1 / step) for step in range(1, 300)]])
+    save_png({"training loss": losses, "validation loss": Curve([[(100.0, 0.5)]])}, 150, path, "title")
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert struct.unpack(">II", content[16:24]) == (960, 540)
+
+
+def test_the_losses_are_shown_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # an import of it fails
+    made = quickstart(tmp_path / "out")
+    run = made.out / "checkpoints" / "run"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps(range(1, 30)))))
+    made.draw(Plan(Machine("x", "fp32", 1e9), MODEL_SIZES[0], 30), 12)
+    assert "\u2501" in (shown := capsys.readouterr().out) and "killed at 12" in shown
+    assert not (made.out / "loss.png").exists()
