@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megalith.models.language_model import LanguageModel
     from megalith.nn.linear import Linear, column, row
     from megalith.nn.own_attention import Attend
+    from megalith.nn.own_loss import Vocabulary
     from megalith.nn.placement import Replicated, Split
     from megalith.nn.region import Region
     from megalith.optim.rules import UpdateBatch, UpdateRule
@@ -54,6 +55,7 @@ _LATER = {
     "row": "megalith.nn.linear:row",
     "UpdateBatch": "megalith.optim.rules:UpdateBatch",
     "UpdateRule": "megalith.optim.rules:UpdateRule",
+    "Vocabulary": "megalith.nn.own_loss:Vocabulary",
     "load_trained": "megalith.assemble.trained:load_trained",
     "train": "megalith.train.loop:train",
     "train_step": "megalith.train.step:train_step",
@@ -87,6 +89,7 @@ __all__ = [
     "TrainingRun",
     "UpdateBatch",
     "UpdateRule",
+    "Vocabulary",
     "collect",
     "column",
     "from_values",
@@ -94,6 +97,7 @@ __all__ = [
     "load_trained",
     "register_attention",
     "register_dataset",
+    "register_loss",
     "register_mlp",
     "register_model",
     "register_norm",
@@ -129,6 +133,26 @@ def register_attention(name: str, *, settings: type | None = None) -> Callable[[
         settings: As of `register_dataset`.
     """
     return mark("attention", name, settings=settings)
+
+
+def register_loss(name: str, *, on: str = "logits", settings: type | None = None) -> Callable[[Thing], Thing]:
+    """Register a function `(logits, labels, mask, vocabulary: Vocabulary) -> losses` for `--loss name`.
+
+    `labels` and `mask` are [B, S], `logits` [B, S, V here]: of the part of the vocabulary on this tensor-parallel rank,
+    over which `vocabulary` reduces. It returns the loss of each token [B, S]; the mask and the mean over tokens follow.
+    It takes the place of GPT's cross-entropy in training and evaluation, also of multi-token prediction.
+
+    Args:
+        on: "logits", or "hidden" for a function that takes hidden states [B, S, D] instead, of the whole sequence. It
+            calls `vocabulary.logits` on those of which it needs logits. Not for plain modules.
+        settings: As of `register_dataset`.
+
+    Raises:
+        ValueError: There is no such `on`.
+    """
+    if on not in ("logits", "hidden"):
+        raise ValueError(f"on={on!r}: give 'logits' or 'hidden'")
+    return mark("loss", name, settings=settings, on=on)
 
 
 def register_mlp(name: str, *, settings: type | None = None) -> Callable[[Thing], Thing]:

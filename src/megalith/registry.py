@@ -25,6 +25,7 @@ KINDS: Mapping[str, str] = {
     "attention": "--attention",
     "dataset": "--data-source",
     "hook": "--hook",
+    "loss": "--loss",
     "mlp": "--mlp",
     "model": "--model",
     "norm": "--normalization",

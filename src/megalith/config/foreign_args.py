@@ -151,7 +151,7 @@ _OF_THE_RUN = (
     *("fp32_residual_connection", "hidden_dropout", "attention_dropout", "attention_softmax_in_fp32"),
     *("label_smoothing", "calculate_per_token_loss", "apply_query_key_layer_scaling", "init_method_std"),
     *("embedding_init_method_std", "init_method_xavier_uniform", "use_cpu_initialization", "attention_backend"),
-    "transformer_impl",
+    *("transformer_impl", "loss"),
 )
 MODEL_SETTINGS = tuple(setting.name for setting in settings_of("model", ModelConfig) if setting.name not in _OF_THE_RUN)
 """Settings that decide what the weights of a model mean, or how many there are."""

@@ -21,8 +21,10 @@ from megalith.nn.cache import KVCache
 from megalith.nn.documents import Documents
 from megalith.nn.loss import LogitsBuffer, OutputLayer, whole_logits
 from megalith.nn.moe.balance import Peers
+from megalith.nn.own_loss import own_loss
 from megalith.nn.recompute import Recompute
 from megalith.nn.rope import Rotation
+from megalith.registry import Registered
 
 
 class GPT(LanguageModel):
@@ -80,8 +82,8 @@ class GPT(LanguageModel):
     def losses(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Loss, ...]:
         tensors, depths = inputs.tensors, self.config.predictions
         further = ahead(tensors, depths)
-        losses = self._of(inputs, hidden, tensors["labels"], [seen for seen, _ in further])
-        masks = [tensors["loss_mask"], *(mask for _, mask in further)]
+        losses = self._of(inputs, hidden, tensors["labels"], further)
+        masks = [tensors["loss_mask"], *(seen.mask_BS for seen in further)]
         weights = [1.0, *(self.config.mtp_loss_scaling_factor / depths for _ in further)]
         return tuple(
             Loss(torch.sum(losses_BS.reshape(-1) * mask.reshape(-1)), mask.sum(), weight)
@@ -97,6 +99,7 @@ class GPT(LanguageModel):
             hidden_SBD=hidden,
             position_ids_BS=tensors["position_ids"],
             labels_BS=labels_BS,
+            mask_BS=tensors.get("loss_mask"),
             documents=inputs.documents,
             ahead=seen,
         )
@@ -109,6 +112,7 @@ class GPT(LanguageModel):
         hidden_SBD: Tensor | None = None,
         position_ids_BS: Tensor | None = None,
         labels_BS: Tensor | None = None,
+        mask_BS: Tensor | None = None,
         cache: KVCache | None = None,
         documents: Documents | None = None,
         ahead: Sequence[Ahead] = (),
@@ -120,6 +124,7 @@ class GPT(LanguageModel):
             hidden_SBD: What the stage before this one returned; a stage that embeds takes none.
             position_ids_BS: Rows of the learned position table [B, S]; those of the cache if absent.
             labels_BS: Targets [B, S].
+            mask_BS: Which of them count [B, S], for a registered loss; all if absent.
             cache: Keys and values of earlier tokens, extended in place; B is 1, and S the new tokens of all sequences.
             documents: Those of the whole sequences, if attention stays inside of them; without a cache only.
             ahead: What the layers of multi-token prediction see, by depth; with labels.
@@ -136,7 +141,7 @@ class GPT(LanguageModel):
             return hidden_SBD
         if labels_BS is None:
             return whole_logits(hidden_SBD, self.output_weight, self.region, self.vocab_size).transpose(0, 1)
-        losses = [self._loss(hidden_SBD, labels_BS, self._logits[0])]
+        losses = [self._loss(hidden_SBD, labels_BS, mask_BS, self._logits[0])]
         if not ahead:
             return losses[0]
         assert self.mtp is not None and self.embedding is not None, "only layers of prediction look ahead"
@@ -144,11 +149,17 @@ class GPT(LanguageModel):
         for layer, seen, logits in zip(self.mtp.layers, ahead, self._logits[1:], strict=True):
             embedded_SBD = self.embedding(seen.tokens_BS, seen.position_ids_BS)
             hidden_SBD = layer(hidden_SBD, embedded_SBD, turn, documents)
-            losses.append(self._loss(hidden_SBD, seen.labels_BS, logits))
+            losses.append(self._loss(hidden_SBD, seen.labels_BS, seen.mask_BS, logits))
         return torch.stack(losses)
 
-    def _loss(self, states_SBD: Tensor, labels_BS: Tensor, logits: LogitsBuffer) -> Tensor:
-        """The loss of each token [B, S]."""
+    def _loss(self, states_SBD: Tensor, labels_BS: Tensor, mask_BS: Tensor | None, logits: LogitsBuffer) -> Tensor:
+        """The loss of each token [B, S], a registered one if --loss names it."""
+        if isinstance(self.config.loss, Registered):
+            mask_BS = torch.ones_like(labels_BS, dtype=torch.float32) if mask_BS is None else mask_BS
+            weight, vocab_size = self.output_weight, self.vocab_size
+            return own_loss(
+                self.config.loss, states_SBD, weight, labels_BS, mask_BS, self.sink, self.region, vocab_size
+            )
         loss_SB = self._token_losses(states_SBD, self.output_weight, labels_BS.t(), logits)
         return loss_SB.t()
 

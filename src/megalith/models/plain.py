@@ -13,6 +13,7 @@ from megalith.config import DataConfig, ModelConfig
 from megalith.errors import ConfigError
 from megalith.models.language_model import Inputs, LanguageModel, Loss
 from megalith.nn.moe.balance import Peers
+from megalith.nn.own_loss import Vocabulary, checked
 from megalith.nn.precision import at_least_fp32
 from megalith.nn.recompute import Recompute
 from megalith.registry import Registered
@@ -57,6 +58,7 @@ class PlainModel(LanguageModel):
             ("--num-experts", bool(config.mixture), False),
             ("--mtp-num-layers", config.predictions > 0, False),
             (f"--model-family {config.model_family}", config.model_family != "gpt", False),
+            (f"--loss {config.loss}", _sees_hidden_states(config.loss), False),
             ("--use-cpu-initialization", config.use_cpu_initialization, False),
         ]
         for flag, asked, by_placement in divided:
@@ -88,12 +90,12 @@ class PlainModel(LanguageModel):
 
     def losses(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Loss, ...]:
         tensors = inputs.tensors
-        losses_BS: Tensor = self(tensors["tokens"], tensors["labels"])
         mask = tensors["loss_mask"]
+        losses_BS: Tensor = self(tensors["tokens"], tensors["labels"], mask)
         return (Loss(torch.sum(losses_BS.reshape(-1) * mask.reshape(-1)), mask.sum()),)
 
-    def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None = None) -> Tensor:
-        """Logits [B, S, V], or with labels the loss of each token [B, S] in at least fp32.
+    def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None = None, mask_BS: Tensor | None = None) -> Tensor:
+        """Logits [B, S, V], or with labels the loss of each token [B, S] in at least fp32; arguments as of `GPT`.
 
         Raises:
             ConfigError: The module returns something else.
@@ -108,6 +110,9 @@ class PlainModel(LanguageModel):
             )
         if labels_BS is None:
             return logits
+        if isinstance(self.config.loss, Registered):
+            mask_BS = torch.ones_like(labels_BS, dtype=torch.float32) if mask_BS is None else mask_BS
+            return checked(self.config.loss, logits, labels_BS, mask_BS, Vocabulary(self.vocab_size))
         logits_TV = logits.flatten(0, 1).to(at_least_fp32(logits.dtype))
         smoothing = self.config.label_smoothing if self.training else 0.0
         losses_T = nn.functional.cross_entropy(logits_TV, labels_BS.flatten(), reduction="none")
@@ -116,6 +121,10 @@ class PlainModel(LanguageModel):
             uniform_T = logits_TV.logsumexp(-1) - logits_TV.mean(-1)
             losses_T = (1.0 - share) * losses_T + share * uniform_T
         return losses_T.view_as(labels_BS)
+
+
+def _sees_hidden_states(loss: str | None) -> bool:
+    return isinstance(loss, Registered) and loss.entry.options["on"] == "hidden"
 
 
 def _entries(module: nn.Module) -> Iterator[nn.Module]:

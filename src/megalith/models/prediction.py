@@ -43,11 +43,12 @@ _SHIFTED = ("tokens", "position_ids", "labels", "loss_mask")
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
-    """The tokens and positions that a layer sees, and the labels that it predicts; [B, S], the positions here."""
+    """The tokens and positions that a layer sees, the labels that it predicts and their loss mask; [B, S], of here."""
 
     tokens_BS: Tensor
     position_ids_BS: Tensor
     labels_BS: Tensor
+    mask_BS: Tensor
 
 
 def _name(field: str, depth: int) -> str:
@@ -63,10 +64,9 @@ def shifted(batch: Mapping[str, Tensor], depths: int) -> dict[str, Tensor]:
     return found
 
 
-def ahead(tensors: Mapping[str, Tensor], depths: int) -> list[tuple[Ahead, Tensor]]:
-    """What `shifted` has put into a micro-batch, by depth, each with its loss mask [B, S]."""
-    fields = [[tensors[_name(field, depth)] for field in _SHIFTED] for depth in range(1, depths + 1)]
-    return [(Ahead(tokens, positions, labels), mask) for tokens, positions, labels, mask in fields]
+def ahead(tensors: Mapping[str, Tensor], depths: int) -> list[Ahead]:
+    """What `shifted` has put into a micro-batch, by depth."""
+    return [Ahead(*(tensors[_name(field, depth)] for field in _SHIFTED)) for depth in range(1, depths + 1)]
 
 
 class PredictionLayer(nn.Module):

@@ -116,6 +116,9 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
     mlp: str | None = setting(
         None, help="registered feed-forward layer, in place of the layers' own", registers="mlp", ours=True
     )
+    loss: str | None = setting(
+        None, help="registered loss, in place of the cross-entropy of GPT", registers="loss", ours=True
+    )
     bert_binary_head: bool = setting(
         True,
         help="BERT learns which of two runs of sentences is the first one",

@@ -53,6 +53,10 @@ own_mlp_is_for_gpt = forbid(
     lambda run: run.model.mlp and (run.model.family.objective != "causal" or run.model.mixture),
     "{mlp} is for GPT without --num-experts; leave one of them out",
 )
+own_loss_is_for_gpt = forbid(
+    lambda run: run.model.loss and (run.model.model_family != "gpt" or run.model.label_smoothing),
+    "{loss} is for GPT, and without --label-smoothing, which is of its own cross-entropy; leave one of them out",
+)
 _REGISTERED = ("model", "attention", "mlp", "normalization", "position_embedding_type")
 
 
