@@ -102,6 +102,7 @@ __all__ = [
     "register_model",
     "register_norm",
     "register_optimizer",
+    "register_position_embedding",
     "register_schedule",
     "register_tokenizer",
     "row",
@@ -214,6 +215,21 @@ def register_optimizer(name: str, *, unit: str = "element", settings: type | Non
     if unit not in ("element", "matrix"):
         raise ValueError(f"unit={unit!r}: give 'element' or 'matrix'")
     return mark("optimizer", name, settings=settings, unit=unit)
+
+
+def register_position_embedding(
+    name: str, *, rotary: bool = False, settings: type | None = None
+) -> Callable[[Thing], Thing]:
+    """Register a module for `--position-embedding-type name`: `(config: ModelConfig, *, dtype, device)`.
+
+    Its `forward(positions [B, S])` returns [B, S, D], which is added to the embeddings of the tokens.
+
+    Args:
+        rotary: Register a function `(config, size) -> frequencies [size / 2]` instead, in radians per position: RoPE
+            rotates pairs of channels of queries and keys by them. `size` is the rotated part of a head.
+        settings: As of `register_dataset`.
+    """
+    return mark("position", name, settings=settings, rotary=rotary)
 
 
 def register_schedule(name: str, *, settings: type | None = None) -> Callable[[Thing], Thing]:

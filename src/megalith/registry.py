@@ -30,6 +30,7 @@ KINDS: Mapping[str, str] = {
     "model": "--model",
     "norm": "--normalization",
     "optimizer": "--optimizer",
+    "position": "--position-embedding-type",
     "schedule": "--lr-decay-style",
     "tokenizer": "--tokenizer-type",
 }

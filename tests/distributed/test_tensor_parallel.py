@@ -27,12 +27,12 @@ from megalith.models.initialise import initialise
 from megalith.models.transformer import Block
 from megalith.nn.attention import AttentionShape, LocalMixer, SelfAttention
 from megalith.nn.dropout import HiddenDropout
-from megalith.nn.embedding import TokenEmbedding
+from megalith.nn.embedding import Embedding, TokenEmbedding
 from megalith.nn.feed_forward import Activation, FeedForward
 from megalith.nn.linear import Linear, column, row
 from megalith.nn.loss import LogitsBuffer, OutputLayer, vocabulary_loss, whole_logits
 from megalith.nn.moe.balance import Alone, Auxiliary
-from megalith.nn.placement import Fused, GroupedHeads, Placement, Split, dim_of, local_part, local_pieces
+from megalith.nn.placement import Fused, GroupedHeads, Placement, Replicated, Split, dim_of, local_part, local_pieces
 from megalith.nn.region import SOLO, Region
 from megalith.nn.rope import rotation
 from megalith.nn.sink import attach_sink
@@ -95,7 +95,7 @@ class Logits(Loss):
 class Words(nn.Module):
     def __init__(self, region: Region, bias: bool) -> None:
         super().__init__()
-        self.embedding = TokenEmbedding(V, D, S, 0.0, region, **KIND)
+        self.embedding = TokenEmbedding(V, D, Embedding(S, D, Replicated(), **KIND), 0.0, region, **KIND)
 
     def forward(self) -> Tensor:
         positions = torch.arange(S).expand(B, S).clone()

@@ -20,7 +20,7 @@ from megalith.errors import ConfigError
 from megalith.models.layer_options import rotations
 from megalith.nn.attention import LocalMixer, SelfAttention, SequenceMixer
 from megalith.nn.documents import Documents
-from megalith.nn.embedding import TokenEmbedding
+from megalith.nn.embedding import Embedding, TokenEmbedding
 from megalith.nn.latent_attention import LatentAttention
 from megalith.nn.loss import LogitsBuffer, vocabulary_loss
 from megalith.nn.moe.balance import Alone, Auxiliary, Peers
@@ -30,6 +30,7 @@ from megalith.nn.precision import FactoryKwargs, at_least_fp32
 from megalith.nn.recompute import Recompute
 from megalith.nn.region import Region, Solo
 from megalith.nn.sink import GradientSink, attach_sink
+from megalith.registry import Registered
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
@@ -132,7 +133,7 @@ class LanguageModel(nn.Module, ABC):
         return TokenEmbedding(
             self.vocab_size,
             config.hidden_size,
-            config.max_position_embeddings if config.position_embedding_type == "learned_absolute" else None,
+            self._position_embedding(),
             config.hidden_dropout,
             self.region,
             num_types=num_types,
@@ -140,6 +141,16 @@ class LanguageModel(nn.Module, ABC):
             hidden_dtype=self.hidden_dtype,
             **self.factory,
         )
+
+    def _position_embedding(self) -> nn.Module | None:
+        """What maps positions [B, S] to what is added to the embeddings of tokens, [B, S, D]."""
+        config = self.config
+        if not config.adds_positions:
+            return None
+        if isinstance(config.position_embedding_type, Registered):
+            own: nn.Module = config.position_embedding_type(config, **self.factory)
+            return own
+        return Embedding(config.max_position_embeddings, config.hidden_size, Replicated(), **self.factory)
 
     def _token_losses(
         self,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from megalith.config import ModelConfig
+from megalith.errors import ConfigError
 from megalith.nn.attend import AttentionRule
 from megalith.nn.attention import AttentionShape
 from megalith.nn.feed_forward import Activation, FeedForward
@@ -93,6 +96,8 @@ def _length_before(config: ModelConfig) -> int:
 def rotary_scaling(config: ModelConfig) -> Scaling | None:
     """How a configuration stretches positions for long sequences."""
     scaling: Scaling | None = None
+    if config.rotary_kind == "own":
+        return OwnFrequencies(config)
     if config.rotary_kind == "yarn":
         return Yarn(
             config.rotary_scaling_factor,
@@ -109,6 +114,31 @@ def rotary_scaling(config: ModelConfig) -> Scaling | None:
     if config.rotary_seq_len_interpolation_factor is not None:
         scaling = Interpolation(config.rotary_seq_len_interpolation_factor, scaling)
     return scaling
+
+
+@dataclass(frozen=True)
+class OwnFrequencies:
+    """The frequencies of a registered position embedding, in the place of those of RoPE."""
+
+    config: ModelConfig
+    amplitude: ClassVar[float] = 1.0
+
+    def scaled(self, frequencies: Tensor) -> Tensor:
+        """See `nn.rope.Scaling`.
+
+        Raises:
+            ConfigError: The function returns something else.
+        """
+        own = self.config.position_embedding_type
+        assert isinstance(own, Registered)
+        found = own(self.config, 2 * len(frequencies))
+        if not isinstance(found, Tensor) or found.shape != frequencies.shape:
+            shown = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigError(
+                f"--position-embedding-type {own} returns {shown}; return a frequency for each pair of channels, "
+                f"{list(frequencies.shape)}, in radians per position"
+            )
+        return found.to(frequencies)
 
 
 def rotations(config: ModelConfig, dtype: torch.dtype) -> RotationTable:

@@ -73,7 +73,7 @@ class Embedding(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """Sum of word and (where positions are learned) position embeddings, sequence first, with dropout.
+    """Sum of word and (where there are any) position embeddings, sequence first, with dropout.
 
     Shapes: tokens and positions [B, S] -> [S, B, D]; where the region holds a part of the sequence, that part of it.
     `hidden_dtype` is that of the sum, and `multiplier` a factor of it; with `num_types` the type of each token (BERT's:
@@ -87,7 +87,7 @@ class TokenEmbedding(nn.Module):
         self,
         vocab_size: int,
         hidden_size: int,
-        max_positions: int | None,
+        position_embeddings: nn.Module | None,
         dropout: float,
         region: Region,
         *,
@@ -101,9 +101,7 @@ class TokenEmbedding(nn.Module):
         self.multiplier = multiplier
         self.part = region.shard(vocab_size, even=False)
         self.word_embeddings = Embedding(self.part.size, hidden_size, Split(0, vocab_size), **factory)
-        self.position_embeddings = (
-            None if max_positions is None else Embedding(max_positions, hidden_size, Replicated(), **factory)
-        )
+        self.position_embeddings = position_embeddings
         self.tokentype_embeddings = Embedding(num_types, hidden_size, Replicated(), **factory) if num_types else None
         self.dropout = HiddenDropout(dropout, region)
 

@@ -36,6 +36,9 @@ class Attention: ...
 @mark("mlp", "own-mlp")
 class MLP: ...
 
+@mark("position", "own-positions", rotary=True)
+def positions(config, size): ...
+
 @mark("loss", "own-loss", on="logits")
 def loss(logits, labels, mask, vocabulary): ...
 
@@ -105,6 +108,8 @@ def test_nothing_is_imported_unless_it_is_typed(module: str, tmp_path: Path) -> 
         ("--import {module} --no-mock-data --data-source own-data --model-family t5", "--data-source own-data: T5"),
         ("--import {module} --attention own-attention --multi-latent-attention", "--attention own-attention"),
         ("--import {module} --mlp own-mlp --num-experts 2", "--mlp own-mlp"),
+        ("--import {module} --position-embedding-type own-positions --kv-channels 5", "--kv-channels 6"),
+        ("--import {module} --position-embedding-type own-positions --multi-latent-attention", "own-positions is for"),
         ("--import {module} --loss own-loss --label-smoothing 0.1", "--loss own-loss.*--label-smoothing"),
         ("--import {module} --model own-modle", "did you mean own-model"),
         ("--model own-model", "--model own-model.*--import"),

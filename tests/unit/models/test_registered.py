@@ -138,3 +138,52 @@ def test_an_own_feed_forward_layer_learns() -> None:
     model(tokens, labels_BS=tokens).mean().backward()
     gradients = [block.mlp.up.weight.grad for block in model.blocks()]  # type: ignore[union-attr]
     assert all(gradient is not None and float(gradient.abs().sum()) > 0 for gradient in gradients)
+
+
+class Sinusoids(nn.Module):
+    def __init__(self, config: ModelConfig, *, dtype: Any, device: Any) -> None:
+        super().__init__()
+        self.amplitude = nn.Parameter(torch.ones(config.hidden_size, dtype=dtype, device=device))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        channels = torch.arange(len(self.amplitude), device=positions.device)
+        return self.amplitude * torch.sin(positions[..., None] / 10.0 ** (channels / 8))
+
+
+def positions(thing: Any, rotary: bool = False) -> Registered:
+    return Registered(Entry("position", "my-positions", thing, options={"rotary": rotary}))
+
+
+def test_an_own_position_embedding_is_added_and_generates_as_it_reads() -> None:
+    model = model_with(position_embedding_type=positions(Sinusoids)).eval()
+    tokens = torch.randint(0, 40, (1, 12), generator=torch.Generator().manual_seed(0))
+    assert model.embedding is not None
+    with torch.no_grad():
+        model.embedding.position_embeddings.amplitude.mul_(3.0)  # type: ignore[operator, union-attr]
+        wanted = model(tokens)[0]
+        words = model.embedding.word_embeddings(tokens)
+        added = model.embedding(tokens, torch.arange(12)[None]).transpose(0, 1) - words
+        torch.testing.assert_close(added, model.embedding.position_embeddings(torch.arange(12)[None]))  # type: ignore
+        runner = ModelRunner(model, 4, 4)
+        first = runner.run(Batch([Piece(tokens[0, :7].tolist(), 0, range(3))]))
+        rest = runner.run(Batch([Piece(tokens[0, 7:].tolist(), 7, range(3))]))
+    torch.testing.assert_close(first[-1], wanted[6])
+    torch.testing.assert_close(rest[-1], wanted[11])
+    model.region = type("Two", (Solo,), {"size": 2})()
+    with pytest.raises(ConfigError, match=r"embedding\.position_embeddings\.amplitude"):
+        model.placements()
+
+
+def test_own_rotary_frequencies_turn_heads() -> None:
+    def as_rope(config: ModelConfig, size: int) -> Tensor:
+        assert size == 2  # half of heads of 4
+        return 1.0 / config.rotary_base ** (torch.arange(0, size, 2) / size)
+
+    tokens = torch.randint(0, 40, (2, 8), generator=torch.Generator().manual_seed(0))
+    config = replace(CONFIG, rotary_percent=0.5)
+    wanted = model_with(config)(tokens)
+    assert torch.equal(model_with(config, position_embedding_type=positions(as_rope, rotary=True))(tokens), wanted)
+    faster = positions(lambda config, size: 0.5 + as_rope(config, size), rotary=True)
+    assert not torch.allclose(model_with(config, position_embedding_type=faster)(tokens), wanted)
+    with pytest.raises(ConfigError, match=r"--position-embedding-type my-positions.*\[3\].*\[1\]"):
+        model_with(config, position_embedding_type=positions(lambda config, size: torch.ones(3), rotary=True))(tokens)

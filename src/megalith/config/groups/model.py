@@ -8,6 +8,7 @@ from megalith.config.families import FAMILIES, Family
 from megalith.config.fields import setting
 from megalith.config.groups.experts import ExpertSettings
 from megalith.config.values import of_layers, read_pattern, read_window
+from megalith.registry import Registered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +145,7 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
         "learned_absolute",
         help="how positions enter the model",
         choices=("learned_absolute", "rope", "yarn", "relative", "none"),
+        registers="position",
         shorthands={"--use-rotary-position-embeddings": "rope"},
         later=("mrope",),
         later_with="the work on more models",
@@ -445,17 +447,25 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
         return not self.fused_attention or "encoder" in self.family.stacks
 
     @property
+    def adds_positions(self) -> bool:
+        """Whether embeddings of the positions are added to those of the tokens."""
+        own = isinstance(self.position_embedding_type, Registered)
+        return self.position_embedding_type == "learned_absolute" or (own and not self.rotary_kind)
+
+    @property
     def rotary_kind(self) -> str:
-        """How positions turn heads: rope or yarn, "" where they do not."""
+        """How positions turn heads: rope, yarn, or own where a registered function does, "" where they do not."""
         if self.multi_latent_attention:
             return self.rope_type or "yarn"  # Megatron's default under multi-latent attention
+        if isinstance(self.position_embedding_type, Registered):
+            return "own" if self.position_embedding_type.entry.options["rotary"] else ""
         return self.position_embedding_type if self.position_embedding_type in ("rope", "yarn") else ""
 
     @property
     def rotary_size(self) -> int:
         """Rotated part of a head, 0 without rotary positions; YaRN rotates whole what may be rotated."""
         whole = self.qk_pos_emb_head_dim if self.multi_latent_attention else self.head_size
-        if self.rotary_kind == "rope":
+        if self.rotary_kind in ("rope", "own"):
             return int(whole * self.rotary_percent)
         return whole if self.rotary_kind else 0
 

@@ -220,7 +220,7 @@ def _weights(words: Sequence[str]) -> tuple[float, ...] | None:
 
 
 reset_positions_are_learned_ones = note(
-    lambda run: run.data.reset_position_ids and run.model.position_embedding_type != "learned_absolute",
+    lambda run: run.data.reset_position_ids and not run.model.adds_positions,
     "--reset-position-ids has no effect: {position_embedding_type} turns queries and keys by their distance, which "
     "stays the same inside a document",
 )

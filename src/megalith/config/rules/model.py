@@ -24,7 +24,7 @@ from megalith.config.rules.rule import (
 from megalith.config.values import read_pattern, read_window
 from megalith.registry import Registered
 
-ROTARY = ("rope", "yarn")
+ROTARY = ("rope", "yarn", "own")
 
 
 @rule
@@ -56,6 +56,10 @@ own_mlp_is_for_gpt = forbid(
 own_loss_is_for_gpt = forbid(
     lambda run: run.model.loss and (run.model.model_family != "gpt" or run.model.label_smoothing),
     "{loss} is for GPT, and without --label-smoothing, which is of its own cross-entropy; leave one of them out",
+)
+own_positions_are_for_usual_attention = forbid(
+    lambda run: run.model.multi_latent_attention and isinstance(run.model.position_embedding_type, Registered),
+    "{position_embedding_type} is for models without --multi-latent-attention; leave one of them out",
 )
 _REGISTERED = ("model", "attention", "mlp", "normalization", "position_embedding_type")
 
@@ -93,7 +97,7 @@ gated_layers_have_a_width = forbid(
 def rotary_positions_turn_pairs(draft: Draft) -> str:
     model = draft.run.model
     whole_heads = model.kv_channels is not None or model.hidden_size % model.num_attention_heads == 0
-    if model.multi_latent_attention or model.position_embedding_type not in ROTARY or not whole_heads:
+    if model.multi_latent_attention or not model.rotary_kind or not whole_heads:
         return ""
     size, head = model.rotary_size, model.head_size
     if size >= 2 and size % 2 == 0:
@@ -252,7 +256,8 @@ settings_are_read = (
     *idle_without("use_rope_scaling", "rope_scaling_factor"),
     *idle_without("window_size", "window_attn_skip_freq"),
     *_read_by(ROTARY, "no_rope_freq"),
-    *_read_by(("rope",), "rotary_seq_len_interpolation_factor", "rotary_percent"),
+    *_read_by(("rope",), "rotary_seq_len_interpolation_factor"),
+    *_read_by(("rope", "own"), "rotary_percent"),
     *_read_by(
         ("yarn",),
         *("rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
@@ -351,12 +356,8 @@ there_are_tokens_to_predict = forbid(
     "--seq-length",
 )
 learned_positions_stay_on_one_stage = forbid(
-    lambda run: (
-        run.model.predictions
-        and run.parallel.pipeline_model_parallel_size > 1
-        and run.model.position_embedding_type == "learned_absolute"
-    ),
-    "{mtp_num_layers} with --position-embedding-type learned_absolute and {pipeline_model_parallel_size}: the last "
+    lambda run: run.model.predictions and run.parallel.pipeline_model_parallel_size > 1 and run.model.adds_positions,
+    "{mtp_num_layers} with {position_embedding_type} and {pipeline_model_parallel_size}: the last "
     "stage would need a second table of positions, which Megatron lets go its own way; use --position-embedding-type "
     "rope, or no pipeline",
 )
