@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalith.checkpoint.model_space import ModelSpace
 from megalith.checkpoint.writers.huggingface import Weights
+from megalith.config.families import Objective
 from megalith.errors import CheckpointError, install_command
 from megalith.models.families import model_class
 from megalith.models.saved import saved_tensors
@@ -22,7 +23,6 @@ TOLERANCE = 1e-5
 """The largest difference of logits that is taken for rounding, relative to the largest logit."""
 
 _PROMPT_LENGTH = 32
-_CLASSES = {"gpt": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
 _STRIDE = 7919  # a prime, so that the prompt goes all over the vocabulary
 
 
@@ -48,8 +48,9 @@ def compare_logits(folder: Path, weights: Weights, space: ModelSpace, rows: int)
         return Comparison(None)
     length = min(_PROMPT_LENGTH, space.model.max_position_embeddings)
     tokens_BS = (torch.arange(1, length + 1) * _STRIDE % rows)[None]
-    ours = _our_logits(tokens_BS, weights, space)[..., :rows]
-    theirs = _their_logits(tokens_BS, folder, space.model.model_family)
+    prompt = _prompts(tokens_BS)[space.model.family.objective]
+    ours = _our_logits(tokens_BS, prompt.ours, weights, space)[..., :rows]
+    theirs = _their_logits(tokens_BS, prompt, folder)
     if theirs.shape != ours.shape:
         raise CheckpointError(
             f"{folder}: transformers gives logits {list(theirs.shape)}, this version {list(ours.shape)}"
@@ -64,38 +65,46 @@ def compare_logits(folder: Path, weights: Weights, space: ModelSpace, rows: int)
     return Comparison(difference)
 
 
+@dataclass(frozen=True)
+class _Prompt:
+    """The class of transformers that loads a model, and what either model takes besides the tokens."""
+
+    auto_class: str
+    ours: Mapping[str, Tensor]
+    theirs: Mapping[str, Any]
+
+
+def _prompts(tokens_BS: Tensor) -> dict[Objective, _Prompt]:
+    """What decoders read is a part of the tokens; of two runs of text the first half is one, the second another."""
+    length = tokens_BS.shape[1]
+    types_BS = (torch.arange(length) * 2 // length).expand_as(tokens_BS)
+    answer_BS = tokens_BS.flip(1)[:, : max(1, length // 2)]
+    of_decoder = {"use_cache": False, "decoder_input_ids": answer_BS}
+    return {
+        "causal": _Prompt("AutoModelForCausalLM", {}, {"use_cache": False}),
+        "masked": _Prompt("AutoModelForMaskedLM", {"types_BS": types_BS}, {"token_type_ids": types_BS}),
+        "spans": _Prompt("AutoModelForSeq2SeqLM", {"decoder_tokens_BS": answer_BS}, of_decoder),
+    }
+
+
 @torch.no_grad()
-def _our_logits(tokens_BS: Tensor, weights: Weights, space: ModelSpace) -> Tensor:
+def _our_logits(tokens_BS: Tensor, more: Mapping[str, Tensor], weights: Weights, space: ModelSpace) -> Tensor:
     model = model_class(space.model)(space.model, space.vocab_size)
     for name, tensor, _ in saved_tensors(model):
         tensor.copy_(weights.read(name, tensor.shape, space))
-    family, words = space.model.model_family, [tokens_BS]
-    if family == "t5":
-        words.append(_answer(tokens_BS))
-    types = {"types_BS": _types(tokens_BS)} if family == "bert" else {}
-    logits: Tensor = model.eval()(*words, **types)
+    logits: Tensor = model.eval()(tokens_BS, **more)
     return logits
 
 
-def _answer(tokens_BS: Tensor) -> Tensor:
-    """What the decoder of T5 reads."""
-    return tokens_BS.flip(1)[:, : max(1, tokens_BS.shape[1] // 2)]
-
-
-def _types(tokens_BS: Tensor) -> Tensor:
-    """The first half one text, the second another."""
-    return (torch.arange(tokens_BS.shape[1]) * 2 // tokens_BS.shape[1]).expand_as(tokens_BS)
-
-
 @torch.no_grad()
-def _their_logits(tokens_BS: Tensor, folder: Path, family: str) -> Tensor:
+def _their_logits(tokens_BS: Tensor, prompt: _Prompt, folder: Path) -> Tensor:
     import transformers
 
     major = int(transformers.__version__.partition(".")[0])
     options: dict[str, Any] = {"dtype" if major >= 5 else "torch_dtype": torch.float32}
     try:
         with _quiet(transformers):
-            loaded: Any = getattr(transformers, _CLASSES[family]).from_pretrained(
+            loaded: Any = getattr(transformers, prompt.auto_class).from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, output_loading_info=True, **options
             )
     except Exception as error:  # whatever it raises, the folder is of no use
@@ -103,10 +112,7 @@ def _their_logits(tokens_BS: Tensor, folder: Path, family: str) -> Tensor:
     model, loading = loaded
     if lacking := sorted(loading["missing_keys"]):
         raise CheckpointError(f"transformers finds no {', '.join(lacking[:5])} in {folder}")
-    more: dict[str, Any] = {"token_type_ids": _types(tokens_BS)} if family == "bert" else {"use_cache": False}
-    if family == "t5":
-        more["decoder_input_ids"] = _answer(tokens_BS)
-    logits: Tensor = model.eval()(tokens_BS, **more).logits
+    logits: Tensor = model.eval()(tokens_BS, **prompt.theirs).logits
     return logits
 
 

@@ -7,15 +7,29 @@ may lack what `num_nextn_predict_layers` says, as when that class has written it
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from megalith.config import ModelConfig
+from megalith.models.huggingface_experts import expert_tensors, our_layer
+from megalith.models.huggingface_family import Family, Reading
 from megalith.models.huggingface_positions import rope_scaling, rotary
-from megalith.models.huggingface_reading import Reading
+from megalith.models.huggingface_tensors import (
+    LLAMA_ENDS,
+    LLAMA_LAYER,
+    TheirTensor,
+    decoder_tensors,
+    gated_tensors,
+    norm_tensors,
+    whole_tensor,
+)
+from megalith.models.language_model import WORD_EMBEDDINGS
 
 NEXT = "num_nextn_predict_layers"
-KIND, ARCHITECTURE = "deepseek_v3", "DeepseekV3ForCausalLM"
-ABSENT: dict[str, Any] = {
+_KIND = "deepseek_v3"
+_ABSENT: dict[str, Any] = {
     "n_group": 8,
     "topk_group": 4,
     "num_experts_per_tok": 8,
@@ -48,7 +62,7 @@ _SETTINGS = {
 }
 """Sizes: their key -> our setting."""
 
-PROJECTIONS = {
+_PROJECTIONS = {
     "q_proj": "linear_q_proj",
     "q_a_proj": "linear_q_down_proj",
     "q_a_layernorm": "q_layernorm",
@@ -61,56 +75,131 @@ PROJECTIONS = {
 """Modules of attention: their name -> ours, in the order of their `state_dict`."""
 
 
-def read(reading: Reading) -> ModelConfig:
-    """The architecture."""
-    for key in ("ep_size", "aux_loss_alpha", "seq_aux", "num_mtp_layers", "qk_head_dim"):
-        reading.get(key)
-    reading.get("head_dim")  # theirs is that of the channels that positions turn
-    for key, value in (
-        ("hidden_act", "silu"),
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-        ("moe_layer_freq", 1),
-        ("rope_interleave", True),
-        ("norm_topk_prob", True),
-        ("attention_bias", False),
-        ("rms_norm_eps", _LATENT_EPSILON),
-    ):
-        reading.only(key, value, default=value)
-    sizes: dict[str, Any] = {
-        ours: reading.size(key)
-        for key, ours in _SETTINGS.items()
-        if key != "q_lora_rank" or reading.get(key) is not None
-    }
-    heads, layers = sizes["num_attention_heads"], sizes["num_layers"]
-    if reading.size("num_key_value_heads", heads) != heads:
-        reading.problems.append(f"num_key_value_heads is not num_attention_heads ({heads}), which latent vectors make")
-    ahead = reading.get(NEXT) or 0
-    if not isinstance(ahead, int) or ahead < 0:
-        reading.problems.append(f"{NEXT} is {ahead!r}; it must be a number of layers")
-        ahead = 0
-    shared, scale = reading.size("n_shared_experts"), reading.number("routed_scaling_factor")
-    return ModelConfig(
-        **sizes,
-        **_positions(reading, sizes["max_position_embeddings"]),
-        **_choice(reading, sizes["moe_router_topk"]),
-        mtp_num_layers=ahead or None,
-        num_experts=reading.size("num_local_experts", reading.size("n_routed_experts")),
-        moe_layer_freq=_frequency(reading, layers),
-        moe_shared_expert_intermediate_size=shared * sizes["moe_ffn_hidden_size"],
-        moe_router_topk_scaling_factor=scale,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_dtype="fp32",
-        multi_latent_attention=True,
-        qk_layernorm=True,
-        normalization="RMSNorm",
-        norm_epsilon=_LATENT_EPSILON,
-        swiglu=True,
-        add_bias_linear=False,
-        untie_embeddings_and_output_weights=not reading.flag("tie_word_embeddings"),
-        hidden_dropout=0.0,
-    )
+class _DeepSeek(Family):
+    def read(self, reading: Reading) -> ModelConfig:
+        for key in ("ep_size", "aux_loss_alpha", "seq_aux", "num_mtp_layers", "qk_head_dim"):
+            reading.get(key)
+        reading.get("head_dim")  # theirs is that of the channels that positions turn
+        for key, value in (
+            ("hidden_act", "silu"),
+            ("scoring_func", "sigmoid"),
+            ("topk_method", "noaux_tc"),
+            ("moe_layer_freq", 1),
+            ("rope_interleave", True),
+            ("norm_topk_prob", True),
+            ("attention_bias", False),
+            ("rms_norm_eps", _LATENT_EPSILON),
+        ):
+            reading.only(key, value, default=value)
+        sizes: dict[str, Any] = {
+            ours: reading.size(key)
+            for key, ours in _SETTINGS.items()
+            if key != "q_lora_rank" or reading.get(key) is not None
+        }
+        heads, layers = sizes["num_attention_heads"], sizes["num_layers"]
+        if reading.size("num_key_value_heads", heads) != heads:
+            reading.problems.append(
+                f"num_key_value_heads is not num_attention_heads ({heads}), which latent vectors make"
+            )
+        ahead = reading.get(NEXT) or 0
+        if not isinstance(ahead, int) or ahead < 0:
+            reading.problems.append(f"{NEXT} is {ahead!r}; it must be a number of layers")
+            ahead = 0
+        shared, scale = reading.size("n_shared_experts"), reading.number("routed_scaling_factor")
+        return ModelConfig(
+            **sizes,
+            **_positions(reading, sizes["max_position_embeddings"]),
+            **_choice(reading, sizes["moe_router_topk"]),
+            mtp_num_layers=ahead or None,
+            num_experts=reading.size("num_local_experts", reading.size("n_routed_experts")),
+            moe_layer_freq=_frequency(reading, layers),
+            moe_shared_expert_intermediate_size=shared * sizes["moe_ffn_hidden_size"],
+            moe_router_topk_scaling_factor=scale,
+            moe_router_score_function="sigmoid",
+            moe_router_enable_expert_bias=True,
+            moe_router_dtype="fp32",
+            multi_latent_attention=True,
+            qk_layernorm=True,
+            normalization="RMSNorm",
+            norm_epsilon=_LATENT_EPSILON,
+            swiglu=True,
+            add_bias_linear=False,
+            untie_embeddings_and_output_weights=not reading.flag("tie_word_embeddings"),
+            hidden_dropout=0.0,
+            attention_dropout=reading.probability("attention_dropout", 0.0),
+            init_method_std=reading.probability("initializer_range", 0.02),
+        )
+
+    def unlike(self, model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
+        wanted = {
+            "mixture": True,
+            "predictions": model.predictions,
+            "multi_latent_attention": True,
+            "qk_layernorm": True,
+            "normalization": "RMSNorm",
+            "norm_epsilon": _LATENT_EPSILON,
+            "activation": "silu",
+            "gated": True,
+            "add_bias_linear": False,
+            "position_embedding_type": "rope",
+            "rotary_percent": 1.0,
+            "window_size": None,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_shared_expert_gate": False,
+            "moe_expert_capacity_factor": None,
+        }
+        if not model.mixture:
+            return wanted, {}
+        dense = model.experts.count(0)
+        shared = model.moe_shared_expert_intermediate_size or 0
+        groups = model.moe_router_group_topk
+        fits = {
+            "experts in all layers behind the first dense ones": not any(model.experts[:dense]),
+            "experts that take every token": shared > 0 and shared % model.expert_size == 0,
+            "experts of hidden states": model.moe_latent_size is None,
+            "a choice by scores and biases alone": not model.chooses_by,
+            "several experts for a token": model.moe_router_topk > 1,
+            "groups chosen by two scores": groups is None or model.moe_router_topk // groups == _BEST_OF_A_GROUP,
+        }
+        return wanted, fits
+
+    def config_of(self, model: ModelConfig, eod: int | None, special: Mapping[str, int]) -> dict[str, Any]:
+        sizes = {key: getattr(model, ours) for key, ours in _SETTINGS.items()}
+        return {
+            **sizes,
+            "attention_bias": False,
+            "attention_dropout": model.attention_dropout,
+            "first_k_dense_replace": model.experts.count(0),
+            "hidden_act": "silu",
+            "intermediate_size": model.ffn_size,
+            "moe_intermediate_size": model.expert_size,
+            "n_group": model.moe_router_num_groups or 1,
+            "n_routed_experts": model.num_experts,
+            "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // model.expert_size,
+            "norm_topk_prob": True,
+            "num_key_value_heads": model.num_attention_heads,
+            NEXT: model.predictions,
+            "rms_norm_eps": model.norm_epsilon,
+            "rope_interleave": True,
+            "rope_scaling": rope_scaling(model),
+            "rope_theta": float(model.rotary_base),
+            "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+            "scoring_func": "sigmoid",
+            "topk_group": model.moe_router_group_topk or 1,
+            "topk_method": "noaux_tc",
+        }
+
+    def tensors(self, model: ModelConfig, vocab_size: int) -> Iterator[TheirTensor]:
+        ahead = (_prediction(model, depth, vocab_size) for depth in range(model.predictions))
+        return decoder_tensors(model, vocab_size, LLAMA_ENDS, _layer, chain.from_iterable(ahead))
+
+    def settled(self, model: ModelConfig, names: Collection[str]) -> ModelConfig:
+        """As the base says; transformers writes none of the layers that predict ahead."""
+        behind = f"{LLAMA_LAYER}{model.num_layers}."
+        if not model.predictions or any(name.startswith(behind) for name in names):
+            return model
+        return replace(model, mtp_num_layers=None)
 
 
 def _positions(reading: Reading, positions: int) -> dict[str, Any]:
@@ -143,64 +232,51 @@ def _frequency(reading: Reading, layers: int) -> str:
     return str([0] * dense + [1] * (layers - dense)) if dense else "1"
 
 
-def unlike(model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
-    """What a model must be to be one of theirs: settings with their values, and what is to hold."""
-    wanted = {
-        "mixture": True,
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        "normalization": "RMSNorm",
-        "norm_epsilon": _LATENT_EPSILON,
-        "activation": "silu",
-        "gated": True,
-        "add_bias_linear": False,
-        "position_embedding_type": "rope",
-        "rotary_percent": 1.0,
-        "window_size": None,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_shared_expert_gate": False,
-        "moe_expert_capacity_factor": None,
-    }
-    if not model.mixture:
-        return wanted, {}
-    dense = model.experts.count(0)
-    shared = model.moe_shared_expert_intermediate_size or 0
-    groups = model.moe_router_group_topk
-    fits = {
-        "experts in all layers behind the first dense ones": not any(model.experts[:dense]),
-        "experts that take every token": shared > 0 and shared % model.expert_size == 0,
-        "experts of hidden states": model.moe_latent_size is None,
-        "a choice by scores and biases alone": not model.chooses_by,
-        "several experts for a token": model.moe_router_topk > 1,
-        "groups chosen by two scores": groups is None or model.moe_router_topk // groups == _BEST_OF_A_GROUP,
-    }
-    return wanted, fits
+def _prediction(model: ModelConfig, depth: int, vocab_size: int) -> Iterator[TheirTensor]:
+    number, hidden = model.num_layers + depth, model.hidden_size
+    theirs, ours, table = f"{LLAMA_LAYER}{number}.", f"mtp.layers.{depth}.", (vocab_size, hidden)
+    output = "output_layer.weight" if model.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
+    yield replace(whole_tensor(f"{theirs}embed_tokens.weight", table, WORD_EMBEDDINGS), again=True)
+    for name in ("enorm", "hnorm"):
+        yield from norm_tensors(f"{theirs}{name}", (hidden,), f"{ours}{name}", bias=False)
+    yield whole_tensor(f"{theirs}eh_proj.weight", (hidden, 2 * hidden), f"{ours}eh_proj.weight")
+    yield from _layer(model, number)
+    yield from norm_tensors(f"{theirs}shared_head.norm", (hidden,), f"{ours}final_layernorm", bias=False)
+    yield replace(whole_tensor(f"{theirs}shared_head.head.weight", table, output), again=True)
 
 
-def config_of(model: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json that say what the model is."""
-    sizes = {key: getattr(model, ours) for key, ours in _SETTINGS.items()}
-    return {
-        **sizes,
-        "attention_bias": False,
-        "attention_dropout": model.attention_dropout,
-        "first_k_dense_replace": model.experts.count(0),
-        "hidden_act": "silu",
-        "intermediate_size": model.ffn_size,
-        "moe_intermediate_size": model.expert_size,
-        "n_group": model.moe_router_num_groups or 1,
-        "n_routed_experts": model.num_experts,
-        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // model.expert_size,
-        "norm_topk_prob": True,
-        "num_key_value_heads": model.num_attention_heads,
-        NEXT: model.predictions,
-        "rms_norm_eps": model.norm_epsilon,
-        "rope_interleave": True,
-        "rope_scaling": rope_scaling(model),
-        "rope_theta": float(model.rotary_base),
-        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
-        "scoring_func": "sigmoid",
-        "topk_group": model.moe_router_group_topk or 1,
-        "topk_method": "noaux_tc",
+def _layer(model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
+    theirs, hidden = f"{LLAMA_LAYER}{layer}.", model.hidden_size
+    ours, experts = our_layer(model, layer)
+    heads, queries = model.num_attention_heads, model.num_attention_heads * model.latent_query_size
+    rank, turned = model.kv_lora_rank, model.qk_pos_emb_head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "kv_a_proj_with_mqa": (rank + turned, hidden),
+        "kv_a_layernorm": (rank,),
+        "kv_b_proj": (heads * (model.qk_head_dim + model.v_head_dim), rank),
+        "o_proj": (hidden, heads * model.v_head_dim),
     }
+    if model.q_lora_rank is None:
+        shapes["q_proj"] = (queries, hidden)
+    else:
+        of_queries = {"q_a_proj": (model.q_lora_rank, hidden), "q_b_proj": (queries, model.q_lora_rank)}
+        shapes |= {**of_queries, "q_a_layernorm": (model.q_lora_rank,)}
+    for name, parameter in _PROJECTIONS.items():
+        if name in shapes:
+            yield whole_tensor(
+                f"{theirs}self_attn.{name}.weight", shapes[name], f"{ours}self_attention.{parameter}.weight"
+            )
+    if experts:
+        yield from expert_tensors(_KIND, model, layer)
+        bias = (experts,)
+        yield whole_tensor(f"{theirs}mlp.gate.e_score_correction_bias", bias, f"{ours}mlp.router.expert_bias")
+        size = model.moe_shared_expert_intermediate_size
+        assert size is not None, "a rule of the family"
+        yield from gated_tensors(f"{theirs}mlp.shared_experts.", f"{ours}mlp.shared_experts.", model, size)
+    else:
+        yield from gated_tensors(f"{theirs}mlp.", f"{ours}mlp.", model, model.ffn_size)
+    yield from norm_tensors(f"{theirs}input_layernorm", (hidden,), f"{ours}input_layernorm", bias=False)
+    yield from norm_tensors(f"{theirs}post_attention_layernorm", (hidden,), f"{ours}pre_mlp_layernorm", bias=False)
+
+
+FAMILIES = (_DeepSeek(_KIND, "DeepseekV3ForCausalLM", _ABSENT),)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalith.config import ModelConfig
-from megalith.models.huggingface_reading import Reading, short
+from megalith.models.huggingface_family import Reading, short
+from megalith.models.huggingface_tensors import LLAMA_LAYER, OUR_LAYER, Part, TheirTensor, whole_tensor
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class ExpertNames:
     order: tuple[str, str, str]
 
 
-NAMES = {
+_NAMES = {
     "mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2", ("gate", "down", "up")),
     "qwen3_moe": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", ("gate", "up", "down")),
     "deepseek_v3": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", ("gate", "up", "down")),
@@ -128,8 +129,29 @@ def config_of(model: ModelConfig, kind: str) -> dict[str, Any]:
     }
 
 
-def projections(kind: str, layer: str, expert: int) -> Iterator[tuple[str, str]]:
+def _projections(kind: str, layer: str, expert: int) -> Iterator[tuple[str, str]]:
     """Yield the name of each projection of an expert in their files, in order, and which one it is."""
-    names = NAMES[kind]
+    names = _NAMES[kind]
     for projection in names.order:
         yield f"{layer}{names.module}.experts.{expert}.{getattr(names, projection)}.weight", projection
+
+
+def our_layer(model: ModelConfig, layer: int) -> tuple[str, int]:
+    """What the names of a layer begin with here, and its experts; those of prediction are like the last one."""
+    ahead = layer - model.num_layers
+    prefix = f"{OUR_LAYER}{layer}." if ahead < 0 else f"mtp.layers.{ahead}.transformer_layer."
+    return prefix, model.experts[min(layer, model.num_layers - 1)]
+
+
+def expert_tensors(kind: str, model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
+    theirs, (prefix, experts) = f"{LLAMA_LAYER}{layer}.", our_layer(model, layer)
+    ours, hidden, size = f"{prefix}mlp.", model.hidden_size, model.expert_size
+    yield whole_tensor(f"{theirs}{_NAMES[kind].module}.gate.weight", (experts, hidden), f"{ours}router.weight")
+    for expert in range(experts):
+        local = f"{ours}experts.local_experts.{expert}."
+        for name, projection in _projections(kind, theirs, expert):
+            if projection == "down":
+                yield whole_tensor(name, (hidden, size), f"{local}linear_fc2.weight")
+            else:
+                start = size if projection == "up" else 0
+                yield TheirTensor(name, (size, hidden), (Part(f"{local}linear_fc1.weight", 0, start, size),))

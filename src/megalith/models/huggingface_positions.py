@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megalith.config import ModelConfig
-from megalith.models.huggingface_reading import NOTHING, Reading, short
+from megalith.models.huggingface_family import NOTHING, Reading, short
 from megalith.nn.rope import LongContext, Yarn
 
 _LLAMA3 = LongContext(factor=8.0)
@@ -146,7 +146,7 @@ def _llama3(reading: Reading, found: Mapping[str, Any]) -> dict[str, Any]:
 # --- writing ---
 
 
-WINDOWS_OF = {
+_WINDOWS_OF = {
     "gpt2": "attention to the whole sequence",
     "llama": "attention to the whole sequence",
     "mistral": "the same window in all layers",
@@ -158,15 +158,16 @@ WINDOWS_OF = {
 """What windows a family has, in words."""
 
 
-def fits_windows(model: ModelConfig, kind: str) -> bool:
-    """Whether a family has the windows of a model."""
-    windows = model.windows
-    if not any(window is not None for window in windows):
-        return True
+def fits_windows(model: ModelConfig, kind: str) -> dict[str, bool]:
+    """What windows a family has, in words -> whether a model has them too."""
+    slides = [window is not None for window in model.windows]
     if kind in ("gpt2", "llama", "qwen3_moe"):
-        return False
-    slides = [window is not None for window in windows]
-    return all(slides) if kind in ("mistral", "mixtral") else slides == sorted(slides)
+        fits = not any(slides)
+    elif kind in ("mistral", "mixtral"):
+        fits = all(slides) or not any(slides)
+    else:
+        fits = slides == sorted(slides)
+    return {_WINDOWS_OF[kind]: fits}
 
 
 def rope_scaling(model: ModelConfig) -> dict[str, Any] | None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megalith.config import ModelConfig
 from megalith.models.huggingface import FAMILIES, config_of_model
-from megalith.models.huggingface_tensors import tensors_of
 
 VOCAB = 35
 LLAMA = ModelConfig(
@@ -38,7 +37,7 @@ GPT2 = ModelConfig(2, 16, 4, 32)
 def random_weights(kind: str, model: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """A tensor for each name of the family, in the order of its state_dict."""
     generator = torch.Generator().manual_seed(1)
-    table = tensors_of(FAMILIES[kind], model, VOCAB)
+    table = FAMILIES[kind].tensors(model, VOCAB)
     return {tensor.name: torch.randn(tensor.shape, generator=generator).to(dtype) for tensor in table}
 
 

@@ -20,7 +20,6 @@ from megalith.checkpoint.writers.huggingface import Export, Weights, bytes_of_si
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.gpt import GPT
-from megalith.models.huggingface_tensors import tensors_of
 from megalith.models.language_model import named_placements
 from megalith.tokenizers import train_byte_level_bpe
 from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
@@ -236,7 +235,7 @@ def test_one_tensor_at_a_time(kind: str, model: ModelConfig, tmp_path: Path, mon
     monkeypatch.setattr(Weights, "read", counting)
     write_folder(tmp_path / "hf", kind, model)
     made = export(tmp_path / "hf", tmp_path / "out", Export())
-    names = {part.parameter for tensor in tensors_of(made.family, model, VOCAB) for part in tensor.parts}
+    names = {part.parameter for tensor in made.family.tensors(model, VOCAB) for part in tensor.parts}
     assert sorted(reads) == sorted(names)
 
 

@@ -11,7 +11,7 @@ import torch
 from megalith.config import ModelConfig
 from megalith.models.gpt import GPT
 from megalith.models.huggingface import FAMILIES
-from megalith.models.huggingface_tensors import Part, follows_from_config, tensors_of
+from megalith.models.huggingface_tensors import Part, follows_from_config
 
 LLAMA: dict[str, Any] = {
     "position_embedding_type": "rope",
@@ -41,7 +41,7 @@ FURTHER = {
 @pytest.mark.parametrize(("kind", "model"), [*MODELS.items(), *FURTHER.items()])
 def test_every_element_once(kind: str, model: ModelConfig) -> None:
     counts = {name: torch.zeros(p.shape) for name, p in GPT(model, 12, device="meta").named_parameters()}
-    for tensor in tensors_of(FAMILIES[kind], model, 12):
+    for tensor in FAMILIES[kind].tensors(model, 12):
         covered = torch.zeros(tensor.shape)
         for part in tensor.parts:
             rows = tensor.rows(covered, part)
@@ -54,7 +54,7 @@ def test_every_element_once(kind: str, model: ModelConfig) -> None:
 
 
 def test_heads_of_a_group_stand_together() -> None:
-    table = {tensor.name: tensor for tensor in tensors_of(FAMILIES["llama"], MODELS["llama"], 12)}
+    table = {tensor.name: tensor for tensor in FAMILIES["llama"].tensors(MODELS["llama"], 12)}
     qkv = "decoder.layers.1.self_attention.linear_qkv.weight"  # 2 groups of 2 queries, a key and a value, 6 rows each
     name = "model.layers.1.self_attn.{}_proj.weight"
     assert table[name.format("q")].parts == (Part(qkv, 0, 0, 12), Part(qkv, 12, 24, 12))
@@ -63,7 +63,7 @@ def test_heads_of_a_group_stand_together() -> None:
 
 
 def test_gpt2_is_transposed() -> None:
-    table = {tensor.name: tensor for tensor in tensors_of(FAMILIES["gpt2"], MODELS["gpt2"], 12)}
+    table = {tensor.name: tensor for tensor in FAMILIES["gpt2"].tensors(MODELS["gpt2"], 12)}
     fused = table["transformer.h.0.attn.c_attn.weight"]
     assert fused.transposed and fused.shape == (16, 48) and len(fused.parts) == 12
     assert fused.parts[5] == Part("decoder.layers.0.self_attention.linear_qkv.weight", 16 + 4, 16, 4)  # key of head 1
@@ -71,7 +71,7 @@ def test_gpt2_is_transposed() -> None:
 
 
 def test_the_embedding_may_be_cut() -> None:
-    assert tensors_of(FAMILIES["llama"], MODELS["llama"], 7)[0].shape == (7, 16)
+    assert next(FAMILIES["llama"].tensors(MODELS["llama"], 7)).shape == (7, 16)
 
 
 def test_what_older_files_hold_besides() -> None:

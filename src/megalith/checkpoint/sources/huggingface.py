@@ -26,12 +26,13 @@ from megalith.checkpoint.files.hashing import require_file
 from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, WORD_EMBEDDINGS
 from megalith.checkpoint.model_space import ModelSpace, model_space
 from megalith.checkpoint.sources.source import Contents, StoredTensor, listing, short
+from megalith.config.families import Objective
 from megalith.config.groups import PrecisionConfig, TokenizerConfig
 from megalith.config.saved_args import weights_args
 from megalith.errors import CheckpointError, OtherModelError
 from megalith.models.huggingface import DTYPES, HuggingFaceModel, model_of_config
-from megalith.models.huggingface_t5 import with_own_output
-from megalith.models.huggingface_tensors import GPT2_PREFIX, Part, TheirTensor, follows_from_config, tensors_of
+from megalith.models.huggingface_gpt2 import PREFIX as GPT2_PREFIX
+from megalith.models.huggingface_tensors import OUTPUT_LAYER, Part, TheirTensor, follows_from_config
 from megalith.tokenizers.huggingface import TOKENIZER_FILE, holds_tokenizer, tokenizer_files
 from megalith.tokenizers.sentence_piece import MODEL_FILE
 from megalith.tokenizers.word_piece import EXTRA_IDS
@@ -39,19 +40,15 @@ from megalith.tokenizers.word_piece import EXTRA_IDS
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-OUTPUT_LAYER = "lm_head.weight"
 
 _AGAIN = "download or copy the folder again"
 _GPT2_FILES = ("vocab.json", "merges.txt")
 _BERT_FILE, _TOKENIZER_CONFIG = "vocab.txt", "tokenizer_config.json"
-_ORDER_HEAD = "cls.seq_relationship.weight"
 _COUNTS = (
     *("n_layer", "num_hidden_layers", "num_layers", "num_decoder_layers", "num_nextn_predict_layers"),
     *("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts"),
 )
 _PLAUSIBLE = 4096  # layers or experts; above it the weights are counted first
-_IDS_MORE = 2  # [BOS] and [EOS] of Megatron's BertWordPieceTokenizer
-_DIVISIBLE_BY = 128  # --make-vocab-size-divisible-by
 _OF_THE_VOCABULARY = {
     "embedding.word_embeddings.weight": 0.0,
     "output_layer.weight": 0.0,
@@ -102,16 +99,7 @@ class HuggingFaceSource:
         """The model that config.json describes; a CheckpointError if it asks for what this version does not have."""
         self._check_counts()
         found = model_of_config(self.config, str(self.path / CONFIG_FILE))
-        # config.json does not say whether BERT has its head for two texts.
-        if found.model.model_family == "bert" and _ORDER_HEAD not in self._stored:
-            model = replace(found.model, bert_binary_head=False, bert_token_types=True)
-            return replace(found, model=model)
-        behind = f"model.layers.{found.model.num_layers}."  # transformers writes none of the layers that predict ahead
-        if found.model.predictions and not any(name.startswith(behind) for name in self._stored):
-            return replace(found, model=replace(found.model, mtp_num_layers=None))
-        if found.model.model_family == "t5":
-            return replace(found, model=with_own_output(found.model, own=OUTPUT_LAYER in self._stored))
-        return found
+        return replace(found, model=found.family.settled(found.model, self._stored))
 
     def _check_counts(self) -> None:
         """Refuse more layers or experts than there are tensors, before anything is made for each of them."""
@@ -125,11 +113,8 @@ class HuggingFaceSource:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding here: BERT's tokenizer has two more ids than its files, as in Megatron."""
-        rows = self.about.vocab_size
-        if self.about.model.model_family != "bert":
-            return rows
-        return -(-(rows + _IDS_MORE) // _DIVISIBLE_BY) * _DIVISIBLE_BY
+        """Rows of the embedding here."""
+        return self.about.family.rows(self.about.vocab_size)
 
     @cached_property
     def _space(self) -> ModelSpace:
@@ -152,7 +137,7 @@ class HuggingFaceSource:
     @cached_property
     def _held(self) -> dict[str, dict[tuple[int, ...], list[_Held]]]:
         """Key in model space -> place on its leading axes (layer, expert) -> what is in the files of it, checked."""
-        table = tensors_of(self.about.family, self.about.model, self.about.vocab_size)
+        table = self.about.family.tensors(self.about.model, self.about.vocab_size)
         stored, lines = dict(self._stored), []
         found: dict[str, dict[tuple[int, ...], list[_Held]]] = {}
         for tensor in table:
@@ -207,7 +192,9 @@ class HuggingFaceSource:
     @property
     def tokenizer(self) -> TokenizerConfig:
         """The tokenizer in the folder; where there is none that can be read, one that says so when it is built."""
-        found = _word_pieces(self.path, self.about.model.model_family) if (self.path / _BERT_FILE).is_file() else None
+        found = (
+            _word_pieces(self.path, self.about.model.family.objective) if (self.path / _BERT_FILE).is_file() else None
+        )
         if found is not None:
             return found
         vocabulary, merges = (self.path.absolute() / name for name in _GPT2_FILES)
@@ -299,16 +286,16 @@ def _spellings(name: str) -> tuple[str, ...]:
     return name, name.removeprefix(GPT2_PREFIX), of_tensorflow
 
 
-def _word_pieces(folder: Path, family: str) -> TokenizerConfig | None:
-    """The tokenizer of a vocab.txt, for BERT and for a T5 whose configuration counts its sentinels."""
+def _word_pieces(folder: Path, objective: Objective) -> TokenizerConfig | None:
+    """The tokenizer of a vocab.txt, for hidden words, and for spans where its configuration counts the sentinels."""
     file = folder / _TOKENIZER_CONFIG
     read = _json(file) if file.is_file() else {}
     found = read if isinstance(read, dict) else {}
     kind = "BertWordPieceLowerCase" if bool(found.get("do_lower_case", True)) else "BertWordPieceCase"
     vocabulary, extra_ids = str(folder.absolute() / _BERT_FILE), found.get(EXTRA_IDS)
-    if family == "bert":
+    if objective == "masked":
         return TokenizerConfig(kind, vocab_file=vocabulary)
-    if family == "t5" and isinstance(extra_ids, int) and extra_ids > 0:
+    if objective == "spans" and isinstance(extra_ids, int) and extra_ids > 0:
         return TokenizerConfig(kind, vocab_file=vocabulary, vocab_extra_ids=extra_ids)
     return None
 

@@ -37,8 +37,9 @@ from megalith.checkpoint.sources.source import Contents, Source, short
 from megalith.checkpoint.store.store import locate
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.huggingface import DTYPES, Family, config_of_model, family_for
-from megalith.models.huggingface_tensors import TheirTensor, tensors_of
+from megalith.models.huggingface import DTYPES, config_of_model, family_for
+from megalith.models.huggingface_family import Family
+from megalith.models.huggingface_tensors import TheirTensor
 from megalith.tokenizers.byte_level import END_OF_TEXT, read_byte_pair_vocabulary, tokenizer_json
 from megalith.tokenizers.huggingface import TOKENIZER_FILE
 from megalith.tokenizers.sentence_piece import MODEL_FILE, load_model
@@ -135,7 +136,7 @@ def export(
     family = family_for(space.model, wanted.model_type or _origin(original, space.model))
     rows = _rows(wanted, space, manifest, original, notes)
     weights = Weights(folder.source, wanted.dtype)
-    table = tensors_of(family, space.model, rows)
+    table = list(family.tensors(space.model, rows))
     contents = weights.contents()
     _check_whole(contents, space, str(found))
     layout = _Layout.of(table, space, contents, limit)

@@ -1,9 +1,15 @@
-"""A config.json of Hugging Face while it is read: strictly, with all that is wrong collected."""
+"""A family of Hugging Face: models that share a class of transformers, their config.json and their tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megalith.config import ModelConfig
+from megalith.models.huggingface_tensors import TheirTensor
 
 
 def words(text: str) -> frozenset[str]:
@@ -30,7 +36,7 @@ _NO_PART_OF_THE_MODEL = words(
 
 
 class Reading:
-    """A config.json while it is read: its values with their checks, what was looked at, and all that is wrong."""
+    """A config.json while it is read, strictly: its values with checks, what was looked at, and all that is wrong."""
 
     def __init__(self, config: Mapping[str, Any], absent: Mapping[str, Any]) -> None:
         self._config, self._absent = config, absent
@@ -67,6 +73,12 @@ class Reading:
             self.problems.append(f"{key} is {value!r}; it must be true or false")
         return bool(value)
 
+    def probability(self, key: str, default: float) -> float:
+        """A number from 0 up to 1 that concerns training only: another value is the default."""
+        value = self.get(key, default)
+        fine = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+        return float(value) if fine else default
+
     def only(self, key: str, value: Any, default: Any) -> None:
         """Refuse a value other than the one that the model here computes with."""
         found = self.get(key, default)
@@ -87,3 +99,44 @@ def short(value: Any) -> str:
     """A value as it is shown in a message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+@dataclass(frozen=True)
+class Family(ABC):
+    """Models that share a class of transformers.
+
+    Attributes:
+        absent: what a key that is not in config.json means (the defaults of the class).
+        others: classes of the same weights, with fewer heads.
+        model_family: the --model-family that computes them.
+    """
+
+    model_type: str
+    architecture: str
+    absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    others: tuple[str, ...] = ()
+    model_family: ClassVar[str] = "gpt"
+
+    @abstractmethod
+    def read(self, reading: Reading) -> ModelConfig:
+        """Read the architecture."""
+
+    @abstractmethod
+    def unlike(self, model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
+        """What a model must be to be one of theirs: settings with their values, and what is to hold."""
+
+    @abstractmethod
+    def config_of(self, model: ModelConfig, eod: int | None, special: Mapping[str, int]) -> dict[str, Any]:
+        """The keys of config.json that say what the model is, and its tokens; arguments as of `config_of_model`."""
+
+    @abstractmethod
+    def tensors(self, model: ModelConfig, vocab_size: int) -> Iterator[TheirTensor]:
+        """Yield all tensors in the order of the `state_dict`; `vocab_size` counts the rows of the embedding."""
+
+    def settled(self, model: ModelConfig, names: Collection[str]) -> ModelConfig:
+        """The architecture with what config.json does not say, by the names of the tensors in the files."""
+        return model
+
+    def rows(self, vocab_size: int) -> int:
+        """Rows of the embedding here, of those in the files."""
+        return vocab_size
