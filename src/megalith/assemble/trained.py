@@ -25,11 +25,9 @@ from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError, LayoutError
 from megalith.layout import cut
 from megalith.models.families import model_class
-from megalith.models.gpt import GPT
-from megalith.models.language_model import LanguageModel, Stage
+from megalith.models.language_model import GenerativeModel, LanguageModel, Stage
 from megalith.models.plain import PlainModel
 from megalith.models.saved import saved_tensors
-from megalith.models.t5 import T5
 from megalith.nn.placement import Placement
 from megalith.parallel.tensor import TensorParallel
 from megalith.registry import EMPTY, Registry
@@ -62,19 +60,20 @@ class Trained:
     from_huggingface: bool = False
 
     @property
-    def gpt(self) -> GPT | PlainModel:
+    def gpt(self) -> GenerativeModel | PlainModel:
         """The model, for whoever continues text; ConfigError if it is of another family."""
-        if isinstance(self.model, GPT | PlainModel):
-            return self.model
-        raise ConfigError(
-            f"this needs a model that continues text, a GPT, and the checkpoint holds a {self.model.title}; "
-            f"{WHAT_WORKS[self.model.config.family.objective]}"
-        )
+        return self._model("a model that continues text, a GPT", fits=self.model.config.family.objective == "causal")
 
     @property
-    def writer(self) -> GPT | PlainModel | T5:
+    def writer(self) -> GenerativeModel | PlainModel:
         """The model, for whoever has it write text; ConfigError if it is of another family."""
-        return self.model if isinstance(self.model, T5) else self.gpt
+        return self._model("a model that writes text, a GPT or a T5", fits=True)
+
+    def _model(self, wanted: str, *, fits: bool) -> GenerativeModel | PlainModel:
+        if fits and isinstance(self.model, GenerativeModel | PlainModel):
+            return self.model
+        works = WHAT_WORKS.get(self.model.config.family.objective, "derive it from megalith.api.GPT")
+        raise ConfigError(f"this needs {wanted}, and the checkpoint holds a {self.model.title}; {works}")
 
 
 def load_trained(

@@ -18,8 +18,8 @@ from megalith.train.streams import warn
 
 if TYPE_CHECKING:
     from megalith.assemble.trained import Trained
+    from megalith.config.families import Objective
     from megalith.distributed.context import ParallelContext
-    from megalith.models.bert import Bert
     from megalith.serve.engine import Engine, Limits
 
 
@@ -98,7 +98,7 @@ def _answer_together(sampling: Sampling, options: argparse.Namespace) -> int:
 
     registry = imported_by(options)
     model = model_in(saved_args(options.checkpoint, options.iteration), options.checkpoint, registry)
-    if model.model_family != "t5":
+    if not model.family.encoder_decoder:
         require_text_model(model, options.checkpoint, f"--tp {options.tp} is for a T5; a continuation")
         raise ConfigError(
             f"--tp {options.tp} is for a T5; a GPT over several processes is served: torchrun --nproc_per_node "
@@ -115,15 +115,13 @@ def _answer_together(sampling: Sampling, options: argparse.Namespace) -> int:
 
 
 def _replying(trained: Trained, sampling: Sampling, options: argparse.Namespace) -> Callable[[str], None]:
-    """What is done with each text, by the family of the model."""
-    from megalith.models.bert import Bert
-    from megalith.models.t5 import T5
-
-    if isinstance(trained.model, Bert):
-        return partial(_fill, trained, trained.model, options=options)
-    if isinstance(trained.model, T5):
-        return partial(_answer, trained, sampling=sampling, options=options)
-    return partial(_continue, trained, _engine(trained, options), sampling=sampling, options=options)
+    """What is done with each text, by the objective of the model."""
+    replies: dict[Objective, Callable[[], Callable[[str], None]]] = {
+        "causal": lambda: partial(_continue, trained, _engine(trained, options), sampling=sampling, options=options),
+        "masked": lambda: partial(_fill, trained, options=options),
+        "spans": lambda: partial(_answer, trained, sampling=sampling, options=options),
+    }
+    return replies[trained.model.config.family.objective]()
 
 
 def _answer(
@@ -165,7 +163,7 @@ def _answer(
         engine.close()
 
 
-def _fill(trained: Trained, model: Bert, text: str, *, options: argparse.Namespace) -> None:
+def _fill(trained: Trained, text: str, *, options: argparse.Namespace) -> None:
     """Print a text with the likeliest token in place of each [MASK], and the candidates with their probabilities."""
     from megalith.evaluate.fill_mask import fill_masks
 
@@ -177,7 +175,7 @@ def _fill(trained: Trained, model: Bert, text: str, *, options: argparse.Namespa
             "tokens for a [MASK]"
         )
     try:
-        filled = fill_masks(model, trained.tokenizer, text, options.num_samples)
+        filled = fill_masks(trained.model, trained.tokenizer, text, options.num_samples)
     except DataError as error:
         raise ConfigError(f"--prompt {error}") from error
     print(filled.text)

@@ -313,8 +313,8 @@ def _num_blocks(launch: _Launch, trained: Trained, context: ParallelContext) -> 
     from megalith.serve.cache import block_bytes
     from megalith.serve.model_runner import BLOCK_SIZE, blocks_for
 
-    model, answers = trained.model.config, trained.model.config.model_family == "t5"
-    layers = -(-(model.num_decoder_layers if answers else model.num_layers) // context.pp.size)
+    model, answers = trained.model.config, trained.model.config.family.encoder_decoder
+    layers = -(-model.stacks["decoder"] // context.pp.size)
     groups = -(-model.query_groups // context.tp.size)
     size = block_bytes(model, layers, groups, BLOCK_SIZE, trained.model.dtype)
     one = blocks_for(model.max_position_embeddings)

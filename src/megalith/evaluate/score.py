@@ -22,8 +22,7 @@ from torch import Tensor
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.errors import DataError
-from megalith.models.gpt import GPT
-from megalith.models.language_model import LanguageModel
+from megalith.models.language_model import GenerativeModel, LanguageModel
 from megalith.models.plain import PlainModel
 from megalith.nn.linear import linear
 from megalith.nn.precision import at_least_fp32
@@ -121,12 +120,12 @@ class BatchWork:
         pass
 
 
-class Scorer(BatchScorer[GPT | PlainModel]):
+class Scorer(BatchScorer[GenerativeModel | PlainModel]):
     """Scores samples; only the first `num_tokens` rows of the vocabulary table (None: all) have a probability."""
 
     def __init__(
         self,
-        model: GPT | PlainModel,
+        model: GenerativeModel | PlainModel,
         context: ParallelContext | None = None,
         *,
         batch_size: int = 8,
@@ -172,7 +171,7 @@ class Scorer(BatchScorer[GPT | PlainModel]):
 class _Work(BatchWork):
     def __init__(
         self,
-        model: GPT | PlainModel,
+        model: GenerativeModel | PlainModel,
         batches: Sequence[Sequence[Sample]],
         num_tokens: int | None,
         on_batch: Callable[[int], None],

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.models.frozen import FrozenLayers
-from megalith.models.language_model import WORD_EMBEDDINGS, Inputs, LanguageModel, Loss
+from megalith.models.language_model import WORD_EMBEDDINGS, GenerativeModel, Inputs, Loss
 from megalith.models.prediction import Ahead, Prediction, PredictionLayer, ahead, shifted
 from megalith.models.transformer import Transformer
 from megalith.nn.cache import KVCache
@@ -27,7 +27,7 @@ from megalith.nn.rope import Rotation
 from megalith.registry import Registered
 
 
-class GPT(LanguageModel):
+class GPT(GenerativeModel):
     """A decoder-only language model, or one stage of it; arguments as of `LanguageModel`."""
 
     title = "GPT"

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from megalith.config import ModelConfig, check_groups
 from megalith.errors import ConfigError
 from megalith.models.layer_options import rotations
 from megalith.nn.attention import LocalMixer, SelfAttention, SequenceMixer
+from megalith.nn.cache import KVCache
+from megalith.nn.cross_attention import CrossAttention, Encoded
 from megalith.nn.documents import Documents
 from megalith.nn.embedding import Embedding, TokenEmbedding
 from megalith.nn.latent_attention import LatentAttention
@@ -31,6 +33,9 @@ from megalith.nn.recompute import Recompute
 from megalith.nn.region import Region, Solo
 from megalith.nn.sink import GradientSink, attach_sink
 from megalith.registry import Registered
+
+if TYPE_CHECKING:
+    from megalith.models.transformer import Transformer
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
@@ -293,6 +298,42 @@ class DenoisingModel(LanguageModel):
             States [T, D] of the positions [S, B] of `loss_mask` in a row, and the logits [B, 2] of the order of two
             runs of text, None where the model has no head for it.
         """
+
+
+class GenerativeModel(LanguageModel):
+    """A model whose decoder keeps keys and values of earlier tokens: it continues a text, or answers an encoder's."""
+
+    decoder: Transformer
+
+    @property
+    @abstractmethod
+    def output_weight(self) -> nn.Parameter:
+        """The weight [V, D] that maps hidden states to logits."""
+
+    @property
+    def output_bias(self) -> nn.Parameter | None:
+        """The bias [V] of the logits."""
+        return None
+
+    @abstractmethod
+    def hidden_states(
+        self, tokens_BS: Tensor, *, hidden_SBD: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """The hidden states [S, B, D] behind the last layer that is here, from which logits are made.
+
+        Args:
+            tokens_BS: Token ids [B, S]; with a cache only the new ones.
+            hidden_SBD: What the stage before this one returned; a stage that embeds takes none.
+            cache: Keys and values of earlier tokens, which takes the new ones.
+        """
+
+    def cross_attentions(self) -> list[CrossAttention]:
+        """The layers of the decoder that attend to an encoder's output, in order; such a model has `encode`."""
+        return []
+
+    def encode(self, tokens_BE: Tensor) -> Encoded:
+        """What the decoder attends to."""
+        raise AssertionError("the model has no encoder")
 
 
 def padding(found: Mapping[str, Tensor], name: str) -> Tensor | None:

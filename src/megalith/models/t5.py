@@ -1,7 +1,8 @@
 """T5 as Megatron builds it: an encoder and a decoder of pre-norm layers that share one embedding.
 
-Reading order: `T5.forward` -> `T5.encode` and `T5.decode` -> `transformer.Block.forward`. Parameters carry Megatron's
-names. Activations are sequence first: encoder [E, B, D], decoder [S, B, D]; tokens and losses are [B, E] and [B, S].
+Reading order: `T5.forward` -> `T5.encode` and `T5.hidden_states` -> `transformer.Block.forward`. Parameters carry
+Megatron's names. Activations are sequence first: encoder [E, B, D], decoder [S, B, D]; tokens and losses are [B, E] and
+[B, S].
 
 What the encoder sees of itself, and the decoder of the encoder, is what is no padding. Under --transformer-impl local
 padding sees nothing either, as in Megatron's local layers, which changes what no loss counts.
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from megalith.config import ModelConfig
-from megalith.models.language_model import DenoisingModel, Inputs, Loss, Stage, padding
+from megalith.models.language_model import DenoisingModel, GenerativeModel, Inputs, Loss, Stage, padding
 from megalith.models.transformer import Transformer
 from megalith.nn.attend import Mask
 from megalith.nn.cache import KVCache
@@ -45,7 +46,7 @@ class T5Head(nn.Module):
         self.output_layer = OutputLayer(vocab_size, config.hidden_size, region, weight=own, bias=biased, **factory)
 
 
-class T5(DenoisingModel):
+class T5(DenoisingModel, GenerativeModel):
     """An encoder-decoder model, whole on each tensor-parallel rank; arguments as of `LanguageModel`."""
 
     title = "T5"
@@ -97,8 +98,7 @@ class T5(DenoisingModel):
         yield from self.encoder.layers.values()
         yield from self.decoder.layers.values()
 
-    def crossings(self) -> list[CrossAttention]:
-        """The layers of the decoder that attend to the encoder's output, in order."""
+    def cross_attentions(self) -> list[CrossAttention]:
         found = (block.cross_attention for block in self.decoder.layers.values())
         return [layer for layer in found if isinstance(layer, CrossAttention)]
 
@@ -128,7 +128,7 @@ class T5(DenoisingModel):
         found = inputs.tensors
         padding_BE, padding_BS = (padding(found, name) for name in ("enc_mask", "dec_mask"))
         encoded = self.encode(found["text_enc"], padding_BE, padding_BS)
-        states_SBD = self.decode(found["text_dec"], encoded, padding_BS=padding_BS)
+        states_SBD = self.hidden_states(found["text_dec"], encoded=encoded, padding_BS=padding_BS)
         return states_SBD[found["loss_mask"].t() > 0], None
 
     def forward(
@@ -151,9 +151,8 @@ class T5(DenoisingModel):
         Returns:
             With labels the loss of each token [B, S] in at least fp32, else the logits [B, S, V].
         """
-        hidden_SBD = self.decode(
-            decoder_tokens_BS, self.encode(encoder_tokens_BE, padding_BE, padding_BS), padding_BS=padding_BS
-        )
+        encoded = self.encode(encoder_tokens_BE, padding_BE, padding_BS)
+        hidden_SBD = self.hidden_states(decoder_tokens_BS, encoded=encoded, padding_BS=padding_BS)
         if labels_BS is None:
             return self.logits(hidden_SBD).transpose(0, 1)
         loss_SB = self._token_losses(
@@ -179,21 +178,20 @@ class T5(DenoisingModel):
         )
         return Encoded(states_EBD, self._mask(self._hidden(padding_BS, padding_BE)))
 
-    def decode(
+    def hidden_states(
         self,
         tokens_BS: Tensor,
-        encoded: Encoded | EncodedCache,
         *,
-        padding_BS: Tensor | None = None,
+        hidden_SBD: Tensor | None = None,
         cache: KVCache | None = None,
+        encoded: Encoded | EncodedCache | None = None,
+        padding_BS: Tensor | None = None,
     ) -> Tensor:
-        """The hidden states [S, B, D] of the decoder behind its last layer, from which the logits are made.
+        """The hidden states [S, B, D] of the decoder; arguments as of `GenerativeModel`.
 
         Args:
-            tokens_BS: Token ids [B, S]; with a cache only the new ones.
             encoded: What `encode` gave, or with a cache the keys and values of it.
             padding_BS: True where tokens are padding; without a cache only.
-            cache: Keys and values of earlier tokens, which takes the new ones.
         """
         if cache is None:
             length, positions_S = tokens_BS.shape[1], torch.arange(tokens_BS.shape[1], device=tokens_BS.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +15,8 @@ from megalith.distributed import comm, p2p
 from megalith.distributed.context import ParallelContext
 from megalith.errors import DataError, LayoutError, PeerError
 from megalith.models.frozen import frozen
-from megalith.models.gpt import GPT
-from megalith.models.language_model import LanguageModel
+from megalith.models.language_model import GenerativeModel, LanguageModel
 from megalith.models.plain import PlainModel
-from megalith.models.t5 import T5
 from megalith.models.transformer import Block
 from megalith.nn.loss import whole_logits
 from megalith.serve.cache import BlockCache, Reading, Texts
@@ -28,7 +27,7 @@ from megalith.tokenizers import Tokenizer
 BLOCK_SIZE = 16
 
 
-def local_groups(model: GPT | T5) -> int:
+def local_groups(model: GenerativeModel) -> int:
     """The key-value heads of each layer that are here."""
     first = next(iter(model.decoder.layers.values()))
     assert isinstance(first, Block)
@@ -50,9 +49,14 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: GPT | T5, num_blocks: int, block_size: int = BLOCK_SIZE, *, context_length: int | None = None
+        self,
+        model: GenerativeModel,
+        num_blocks: int,
+        block_size: int = BLOCK_SIZE,
+        *,
+        context_length: int | None = None,
     ) -> None:
-        self.model: GPT | T5 = model.eval()
+        self.model: GenerativeModel = model.eval()
         self.vocab_size = model.vocab_size
         self.context_length = context_length or model.config.max_position_embeddings
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -65,8 +69,8 @@ class ModelRunner:
             dtype=model.dtype,
             device=model.device,
         )
-        self._layers = frozen(model.decoder) if isinstance(model, GPT) else None
-        self._crossings = model.crossings() if isinstance(model, T5) else []
+        self._cross_attentions = model.cross_attentions()
+        self._layers = None if self._cross_attentions else frozen(model.decoder)
 
     def run(self, batch: Batch) -> Tensor:
         return self.logits(self.read(batch), batch)
@@ -76,13 +80,14 @@ class ModelRunner:
         with torch.inference_mode():
             tokens = [token for piece in batch.pieces for token in decoded(piece, self.block_size)]
             tokens_1S, reading = torch.tensor([tokens], device=self.model.device), self.cache.read(batch)
-            if isinstance(self.model, T5):
-                return self.model.decode(tokens_1S, self._texts(self.model, batch, reading), cache=reading)
-            return self.model.hidden_states(tokens_1S, hidden_SBD=hidden_S1D, cache=reading, layers=self._layers)
+            more: dict[str, Any] = {"layers": self._layers} if self._layers is not None else {}
+            if self._cross_attentions:
+                more = {"encoded": self._texts(batch, reading)}
+            return self.model.hidden_states(tokens_1S, hidden_SBD=hidden_S1D, cache=reading, **more)
 
-    def _texts(self, model: T5, batch: Batch, reading: Reading) -> Texts:
+    def _texts(self, batch: Batch, reading: Reading) -> Texts:
         """The texts of all pieces; those that are new are read, each by itself."""
-        texts = Texts(reading, self._crossings)
+        texts, model = Texts(reading, self._cross_attentions), self.model
         for number, piece in enumerate(batch.pieces):
             if piece.start < piece.source:
                 assert piece.start == 0, "an encoder reads a text at once"
@@ -97,8 +102,7 @@ class ModelRunner:
             rows = wanted_rows(batch.pieces, self.block_size)
             if len(rows) < hidden.shape[0]:
                 hidden = hidden[rows]
-            bias = model.output_bias if isinstance(model, T5) else None
-            return whole_logits(hidden, model.output_weight, model.region, model.vocab_size, bias)
+            return whole_logits(hidden, model.output_weight, model.region, model.vocab_size, model.output_bias)
 
     def ping(self) -> None:
         pass
@@ -156,7 +160,7 @@ class PlainRunner:
 
 
 def runner_of(
-    model: GPT | PlainModel | T5, num_blocks: int, *, context_length: int | None = None
+    model: GenerativeModel | PlainModel, num_blocks: int, *, context_length: int | None = None
 ) -> ModelRunner | PlainRunner:
     """The runner of a model that is whole in this process; arguments as of `ModelRunner`."""
     if isinstance(model, PlainModel):
@@ -222,7 +226,7 @@ class RankRunner(ModelRunner):
 
     def __init__(
         self,
-        model: GPT | PlainModel | T5,
+        model: GenerativeModel | PlainModel,
         context: ParallelContext,
         num_blocks: int,
         block_size: int = BLOCK_SIZE,
@@ -330,7 +334,7 @@ class Opening:
 
 def opening_of(model: LanguageModel, tokenizer: Tokenizer) -> Opening | None:
     """Return how a model answers; None where it continues its prompt. `ConfigError` without a start token."""
-    if not isinstance(model, T5):
+    if not model.config.family.encoder_decoder:
         return None
     return Opening(decoder_start(tokenizer), tokenizer.special.get("eos", tokenizer.eod))
 
