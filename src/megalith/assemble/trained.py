@@ -73,7 +73,7 @@ class Trained:
         if fits and isinstance(self.model, GenerativeModel | PlainModel):
             return self.model
         works = WHAT_WORKS.get(self.model.config.family.objective, "derive it from megalith.api.GPT")
-        raise ConfigError(f"this needs {wanted}, and the checkpoint holds a {self.model.title}; {works}")
+        raise ConfigError(f"this needs {wanted}, and the checkpoint holds a {self.model.config.title}; {works}")
 
 
 def load_trained(

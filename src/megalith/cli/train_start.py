@@ -19,7 +19,6 @@ from megalith.config.changes import Change, changes_lines
 from megalith.config.render import notes_lines
 from megalith.config.saved_args import megatron_args
 from megalith.data.build import Datasets
-from megalith.models.families import title
 from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.protocol import padding_message, tensor_parallel_note
 from megalith.train.checkpoint_fit import products_of
@@ -60,7 +59,7 @@ class StartConsole(StartObserver):
         self.note(console.milestone_line("after megatron is initialized", datetime.now()))
 
     def building_model(self, config: RunConfig) -> None:
-        self.note(f"building {title(config.model)} model ...")
+        self.note(f"building {config.model.title} model ...")
 
     def model_built(self, config: RunConfig, parameters: Sequence[tuple[int, int, int]]) -> None:
         for number, tensor_rank, pipeline_rank in parameters:
@@ -94,7 +93,7 @@ class StartConsole(StartObserver):
         for dataset in (*datasets, *datasets.further_valid):
             if dataset is not None:
                 self.note(f"    {dataset.name}: {dataset.summary}")
-        self.note(f"> finished creating {title(config.model)} datasets ...")
+        self.note(f"> finished creating {config.model.title} datasets ...")
 
     def data_done(self) -> None:
         self.note(console.milestone_line("after dataloaders are built", datetime.now()))

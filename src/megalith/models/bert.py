@@ -72,7 +72,6 @@ def of_first_position(x: Tensor, region: Region) -> Tensor:
 class Bert(DenoisingModel):
     """A BERT, or one stage of it; arguments as of `LanguageModel`, and whole sequences are on each rank."""
 
-    title = "BERT"
     tokens_field = "text"
     reports_means = True
 
@@ -100,7 +99,6 @@ class Bert(DenoisingModel):
 
     @property
     def output_weight(self) -> nn.Parameter:
-        """The weight [V, D] that maps hidden states to logits: the word embedding where they are tied."""
         if self.output_layer is not None and self.output_layer.weight is not None:
             return self.output_layer.weight
         assert self.embedding is not None, "this stage has no logits"

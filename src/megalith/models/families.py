@@ -18,8 +18,3 @@ MODELS: Mapping[str, type[LanguageModel]] = {"gpt": GPT, "bert": Bert, "t5": T5}
 def model_class(config: ModelConfig) -> Callable[..., LanguageModel]:
     """What constructs the model of a configuration; arguments as of `LanguageModel`."""
     return MODELS[config.model_family] if config.model is None else build_registered
-
-
-def title(config: ModelConfig) -> str:
-    """What the model of a configuration is called on the console."""
-    return MODELS[config.model_family].title if config.model is None else config.model

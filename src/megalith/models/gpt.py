@@ -30,8 +30,6 @@ from megalith.registry import Registered
 class GPT(GenerativeModel):
     """A decoder-only language model, or one stage of it; arguments as of `LanguageModel`."""
 
-    title = "GPT"
-
     def _build(self, peers: Peers, recompute: Recompute | None) -> None:
         config, stage = self.config, self.stage
         predicts_ahead = stage.predicts and config.predictions > 0
@@ -53,7 +51,6 @@ class GPT(GenerativeModel):
 
     @property
     def output_weight(self) -> nn.Parameter:
-        """The weight [V, D] that maps hidden states to logits: the word embedding where they are tied."""
         assert self.stage.predicts, "this stage has no logits"
         if self.output_layer is not None and self.output_layer.weight is not None:
             return self.output_layer.weight

@@ -21,14 +21,9 @@ from dataclasses import replace
 from typing import Any
 
 from megalith.config import ModelConfig
+from megalith.models import huggingface_tensors as tensors
 from megalith.models.huggingface_family import Family, Reading
-from megalith.models.huggingface_tensors import (
-    TheirTensor,
-    head_parts,
-    linear_tensors,
-    norm_tensors,
-    whole_tensor,
-)
+from megalith.models.huggingface_tensors import TheirTensor
 
 _ABSENT = {"tie_word_embeddings": True, "layer_norm_eps": 1e-12, "type_vocab_size": 2}
 _ORDER_HEAD = "cls.seq_relationship"
@@ -111,25 +106,27 @@ class _Bert(Family):
     def tensors(self, model: ModelConfig, vocab_size: int) -> Iterator[TheirTensor]:
         hidden, layers = model.hidden_size, model.num_layers
         words, embeddings = (vocab_size, hidden), "bert.embeddings."
-        yield whole_tensor(f"{embeddings}word_embeddings.weight", words, "embedding.word_embeddings.weight")
+        yield tensors.whole(f"{embeddings}word_embeddings.weight", words, "embedding.word_embeddings.weight")
         positions = (model.max_position_embeddings, hidden)
-        yield whole_tensor(f"{embeddings}position_embeddings.weight", positions, "embedding.position_embeddings.weight")
-        yield whole_tensor(
+        yield tensors.whole(
+            f"{embeddings}position_embeddings.weight", positions, "embedding.position_embeddings.weight"
+        )
+        yield tensors.whole(
             f"{embeddings}token_type_embeddings.weight", (2, hidden), "embedding.tokentype_embeddings.weight"
         )
         if self.published:
-            yield from norm_tensors(f"{embeddings}LayerNorm", (hidden,), "encoder.layers.0.input_layernorm", bias=True)
+            yield from tensors.norm(f"{embeddings}LayerNorm", (hidden,), "encoder.layers.0.input_layernorm", bias=True)
         for layer in range(layers):
             yield from _layer(model, layer, published=self.published)
         if not self.published:
-            yield from norm_tensors("bert.encoder.ln", (hidden,), "encoder.final_layernorm", bias=True)
+            yield from tensors.norm("bert.encoder.ln", (hidden,), "encoder.final_layernorm", bias=True)
         if model.bert_binary_head:
-            yield from linear_tensors("bert.pooler.dense", (hidden, hidden), "pooler.dense", bias=True)
-        yield whole_tensor("cls.predictions.bias", (vocab_size,), "output_layer.bias")
-        yield from linear_tensors("cls.predictions.transform.dense", (hidden, hidden), "lm_head.dense", bias=True)
-        yield from norm_tensors("cls.predictions.transform.LayerNorm", (hidden,), "lm_head.layer_norm", bias=True)
+            yield from tensors.linear("bert.pooler.dense", (hidden, hidden), "pooler.dense", bias=True)
+        yield tensors.whole("cls.predictions.bias", (vocab_size,), "output_layer.bias")
+        yield from tensors.linear("cls.predictions.transform.dense", (hidden, hidden), "lm_head.dense", bias=True)
+        yield from tensors.norm("cls.predictions.transform.LayerNorm", (hidden,), "lm_head.layer_norm", bias=True)
         if model.bert_binary_head:
-            yield from linear_tensors(_ORDER_HEAD, (2, hidden), "binary_head", bias=True)
+            yield from tensors.linear(_ORDER_HEAD, (2, hidden), "binary_head", bias=True)
 
     def settled(self, model: ModelConfig, names: Collection[str]) -> ModelConfig:
         """As the base says; config.json does not say whether BERT has its head for two texts."""
@@ -147,21 +144,21 @@ def _layer(model: ModelConfig, layer: int, *, published: bool) -> Iterator[Their
     theirs, ours, hidden = f"bert.encoder.layer.{layer}.", f"encoder.layers.{layer}.", model.hidden_size
     last, behind = layer == model.num_layers - 1, f"encoder.layers.{layer + 1}.input_layernorm"
     if not published:
-        yield from norm_tensors(f"{theirs}attention.ln", (hidden,), f"{ours}input_layernorm", bias=True)
+        yield from tensors.norm(f"{theirs}attention.ln", (hidden,), f"{ours}input_layernorm", bias=True)
     for letter, name in (("q", "query"), ("k", "key"), ("v", "value")):
         for kind, columns in (("weight", (hidden,)), ("bias", ())):
-            parts = head_parts(model, letter, 0, f"{ours}self_attention.linear_qkv.{kind}")
+            parts = tensors.heads(model, letter, 0, f"{ours}self_attention.linear_qkv.{kind}")
             yield TheirTensor(f"{theirs}attention.self.{name}.{kind}", (hidden, *columns), parts)
     attention, square = f"{theirs}attention.output.", (hidden, hidden)
-    yield from linear_tensors(f"{attention}dense", square, f"{ours}self_attention.linear_proj", bias=True)
+    yield from tensors.linear(f"{attention}dense", square, f"{ours}self_attention.linear_proj", bias=True)
     norm = f"{attention}LayerNorm" if published else f"{theirs}ln"
-    yield from norm_tensors(norm, (hidden,), f"{ours}pre_mlp_layernorm", bias=True)
+    yield from tensors.norm(norm, (hidden,), f"{ours}pre_mlp_layernorm", bias=True)
     ffn = model.ffn_size
-    yield from linear_tensors(f"{theirs}intermediate.dense", (ffn, hidden), f"{ours}mlp.linear_fc1", bias=True)
-    yield from linear_tensors(f"{theirs}output.dense", (hidden, ffn), f"{ours}mlp.linear_fc2", bias=True)
+    yield from tensors.linear(f"{theirs}intermediate.dense", (ffn, hidden), f"{ours}mlp.linear_fc1", bias=True)
+    yield from tensors.linear(f"{theirs}output.dense", (hidden, ffn), f"{ours}mlp.linear_fc2", bias=True)
     if published:
         norm = "encoder.final_layernorm" if last else behind
-        yield from norm_tensors(f"{theirs}output.LayerNorm", (hidden,), norm, bias=True)
+        yield from tensors.norm(f"{theirs}output.LayerNorm", (hidden,), norm, bias=True)
 
 
 FAMILIES = (

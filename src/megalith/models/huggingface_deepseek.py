@@ -13,18 +13,11 @@ from itertools import chain
 from typing import Any
 
 from megalith.config import ModelConfig
+from megalith.models import huggingface_tensors as tensors
 from megalith.models.huggingface_experts import expert_tensors, our_layer
 from megalith.models.huggingface_family import Family, Reading
 from megalith.models.huggingface_positions import rope_scaling, rotary
-from megalith.models.huggingface_tensors import (
-    LLAMA_ENDS,
-    LLAMA_LAYER,
-    TheirTensor,
-    decoder_tensors,
-    gated_tensors,
-    norm_tensors,
-    whole_tensor,
-)
+from megalith.models.huggingface_tensors import LLAMA_ENDS, LLAMA_LAYER, TheirTensor
 from megalith.models.language_model import WORD_EMBEDDINGS
 
 NEXT = "num_nextn_predict_layers"
@@ -192,7 +185,7 @@ class _DeepSeek(Family):
 
     def tensors(self, model: ModelConfig, vocab_size: int) -> Iterator[TheirTensor]:
         ahead = (_prediction(model, depth, vocab_size) for depth in range(model.predictions))
-        return decoder_tensors(model, vocab_size, LLAMA_ENDS, _layer, chain.from_iterable(ahead))
+        return tensors.of_decoder(model, vocab_size, LLAMA_ENDS, _layer, chain.from_iterable(ahead))
 
     def settled(self, model: ModelConfig, names: Collection[str]) -> ModelConfig:
         """As the base says; transformers writes none of the layers that predict ahead."""
@@ -236,13 +229,13 @@ def _prediction(model: ModelConfig, depth: int, vocab_size: int) -> Iterator[The
     number, hidden = model.num_layers + depth, model.hidden_size
     theirs, ours, table = f"{LLAMA_LAYER}{number}.", f"mtp.layers.{depth}.", (vocab_size, hidden)
     output = "output_layer.weight" if model.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
-    yield replace(whole_tensor(f"{theirs}embed_tokens.weight", table, WORD_EMBEDDINGS), again=True)
+    yield replace(tensors.whole(f"{theirs}embed_tokens.weight", table, WORD_EMBEDDINGS), again=True)
     for name in ("enorm", "hnorm"):
-        yield from norm_tensors(f"{theirs}{name}", (hidden,), f"{ours}{name}", bias=False)
-    yield whole_tensor(f"{theirs}eh_proj.weight", (hidden, 2 * hidden), f"{ours}eh_proj.weight")
+        yield from tensors.norm(f"{theirs}{name}", (hidden,), f"{ours}{name}", bias=False)
+    yield tensors.whole(f"{theirs}eh_proj.weight", (hidden, 2 * hidden), f"{ours}eh_proj.weight")
     yield from _layer(model, number)
-    yield from norm_tensors(f"{theirs}shared_head.norm", (hidden,), f"{ours}final_layernorm", bias=False)
-    yield replace(whole_tensor(f"{theirs}shared_head.head.weight", table, output), again=True)
+    yield from tensors.norm(f"{theirs}shared_head.norm", (hidden,), f"{ours}final_layernorm", bias=False)
+    yield replace(tensors.whole(f"{theirs}shared_head.head.weight", table, output), again=True)
 
 
 def _layer(model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
@@ -263,20 +256,20 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
         shapes |= {**of_queries, "q_a_layernorm": (model.q_lora_rank,)}
     for name, parameter in _PROJECTIONS.items():
         if name in shapes:
-            yield whole_tensor(
+            yield tensors.whole(
                 f"{theirs}self_attn.{name}.weight", shapes[name], f"{ours}self_attention.{parameter}.weight"
             )
     if experts:
         yield from expert_tensors(_KIND, model, layer)
         bias = (experts,)
-        yield whole_tensor(f"{theirs}mlp.gate.e_score_correction_bias", bias, f"{ours}mlp.router.expert_bias")
+        yield tensors.whole(f"{theirs}mlp.gate.e_score_correction_bias", bias, f"{ours}mlp.router.expert_bias")
         size = model.moe_shared_expert_intermediate_size
         assert size is not None, "a rule of the family"
-        yield from gated_tensors(f"{theirs}mlp.shared_experts.", f"{ours}mlp.shared_experts.", model, size)
+        yield from tensors.gated(f"{theirs}mlp.shared_experts.", f"{ours}mlp.shared_experts.", model, size)
     else:
-        yield from gated_tensors(f"{theirs}mlp.", f"{ours}mlp.", model, model.ffn_size)
-    yield from norm_tensors(f"{theirs}input_layernorm", (hidden,), f"{ours}input_layernorm", bias=False)
-    yield from norm_tensors(f"{theirs}post_attention_layernorm", (hidden,), f"{ours}pre_mlp_layernorm", bias=False)
+        yield from tensors.gated(f"{theirs}mlp.", f"{ours}mlp.", model, model.ffn_size)
+    yield from tensors.norm(f"{theirs}input_layernorm", (hidden,), f"{ours}input_layernorm", bias=False)
+    yield from tensors.norm(f"{theirs}post_attention_layernorm", (hidden,), f"{ours}pre_mlp_layernorm", bias=False)
 
 
 FAMILIES = (_DeepSeek(_KIND, "DeepseekV3ForCausalLM", _ABSENT),)

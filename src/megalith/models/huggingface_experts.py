@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalith.config import ModelConfig
+from megalith.models import huggingface_tensors as tensors
 from megalith.models.huggingface_family import Reading, short
-from megalith.models.huggingface_tensors import LLAMA_LAYER, OUR_LAYER, Part, TheirTensor, whole_tensor
+from megalith.models.huggingface_tensors import LLAMA_LAYER, OUR_LAYER, Part, TheirTensor
 
 
 @dataclass(frozen=True)
@@ -146,12 +147,12 @@ def our_layer(model: ModelConfig, layer: int) -> tuple[str, int]:
 def expert_tensors(kind: str, model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
     theirs, (prefix, experts) = f"{LLAMA_LAYER}{layer}.", our_layer(model, layer)
     ours, hidden, size = f"{prefix}mlp.", model.hidden_size, model.expert_size
-    yield whole_tensor(f"{theirs}{_NAMES[kind].module}.gate.weight", (experts, hidden), f"{ours}router.weight")
+    yield tensors.whole(f"{theirs}{_NAMES[kind].module}.gate.weight", (experts, hidden), f"{ours}router.weight")
     for expert in range(experts):
         local = f"{ours}experts.local_experts.{expert}."
         for name, projection in _projections(kind, theirs, expert):
             if projection == "down":
-                yield whole_tensor(name, (hidden, size), f"{local}linear_fc2.weight")
+                yield tensors.whole(name, (hidden, size), f"{local}linear_fc2.weight")
             else:
                 start = size if projection == "up" else 0
                 yield TheirTensor(name, (size, hidden), (Part(f"{local}linear_fc1.weight", 0, start, size),))

@@ -6,17 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megalith.config import ModelConfig
+from megalith.models import huggingface_tensors as tensors
 from megalith.models.huggingface_family import Family, Reading
 from megalith.models.huggingface_positions import fits_windows
-from megalith.models.huggingface_tensors import (
-    OUR_LAYER,
-    Part,
-    TheirTensor,
-    decoder_tensors,
-    head_parts,
-    norm_tensors,
-    whole_tensor,
-)
+from megalith.models.huggingface_tensors import OUR_LAYER, Part, TheirTensor
 
 PREFIX = "transformer."
 """Before the names of its tensors; files written by the bare model, as the first on the hub, are without it."""
@@ -82,29 +75,29 @@ class _GPT2(Family):
         }
 
     def tensors(self, model: ModelConfig, vocab_size: int) -> Iterator[TheirTensor]:
-        return decoder_tensors(model, vocab_size, _ENDS, _layer)
+        return tensors.of_decoder(model, vocab_size, _ENDS, _layer)
 
 
 def _layer(model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
     theirs, ours, hidden = f"{PREFIX}h.{layer}.", f"{OUR_LAYER}{layer}.", model.hidden_size
 
     def linear(name: str, parameter: str, inputs: int, outputs: int) -> Iterator[TheirTensor]:
-        yield whole_tensor(f"{theirs}{name}.weight", (inputs, outputs), f"{ours}{parameter}.weight", transposed=True)
-        yield whole_tensor(f"{theirs}{name}.bias", (outputs,), f"{ours}{parameter}.bias")
+        yield tensors.whole(f"{theirs}{name}.weight", (inputs, outputs), f"{ours}{parameter}.weight", transposed=True)
+        yield tensors.whole(f"{theirs}{name}.bias", (outputs,), f"{ours}{parameter}.bias")
 
-    yield from norm_tensors(f"{theirs}ln_1", (hidden,), f"{ours}input_layernorm", bias=True)
+    yield from tensors.norm(f"{theirs}ln_1", (hidden,), f"{ours}input_layernorm", bias=True)
     qkv = f"{ours}self_attention.linear_qkv"
     yield TheirTensor(f"{theirs}attn.c_attn.weight", (hidden, 3 * hidden), _all_heads(model, f"{qkv}.weight"), True)
     yield TheirTensor(f"{theirs}attn.c_attn.bias", (3 * hidden,), _all_heads(model, f"{qkv}.bias"))
     yield from linear("attn.c_proj", "self_attention.linear_proj", hidden, hidden)
-    yield from norm_tensors(f"{theirs}ln_2", (hidden,), f"{ours}pre_mlp_layernorm", bias=True)
+    yield from tensors.norm(f"{theirs}ln_2", (hidden,), f"{ours}pre_mlp_layernorm", bias=True)
     yield from linear("mlp.c_fc", "mlp.linear_fc1", hidden, model.ffn_size)
     yield from linear("mlp.c_proj", "mlp.linear_fc2", model.ffn_size, hidden)
 
 
 def _all_heads(model: ModelConfig, parameter: str) -> tuple[Part, ...]:
     """The heads of the fused projection: all queries, all keys, all values."""
-    parts = (head_parts(model, letter, n * model.hidden_size, parameter) for n, letter in enumerate("qkv"))
+    parts = (tensors.heads(model, letter, n * model.hidden_size, parameter) for n, letter in enumerate("qkv"))
     return tuple(part for of_kind in parts for part in of_kind)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megalith.config import ModelConfig
 from megalith.models import huggingface_experts
+from megalith.models import huggingface_tensors as tensors
 from megalith.models.huggingface_experts import expert_tensors
 from megalith.models.huggingface_family import Family, Reading
 from megalith.models.huggingface_positions import (
@@ -19,17 +20,7 @@ from megalith.models.huggingface_positions import (
     windows_of,
     windows_of_qwen,
 )
-from megalith.models.huggingface_tensors import (
-    LLAMA_ENDS,
-    LLAMA_LAYER,
-    OUR_LAYER,
-    TheirTensor,
-    decoder_tensors,
-    gated_tensors,
-    head_parts,
-    linear_tensors,
-    norm_tensors,
-)
+from megalith.models.huggingface_tensors import LLAMA_ENDS, LLAMA_LAYER, OUR_LAYER, TheirTensor
 
 _SILU = ("silu", "swish")
 _WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
@@ -129,7 +120,7 @@ class _Llama(Family):
         }
 
     def tensors(self, model: ModelConfig, vocab_size: int) -> Iterator[TheirTensor]:
-        return decoder_tensors(model, vocab_size, LLAMA_ENDS, partial(_layer, self.model_type))
+        return tensors.of_decoder(model, vocab_size, LLAMA_ENDS, partial(_layer, self.model_type))
 
 
 def _all_biases(reading: Reading, kind: str) -> bool:
@@ -153,23 +144,23 @@ def _layer(model_type: str, model: ModelConfig, layer: int) -> Iterator[TheirTen
 
     for letter, heads in (("q", model.num_attention_heads), ("k", model.query_groups), ("v", model.query_groups)):
         for kind, columns in kinds(model.qkv_bias):
-            parts = head_parts(model, letter, 0, f"{attention}linear_qkv.{kind}")
+            parts = tensors.heads(model, letter, 0, f"{attention}linear_qkv.{kind}")
             yield TheirTensor(f"{theirs}self_attn.{letter}_proj.{kind}", (heads * size, *columns), parts)
     context = model.num_attention_heads * size
-    yield from linear_tensors(
+    yield from tensors.linear(
         f"{theirs}self_attn.o_proj", (hidden, context), f"{attention}linear_proj", model.add_bias_linear
     )
     if model.qk_layernorm:
         for letter in "qk":
-            yield from norm_tensors(
+            yield from tensors.norm(
                 f"{theirs}self_attn.{letter}_norm", (size,), f"{attention}{letter}_layernorm", bias=False
             )
     if model.experts[layer]:
         yield from expert_tensors(model_type, model, layer)
     else:
-        yield from gated_tensors(f"{theirs}mlp.", f"{ours}mlp.", model, model.ffn_size)
-    yield from norm_tensors(f"{theirs}input_layernorm", (hidden,), f"{ours}input_layernorm", bias=False)
-    yield from norm_tensors(f"{theirs}post_attention_layernorm", (hidden,), f"{ours}pre_mlp_layernorm", bias=False)
+        yield from tensors.gated(f"{theirs}mlp.", f"{ours}mlp.", model, model.ffn_size)
+    yield from tensors.norm(f"{theirs}input_layernorm", (hidden,), f"{ours}input_layernorm", bias=False)
+    yield from tensors.norm(f"{theirs}post_attention_layernorm", (hidden,), f"{ours}pre_mlp_layernorm", bias=False)
 
 
 FAMILIES = (

@@ -19,16 +19,9 @@ from dataclasses import replace
 from typing import Any
 
 from megalith.config import ModelConfig
+from megalith.models import huggingface_tensors as tensors
 from megalith.models.huggingface_family import Family, Reading
-from megalith.models.huggingface_tensors import (
-    OUTPUT_LAYER,
-    Part,
-    TheirTensor,
-    head_parts,
-    linear_tensors,
-    norm_tensors,
-    whole_tensor,
-)
+from megalith.models.huggingface_tensors import OUTPUT_LAYER, Part, TheirTensor
 
 _ABSENT = {"tie_word_embeddings": True, "layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu", "d_kv": 64}
 _FEED_FORWARDS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -120,13 +113,13 @@ class _T5(Family):
 
     def tensors(self, model: ModelConfig, vocab_size: int) -> Iterator[TheirTensor]:
         words, norm = (vocab_size, model.hidden_size), (model.hidden_size,)
-        yield whole_tensor("shared.weight", words, "embedding.word_embeddings.weight")
+        yield tensors.whole("shared.weight", words, "embedding.word_embeddings.weight")
         for stack, layers in model.stacks.items():
             for layer in range(layers):
                 yield from _layer(model, stack, layer)
-            yield from norm_tensors(f"{stack}.final_layer_norm", norm, f"{stack}.final_layernorm", bias=False)
+            yield from tensors.norm(f"{stack}.final_layer_norm", norm, f"{stack}.final_layernorm", bias=False)
         if model.untie_embeddings_and_output_weights:
-            yield whole_tensor(OUTPUT_LAYER, words, "lm_head.output_layer.weight")
+            yield tensors.whole(OUTPUT_LAYER, words, "lm_head.output_layer.weight")
 
     def settled(self, model: ModelConfig, names: Collection[str]) -> ModelConfig:
         """As the base says: whether the files hold an output weight.
@@ -171,37 +164,37 @@ def _layer(model: ModelConfig, stack: str, layer: int) -> Iterator[TheirTensor]:
     hidden, width, norm = model.hidden_size, model.num_attention_heads * model.head_size, (model.hidden_size,)
     theirs, ours = f"{stack}.block.{layer}.layer.", f"{stack}.layers.{layer}."
     for letter in "qkv":
-        parts = head_parts(model, letter, 0, f"{ours}self_attention.linear_qkv.weight")
+        parts = tensors.heads(model, letter, 0, f"{ours}self_attention.linear_qkv.weight")
         yield TheirTensor(f"{theirs}0.SelfAttention.{letter}.weight", (width, hidden), parts)
     own = f"{ours}self_attention.linear_proj"
-    yield from linear_tensors(f"{theirs}0.SelfAttention.o", (hidden, width), own, bias=False)
+    yield from tensors.linear(f"{theirs}0.SelfAttention.o", (hidden, width), own, bias=False)
     if layer == 0:
         table = (model.relative_attention_num_buckets, model.num_attention_heads)
         bias = "relative_attention_bias.weight"
-        yield whole_tensor(f"{theirs}0.SelfAttention.{bias}", table, f"{stack}_relative_pos_emb.{bias}")
-    yield from norm_tensors(f"{theirs}0.layer_norm", norm, f"{ours}input_layernorm", bias=False)
+        yield tensors.whole(f"{theirs}0.SelfAttention.{bias}", table, f"{stack}_relative_pos_emb.{bias}")
+    yield from tensors.norm(f"{theirs}0.layer_norm", norm, f"{ours}input_layernorm", bias=False)
     if stack == "decoder":
         yield from _across(model, f"{theirs}1.EncDecAttention.", f"{ours}cross_attention.")
-        yield from norm_tensors(f"{theirs}1.layer_norm", norm, f"{ours}pre_cross_attn_layernorm", bias=False)
+        yield from tensors.norm(f"{theirs}1.layer_norm", norm, f"{ours}pre_cross_attn_layernorm", bias=False)
     last, ffn = f"{theirs}{2 if stack == 'decoder' else 1}.", model.ffn_size
     for number, name in enumerate(("wi_0", "wi_1") if model.gated else ("wi",)):
         part = Part(f"{ours}mlp.linear_fc1.weight", 0, number * ffn, ffn)
         yield TheirTensor(f"{last}DenseReluDense.{name}.weight", (ffn, hidden), (part,))
-    yield from linear_tensors(f"{last}DenseReluDense.wo", (hidden, ffn), f"{ours}mlp.linear_fc2", bias=False)
-    yield from norm_tensors(f"{last}layer_norm", norm, f"{ours}pre_mlp_layernorm", bias=False)
+    yield from tensors.linear(f"{last}DenseReluDense.wo", (hidden, ffn), f"{ours}mlp.linear_fc2", bias=False)
+    yield from tensors.norm(f"{last}layer_norm", norm, f"{ours}pre_mlp_layernorm", bias=False)
 
 
 def _across(model: ModelConfig, theirs: str, ours: str) -> Iterator[TheirTensor]:
     """Attention to the encoder: for each head its key and then its value in one projection (`nn.cross_attention`)."""
     size, heads, hidden = model.head_size, model.num_attention_heads, model.hidden_size
     width = heads * size
-    yield from linear_tensors(f"{theirs}q", (width, hidden), f"{ours}linear_q", bias=False)
+    yield from tensors.linear(f"{theirs}q", (width, hidden), f"{ours}linear_q", bias=False)
     for inside, letter in enumerate("kv"):
         parts = tuple(
             Part(f"{ours}linear_kv.weight", head * size, (2 * head + inside) * size, size) for head in range(heads)
         )
         yield TheirTensor(f"{theirs}{letter}.weight", (width, hidden), parts)
-    yield from linear_tensors(f"{theirs}o", (hidden, width), f"{ours}linear_proj", bias=False)
+    yield from tensors.linear(f"{theirs}o", (hidden, width), f"{ours}linear_proj", bias=False)
 
 
 _OF_MT5 = {**_ABSENT, "feed_forward_proj": "gated-gelu", "scale_decoder_outputs": False}

@@ -73,7 +73,7 @@ class TheirTensor:
         return (tensor.t() if self.transposed else tensor).narrow(0, part.start, part.length)
 
 
-def decoder_tensors(
+def of_decoder(
     model: ModelConfig,
     vocab_size: int,
     names: Mapping[str, str],
@@ -82,18 +82,16 @@ def decoder_tensors(
 ) -> Iterator[TheirTensor]:
     """Yield the tensors of a decoder: `names` of those outside of layers, and `ahead` of those that predict further."""
     hidden = model.hidden_size
-    yield whole_tensor(names["words"], (vocab_size, hidden), "embedding.word_embeddings.weight")
+    yield whole(names["words"], (vocab_size, hidden), "embedding.word_embeddings.weight")
     if model.position_embedding_type == "learned_absolute":
         positions = (model.max_position_embeddings, hidden)
-        yield whole_tensor(names["positions"], positions, "embedding.position_embeddings.weight")
+        yield whole(names["positions"], positions, "embedding.position_embeddings.weight")
     for number in range(model.num_layers):
         yield from layer(model, number)
     yield from ahead
-    yield from norm_tensors(
-        names["norm"], (hidden,), "decoder.final_layernorm", bias=model.normalization == "LayerNorm"
-    )
+    yield from norm(names["norm"], (hidden,), "decoder.final_layernorm", bias=model.normalization == "LayerNorm")
     if model.untie_embeddings_and_output_weights:
-        yield whole_tensor(OUTPUT_LAYER, (vocab_size, hidden), "output_layer.weight")
+        yield whole(OUTPUT_LAYER, (vocab_size, hidden), "output_layer.weight")
 
 
 def follows_from_config(name: str) -> bool:
@@ -101,34 +99,32 @@ def follows_from_config(name: str) -> bool:
     return _BUFFERS.fullmatch(name) is not None
 
 
-def whole_tensor(name: str, shape: tuple[int, ...], parameter: str, *, transposed: bool = False) -> TheirTensor:
+def whole(name: str, shape: tuple[int, ...], parameter: str, *, transposed: bool = False) -> TheirTensor:
     rows = shape[-1] if transposed else shape[0]
     return TheirTensor(name, shape, (Part(parameter, 0, 0, rows),), transposed)
 
 
-def norm_tensors(name: str, shape: tuple[int, ...], ours: str, *, bias: bool) -> list[TheirTensor]:
+def norm(name: str, shape: tuple[int, ...], ours: str, *, bias: bool) -> list[TheirTensor]:
     kinds = ("weight", "bias") if bias else ("weight",)
-    return [whole_tensor(f"{name}.{kind}", shape, f"{ours}.{kind}") for kind in kinds]
+    return [whole(f"{name}.{kind}", shape, f"{ours}.{kind}") for kind in kinds]
 
 
-def linear_tensors(name: str, shape: tuple[int, int], ours: str, bias: bool) -> Iterator[TheirTensor]:
-    yield whole_tensor(f"{name}.weight", shape, f"{ours}.weight")
+def linear(name: str, shape: tuple[int, int], ours: str, bias: bool) -> Iterator[TheirTensor]:
+    yield whole(f"{name}.weight", shape, f"{ours}.weight")
     if bias:
-        yield whole_tensor(f"{name}.bias", shape[:1], f"{ours}.bias")
+        yield whole(f"{name}.bias", shape[:1], f"{ours}.bias")
 
 
-def gated_tensors(theirs: str, ours: str, model: ModelConfig, size: int) -> Iterator[TheirTensor]:
+def gated(theirs: str, ours: str, model: ModelConfig, size: int) -> Iterator[TheirTensor]:
     """A gated feed-forward layer of this width."""
     for number, gated in enumerate(("gate", "up")):
         for kind, columns in (("weight", (model.hidden_size,)), ("bias", ()))[: 1 + model.add_bias_linear]:
             part = Part(f"{ours}linear_fc1.{kind}", 0, number * size, size)
             yield TheirTensor(f"{theirs}{gated}_proj.{kind}", (size, *columns), (part,))
-    yield from linear_tensors(
-        f"{theirs}down_proj", (model.hidden_size, size), f"{ours}linear_fc2", model.add_bias_linear
-    )
+    yield from linear(f"{theirs}down_proj", (model.hidden_size, size), f"{ours}linear_fc2", model.add_bias_linear)
 
 
-def head_parts(model: ModelConfig, letter: str, first: int, parameter: str) -> tuple[Part, ...]:
+def heads(model: ModelConfig, letter: str, first: int, parameter: str) -> tuple[Part, ...]:
     """The heads of one kind, which start at row `first` of their tensor, in the fused projection: one part a group."""
     size, queries = model.head_size, model.num_attention_heads // model.query_groups
     rows = queries * size if letter == "q" else size

@@ -91,7 +91,6 @@ class LanguageModel(nn.Module, ABC):
         recompute: which layers keep no activations between the passes of a training step; none by default.
 
     Attributes:
-        title: what the family is called on the screen.
         tokens_field: the field of a sample whose entries are the tokens that speeds are counted in.
         draws_own_weights: modules without placements keep the values of their constructors as initial weights.
         reports_means: the reported losses are means of those of micro-batches; otherwise all terms weigh alike.
@@ -99,7 +98,6 @@ class LanguageModel(nn.Module, ABC):
         sink: where its weight gradients go, if not to autograd.
     """
 
-    title: ClassVar[str]
     tokens_field: ClassVar[str] = "tokens"
     draws_own_weights: ClassVar[bool] = False
     reports_means: ClassVar[bool] = False
@@ -277,18 +275,20 @@ class LanguageModel(nn.Module, ABC):
             block.compile(options=_compile_options(self.device))
 
 
-class DenoisingModel(LanguageModel):
-    """A model that is trained to find hidden tokens."""
-
+class _WithLogits(LanguageModel):
     @property
     @abstractmethod
     def output_weight(self) -> nn.Parameter:
-        """The weight [V, D] that maps hidden states to logits."""
+        """The weight [V, D] that maps hidden states to logits: the word embedding where they are tied."""
 
     @property
-    @abstractmethod
     def output_bias(self) -> nn.Parameter | None:
-        """The bias [V] of the logits."""
+        """The bias [V] of the logits, where they have one."""
+        return None
+
+
+class DenoisingModel(_WithLogits):
+    """A model that is trained to find hidden tokens."""
 
     @abstractmethod
     def states_of_hidden_tokens(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -300,20 +300,10 @@ class DenoisingModel(LanguageModel):
         """
 
 
-class GenerativeModel(LanguageModel):
+class GenerativeModel(_WithLogits):
     """A model whose decoder keeps keys and values of earlier tokens: it continues a text, or answers an encoder's."""
 
     decoder: Transformer
-
-    @property
-    @abstractmethod
-    def output_weight(self) -> nn.Parameter:
-        """The weight [V, D] that maps hidden states to logits."""
-
-    @property
-    def output_bias(self) -> nn.Parameter | None:
-        """The bias [V] of the logits."""
-        return None
 
     @abstractmethod
     def hidden_states(

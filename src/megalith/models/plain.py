@@ -31,7 +31,6 @@ class PlainModel(LanguageModel):
         ConfigError: The run asks for what a plain module cannot do, or the module is not one.
     """
 
-    title = "registered"
     draws_own_weights = True
 
     def _build(self, peers: Peers, recompute: Recompute | None) -> None:

@@ -49,7 +49,6 @@ class T5Head(nn.Module):
 class T5(DenoisingModel, GenerativeModel):
     """An encoder-decoder model, whole on each tensor-parallel rank; arguments as of `LanguageModel`."""
 
-    title = "T5"
     tokens_field = "text_enc"
 
     def _build(self, peers: Peers, recompute: Recompute | None) -> None:
@@ -85,7 +84,6 @@ class T5(DenoisingModel, GenerativeModel):
 
     @property
     def output_weight(self) -> nn.Parameter:
-        """The weight [V, D] that maps hidden states to logits: the word embedding where they are tied."""
         own = self.lm_head.output_layer.weight
         return self.embedding.word_embeddings.weight if own is None else own
 

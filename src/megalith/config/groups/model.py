@@ -316,6 +316,11 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
         return FAMILIES[self.model_family]
 
     @property
+    def title(self) -> str:
+        """What the model is called on the console."""
+        return self.model or self.family.title
+
+    @property
     def has_token_types(self) -> bool:
         """Whether BERT's embedding knows which of two texts a token is of."""
         return self.bert_binary_head or self.bert_token_types
