@@ -62,9 +62,9 @@ class Extended(GPT):
         if self.stage.predicts:
             self.extra = Linear(config.hidden_size, config.hidden_size, Replicated(), bias=False, **self.factory)
 
-    def hidden_states(self, tokens_BS, **options):
-        states = super().hidden_states(tokens_BS, **options)
-        return states if self.extra is None else states + self.extra(states)
+    def head_input(self, states):
+        states = super().head_input(states)
+        return states + self.extra(states)
 '''
 WORDS = """--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16
     --micro-batch-size 2 --global-batch-size 4 --train-iters 4 --lr 1e-2 --lr-decay-style constant --eval-iters 0

@@ -195,7 +195,7 @@ class _Work(BatchWork):
             logits_TV = model(tokens_BS).flatten(0, 1)[places].detach()
             self._results.append(_score_logits(logits_TV, wanted, model.region, size, tokens or size))
             return logits_TV.new_zeros(())
-        states_SBD = model.hidden_states(tokens_BS, hidden_SBD=hidden)
+        states_SBD = model.forward(tokens_BS, hidden_SBD=hidden, predicts=False)
         if not model.stage.predicts:
             return states_SBD
         states_TD = states_SBD.transpose(0, 1).flatten(0, 1)[places]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,33 +75,32 @@ class GPT(GenerativeModel):
         return super().prepare({**batch, **shifted(batch, self.config.predictions)})
 
     def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
-        return self._of(inputs, hidden)
+        result: Tensor = self(
+            inputs.tensors["tokens"],
+            hidden_SBD=hidden,
+            position_ids_BS=inputs.tensors["position_ids"],
+            documents=inputs.documents,
+        )
+        return result
 
     def losses(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Loss, ...]:
         tensors, depths = inputs.tensors, self.config.predictions
         further = ahead(tensors, depths)
-        losses = self._of(inputs, hidden, tensors["labels"], further)
+        losses = self(
+            tensors["tokens"],
+            hidden_SBD=hidden,
+            position_ids_BS=tensors["position_ids"],
+            labels_BS=tensors["labels"],
+            mask_BS=tensors["loss_mask"],
+            documents=inputs.documents,
+            ahead=further,
+        )
         masks = [tensors["loss_mask"], *(seen.mask_BS for seen in further)]
         weights = [1.0, *(self.config.mtp_loss_scaling_factor / depths for _ in further)]
         return tuple(
             Loss(torch.sum(losses_BS.reshape(-1) * mask.reshape(-1)), mask.sum(), weight)
             for losses_BS, mask, weight in zip(losses if further else (losses,), masks, weights, strict=True)
         )
-
-    def _of(
-        self, inputs: Inputs, hidden: Tensor | None, labels_BS: Tensor | None = None, seen: Sequence[Ahead] = ()
-    ) -> Tensor:
-        tensors = inputs.tensors
-        result: Tensor = self(
-            tensors["tokens"],
-            hidden_SBD=hidden,
-            position_ids_BS=tensors["position_ids"],
-            labels_BS=labels_BS,
-            mask_BS=tensors.get("loss_mask"),
-            documents=inputs.documents,
-            ahead=seen,
-        )
-        return result
 
     def forward(
         self,
@@ -113,6 +113,8 @@ class GPT(GenerativeModel):
         cache: KVCache | None = None,
         documents: Documents | None = None,
         ahead: Sequence[Ahead] = (),
+        layers: FrozenLayers | None = None,
+        predicts: bool = True,
     ) -> Tensor:
         """Predict each next token, or compute this stage's part of it.
 
@@ -125,28 +127,61 @@ class GPT(GenerativeModel):
             cache: Keys and values of earlier tokens, extended in place; B is 1, and S the new tokens of all sequences.
             documents: Those of the whole sequences, if attention stays inside of them; without a cache only.
             ahead: What the layers of multi-token prediction see, by depth; with labels.
+            layers: With a cache, in place of those of the decoder.
+            predicts: Whether to compute logits or losses from the hidden states of the last layer.
 
         Returns:
             With labels the loss of each token [B, S] in at least fp32, without the logits [B, S, V]; where the stage
             does not predict, hidden states [S, B, D] for the next one. With `ahead` the losses of this and all further
-            depths [1 + depths, B, S].
+            depths [1 + depths, B, S]. Without `predicts` the `head_input` [S, B, D].
         """
-        hidden_SBD = self.hidden_states(
-            tokens_BS, hidden_SBD=hidden_SBD, position_ids_BS=position_ids_BS, cache=cache, documents=documents
-        )
+        positions_S, turn = self._positions(tokens_BS, cache)
+        if self.stage.embeds:
+            assert self.embedding is not None
+            places_BS = positions_S.expand_as(tokens_BS) if position_ids_BS is None else position_ids_BS
+            hidden_SBD = self.embedding(tokens_BS, places_BS)
+        if layers is None or cache is None:
+            states_SBD: Tensor = self.decoder(hidden_SBD, turn, cache, documents)
+        else:
+            assert hidden_SBD is not None and documents is None
+            states_SBD = layers(hidden_SBD, turn, cache)
         if not self.stage.predicts:
-            return hidden_SBD
+            return states_SBD
+        states_SBD = self.head_input(states_SBD)
+        if not predicts:
+            return states_SBD
         if labels_BS is None:
-            return whole_logits(hidden_SBD, self.output_weight, self.region, self.vocab_size).transpose(0, 1)
-        losses = [self._loss(hidden_SBD, labels_BS, mask_BS, self._logits[0])]
-        if not ahead:
-            return losses[0]
+            return whole_logits(states_SBD, self.output_weight, self.region, self.vocab_size).transpose(0, 1)
+        loss_BS = self._loss(states_SBD, labels_BS, mask_BS, self._logits[0])
+        return self._losses_ahead(loss_BS, states_SBD, ahead, turn, documents) if ahead else loss_BS
+
+    def hidden_states(self, tokens_BS: Tensor, **options: Any) -> Tensor:
+        """Compute the `head_input` [S, B, D] alone; arguments as of `forward`."""
+        return self.forward(tokens_BS, predicts=False, **options)
+
+    def head_input(self, states_SBD: Tensor) -> Tensor:
+        """Return the hidden states [S, B, D] of which logits are a linear map, from those behind the final norm.
+
+        Those of muP have a multiplier. Override it to put layers in front of the output layer.
+        """
+        multiplier = self.config.logits_multiplier
+        return states_SBD if multiplier == 1.0 else states_SBD * multiplier
+
+    def _losses_ahead(
+        self,
+        loss_BS: Tensor,
+        states_SBD: Tensor,
+        ahead: Sequence[Ahead],
+        turn: Rotation | None,
+        documents: Documents | None,
+    ) -> Tensor:
+        """Stack the loss of the next token and those of the layers of multi-token prediction: [1 + depths, B, S]."""
         assert self.mtp is not None and self.embedding is not None, "only layers of prediction look ahead"
-        _, turn = self._positions(tokens_BS, cache)
+        losses = [loss_BS]
         for layer, seen, logits in zip(self.mtp.layers, ahead, self._logits[1:], strict=True):
             embedded_SBD = self.embedding(seen.tokens_BS, seen.position_ids_BS)
-            hidden_SBD = layer(hidden_SBD, embedded_SBD, turn, documents)
-            losses.append(self._loss(hidden_SBD, seen.labels_BS, seen.mask_BS, logits))
+            states_SBD = layer(states_SBD, embedded_SBD, turn, documents)
+            losses.append(self._loss(states_SBD, seen.labels_BS, seen.mask_BS, logits))
         return torch.stack(losses)
 
     def _loss(self, states_SBD: Tensor, labels_BS: Tensor, mask_BS: Tensor | None, logits: LogitsBuffer) -> Tensor:
@@ -168,33 +203,3 @@ class GPT(GenerativeModel):
         else:
             length, positions_S = cache.length, cache.positions_S
         return positions_S, None if self._rotations is None else self._rotations(positions_S, length)
-
-    def hidden_states(
-        self,
-        tokens_BS: Tensor,
-        *,
-        hidden_SBD: Tensor | None = None,
-        position_ids_BS: Tensor | None = None,
-        cache: KVCache | None = None,
-        documents: Documents | None = None,
-        layers: FrozenLayers | None = None,
-    ) -> Tensor:
-        """The hidden states [S, B, D] behind the last layer that is here, the final norm applied where it is.
-
-        Where logits have a factor (muP) the states before them have it, of which logits are a linear map.
-        Arguments as of `forward`; for whoever wants the logits of a few positions only. With a cache, `layers` may
-        stand for those of the decoder.
-        """
-        positions_S, turn = self._positions(tokens_BS, cache)
-        if position_ids_BS is None:
-            position_ids_BS = positions_S.expand_as(tokens_BS)
-        if self.stage.embeds:
-            assert self.embedding is not None
-            hidden_SBD = self.embedding(tokens_BS, position_ids_BS)
-        if layers is None or cache is None:
-            states_SBD: Tensor = self.decoder(hidden_SBD, turn, cache, documents)
-        else:
-            assert hidden_SBD is not None and documents is None
-            states_SBD = layers(hidden_SBD, turn, cache)
-        scaled = self.stage.predicts and self.config.logits_multiplier != 1.0
-        return states_SBD * self.config.logits_multiplier if scaled else states_SBD

@@ -6,7 +6,7 @@ Parameters carry Megatron's names, which its checkpoints and its users know. Act
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,8 @@ from megalith.nn.recompute import Group, OutputAgain, Recompute, recomputed
 from megalith.nn.region import Region
 from megalith.nn.rope import Rotation
 from megalith.registry import Registered
+
+_Layer = Callable[[Tensor], Tensor]
 
 
 class Block(nn.Module):
@@ -138,32 +140,30 @@ class Block(nn.Module):
     ) -> Tensor:
         turn = turn if self.rotated else None
         attention = partial(self.self_attention, turn=turn, cache=cache, documents=documents, mask=mask)
-        x_SBD = self._branch(x_SBD, self.input_layernorm, attention)
+        branches: list[tuple[_Layer, _Layer]] = [(self.input_layernorm, attention)]
         if self.cross_attention is not None:
             assert encoded is not None, "there is nothing to attend to"
-            across = partial(self.cross_attention, encoded=encoded)
-            x_SBD = self._branch(x_SBD, self.pre_cross_attn_layernorm, across)
-        whole = self.feeds_again and "layernorm" in self.recompute and not self.residual_of_norm
-        if whole and self._backward_follows():
-            return x_SBD + self.dropout(self._again(self._normed_feed_forward, x_SBD))
-        return self._branch(x_SBD, self.pre_mlp_layernorm, self._feed_forward)
+            branches.append((self.pre_cross_attn_layernorm, partial(self.cross_attention, encoded=encoded)))
+        norms_again = "layernorm" in self.recompute and self._backward_follows()
+        whole = norms_again and self.feeds_again and not self.residual_of_norm
+        if not whole:
+            branches.append((self.pre_mlp_layernorm, self._feed_forward))
+        for norm, layer in branches:  # x + dropout(layer(norm(x))), in the dtype of x
+            if norms_again:
+                again = OutputAgain(norm, x_SBD)
+                with again.not_kept():
+                    found = layer(again.output)
+                start = again.output if self.residual_of_norm else x_SBD
+                x_SBD = start.to(x_SBD.dtype) + self.dropout(found)
+            else:
+                normed_SBD = norm(x_SBD)
+                start = normed_SBD if self.residual_of_norm else x_SBD
+                x_SBD = start.to(x_SBD.dtype) + self.dropout(layer(normed_SBD))
+        return x_SBD + self.dropout(self._again(self._normed_feed_forward, x_SBD)) if whole else x_SBD
 
     def _normed_feed_forward(self, x_SBD: Tensor) -> Tensor:
         found: Tensor = self.mlp(self.pre_mlp_layernorm(x_SBD))
         return found
-
-    def _branch(self, x_SBD: Tensor, norm: Callable[[Tensor], Tensor], layer: Callable[[Tensor], Tensor]) -> Tensor:
-        """x + dropout(layer(norm(x))), in the dtype of x."""
-        if "layernorm" in self.recompute and self._backward_follows():
-            normed = OutputAgain(norm, x_SBD)
-            with normed.not_kept():
-                found = layer(normed.output)
-            start = normed.output if self.residual_of_norm else x_SBD
-        else:
-            normed_SBD = norm(x_SBD)
-            found = layer(normed_SBD)
-            start = normed_SBD if self.residual_of_norm else x_SBD
-        return start.to(x_SBD.dtype) + self.dropout(found)
 
     def _feed_forward(self, x_SBD: Tensor) -> Tensor:
         if self.feeds_again and self._backward_follows():
@@ -231,16 +231,17 @@ class Transformer(nn.Module):
         """
         told = {"turn": turn, "documents": documents, "mask": mask, "encoded": encoded}
         backward_follows = self.training and torch.is_grad_enabled() and cache is None
+        blocks = tuple(self.layers.values())
         for group in self._in_training if backward_follows else self._at_once:
-            through = partial(self._through, group.layers, cache=cache, told=told)
             if group.again:
+                through = partial(self._through, blocks[group.layers.start : group.layers.stop], told)
                 x_SBD = recomputed(through, x_SBD, region=self.region, told=self.auxiliary.repeated)
-            else:
-                x_SBD = through(x_SBD)
+                continue
+            for index in group.layers:
+                x_SBD = blocks[index](x_SBD, cache=None if cache is None else cache.layers[index], **told)
         return x_SBD if self.final_layernorm is None else self.final_layernorm(x_SBD)
 
-    def _through(self, layers: range, x_SBD: Tensor, *, cache: KVCache | None, told: Mapping[str, Any]) -> Tensor:
-        blocks = list(self.layers.values())
-        for index in layers:
-            x_SBD = blocks[index](x_SBD, cache=None if cache is None else cache.layers[index], **told)
+    def _through(self, blocks: Sequence[nn.Module], told: Mapping[str, Any], x_SBD: Tensor) -> Tensor:
+        for block in blocks:
+            x_SBD = block(x_SBD, **told)
         return x_SBD

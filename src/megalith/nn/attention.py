@@ -195,9 +195,8 @@ class SelfAttention(Attention):
             shape.head_norm, shape.head_size, shape.norm_epsilon, around_one=around_one, of_heads=True, **factory
         )
 
-    def _heads(self, x_SBD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """[S, B, D] -> q [S, B, H, K], k and v [S, B, G, K], gates [S, B, H, K] or None."""
-        (qkv,) = column(x_SBD, self.region, self.linear_qkv)
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The fused projection -> q [S, B, H, K], k and v [S, B, G, K], gates [S, B, H, K] or None."""
         queries = self.num_heads // self.num_groups
         gates = queries if self.shape.output_gate else 0
         grouped = qkv.view(*qkv.shape[:2], self.num_groups, queries + gates + 2, self.shape.head_size)
@@ -231,7 +230,8 @@ class SelfAttention(Attention):
             documents: Those of the whole sequences, if attention stays inside of them.
             mask: Of the micro-batch; with a cache that of the new positions.
         """
-        q, k, v, gate = self._heads(x_SBD)
+        (qkv,) = column(x_SBD, self.region, self.linear_qkv)
+        q, k, v, gate = self._heads(qkv)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if turn is not None:

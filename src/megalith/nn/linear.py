@@ -73,9 +73,11 @@ class _Column(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.region, ctx.parameters, ctx.sinks = region, weights, sinks
         whole = region.spread(x).wait()
-        return tuple(
-            _affine(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True) if weight is not None
-        )
+        outputs = []
+        for weight, bias in zip(weights, biases, strict=True):
+            assert weight is not None
+            outputs.append(_affine(whole, weight, bias))
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -165,10 +167,16 @@ def column(x: Tensor, region: Region, *linears: Linear) -> tuple[Tensor, ...]:
     Shapes: x [..., I], a part of the sequence where the region holds parts -> [..., O_i] each, of the whole sequence.
     """
     if region.size == 1:
-        return tuple(linear(x, layer.weight, layer.bias, layer.sink) for layer in linears)
+        outputs: list[Tensor] = []
+        for layer in linears:  # as `linear`
+            if layer.sink is None or not torch.is_grad_enabled():
+                outputs.append(_affine(x, layer.weight, layer.bias))
+            else:
+                outputs += _Column.apply(x, SOLO, (layer.sink,), layer.weight, layer.bias)
+        return tuple(outputs)
     tensors = [tensor for layer in linears for tensor in (layer.weight, layer.bias)]
-    outputs: tuple[Tensor, ...] = _Column.apply(x, region, tuple(layer.sink for layer in linears), *tensors)
-    return outputs
+    sharded: tuple[Tensor, ...] = _Column.apply(x, region, tuple(layer.sink for layer in linears), *tensors)
+    return sharded
 
 
 def row(x: Tensor, region: Region, layer: Linear) -> Tensor:

@@ -1,7 +1,8 @@
 """The interpreter of pipeline schedules: one loop that runs every program of schedules/pipeline.py.
 
-A program says what to compute, what to send and receive and in which order; a `StageRunner` says how. A process that
-is a pipeline by itself (one stage, one chunk) runs its micro-batches through the same loop.
+A program says what to compute, what to send and receive and in which order; a `StageRunner` says how. Evaluations of a
+process that is a pipeline by itself (one stage, one chunk) run through the same loop; its steps need no schedule
+(train/step.py).
 
 What is in memory for a micro-batch between its forward and its backward pass is the input and the graph; the output
 is let go when it has been sent, for the graph is kept by its end (Megatron's `deallocate_pipeline_outputs`).
