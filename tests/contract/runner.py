@@ -39,6 +39,8 @@ def _import_once() -> None:
         with suppress(ImportError):
             if not name.startswith("#"):
                 importlib.import_module(name.rpartition(".")[0])
+    with suppress(ImportError):  # at a length of 8 tokens the index of 100,000 made-up documents takes seconds
+        importlib.import_module("megalith.data.mock").NUM_DOCUMENTS = 2000
 
 
 def _run(words: list[str], repository: Path, folder: Path, asks: bool) -> tuple[int, str, list[tuple[str, str, str]]]:
