@@ -82,16 +82,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def _run(folder: Path, args: str, ranks: int = 1) -> dict[str, Any]:
-    """What lm-eval logs of each sample, by task."""
-    launcher = [sys.executable, "-m"]
-    if ranks > 1:
-        launcher += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"]
-    out = folder / f"out-{args.replace('/', '-')[-12:]}-{ranks}"
-    command = ["megalith.evaluate.lm_eval", "run", "--model", "megalith", "--model_args", args, "--batch_size", "2"]
+def _lm_eval(folder: Path, launcher: list[str], *words: str) -> subprocess.CompletedProcess[str]:
+    """Run the command on all local tasks."""
     tasks = ["--include_path", str(folder / "tasks"), "--tasks", ",".join(f"local_{kind}" for kind in KINDS)]
     done = subprocess.run(
-        [*launcher, *command, *tasks, "--output_path", str(out), "--log_samples"],
+        [*launcher, "megalith.evaluate.lm_eval", "run", *words, *tasks],
         capture_output=True,
         text=True,
         cwd=folder,
@@ -102,6 +97,17 @@ def _run(folder: Path, args: str, ranks: int = 1) -> dict[str, Any]:
         },
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def _run(folder: Path, args: str, ranks: int = 1) -> dict[str, Any]:
+    """What lm-eval logs of each sample, by task."""
+    launcher = [sys.executable, "-m"]
+    if ranks > 1:
+        launcher += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"]
+    out = folder / f"out-{args.replace('/', '-')[-12:]}-{ranks}"
+    words = ["--model", "megalith", "--model_args", args, "--batch_size", "2", "--output_path", str(out)]
+    done = _lm_eval(folder, launcher, *words, "--log_samples")
     assert "rolling windows: 100%" in done.stderr, "a long document is not scored in silence"
     found: dict[str, Any] = {}
     for kind in KINDS:
@@ -148,6 +154,10 @@ def test_tasks_from_local_files_against_transformers(folder: Path) -> None:
         made = made[: made.index(end)] if end in made else made
         assert answer == tokenizer.decode(made).split(" the")[0]
     assert not math.isnan(float(found["multiple_choice"][0][0][0]))
+
+
+def test_the_models_of_lm_eval_itself_are_found(folder: Path) -> None:
+    assert "local_multiple_choice" in _lm_eval(folder, [sys.executable, "-m"], "--model", "dummy").stdout
 
 
 def test_two_ranks_and_a_tokenizer_from_elsewhere_give_the_same(folder: Path) -> None:

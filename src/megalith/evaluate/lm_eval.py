@@ -17,6 +17,8 @@ def main() -> int:
     except ImportError as error:
         print(f"lm-eval is not installed ({error}): {install_command('eval')}", file=sys.stderr)
         return 2
+    import lm_eval.models  # noqa: F401  # registers lm-eval's own, which it does not do itself once there is another
+
     import megalith.evaluate.harness  # noqa: F401  # registers the model
     from megalith.evaluate.harness import leave_ranks
 
