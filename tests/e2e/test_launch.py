@@ -46,12 +46,12 @@ from megalith.config.environment import read_launch
 from megalith.config.groups import LaunchConfig
 from megalith.distributed import launch
 from megalith.errors import MegalithError
-launch.PATIENCE_SECONDS = 0.3
+launch.PATIENCE_SECONDS, launch.to_stderr = 0.3, print
 kinds = dict(RANK=int, WORLD_SIZE=int, LOCAL_RANK=int, LOCAL_WORLD_SIZE=int, MASTER_PORT=int, MASTER_ADDR=str)
 config = LaunchConfig(**{n.lower(): kinds[n](v) for n, v in read_launch(os.environ).items() if n in kinds})
 try:
     join = timedelta(seconds=JOIN)
-    with launch.connect(config, torch.device("cpu"), "gloo", timedelta(seconds=5), join=join, say=print):
+    with launch.connect(config, torch.device("cpu"), "gloo", timedelta(seconds=5), join=join):
         print(f"rank {config.rank} of {config.world_size} was there")
 except MegalithError as error:
     print(type(error).__name__, error)

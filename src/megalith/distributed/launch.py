@@ -100,7 +100,6 @@ def connect(
     join: timedelta | None = None,
     facts: Facts | None = None,
     asked_to_stop: Callable[[], bool] = lambda: False,
-    say: Callable[[str], None] = to_stderr,
 ) -> Iterator[Meeting]:
     """Initialise torch.distributed for this process, and take it down behind the block. One process needs neither.
 
@@ -130,7 +129,7 @@ def connect(
         )
     backend = backend if device.type == "cuda" else "gloo"
     join_seconds = (join or timeout).total_seconds()
-    meeting = _Meeting(launch, join_seconds, facts or {}, asked_to_stop, say, backend)
+    meeting = _Meeting(launch, join_seconds, facts or {}, asked_to_stop, backend)
     store = meeting.hold()
     connection = meeting.second_connection()
     if backend == "gloo":
@@ -205,10 +204,9 @@ class _Meeting:
         join_seconds: float,
         facts: Facts,
         asked_to_stop: Callable[[], bool],
-        say: Callable[[str], None],
         backend: str,
     ) -> None:
-        self._launch, self._facts, self._say = launch, facts, say
+        self._launch, self._facts = launch, facts
         self._backend, self.one_host = backend, launch.one_host
         self._interfaces: dict[int, str] = {}
         self._asked_to_stop = asked_to_stop
@@ -434,7 +432,7 @@ class _Meeting:
             raise PeerError(f"{self._me()} waited {waited:.0f} s (--distributed-timeout-minutes) for {_text(whom)}")
         if waited > self._next_word:
             self._next_word = waited + 60.0
-            self._say(f"{self._me()} has waited {waited:.0f} s for {_text(whom)}")
+            to_stderr(f"{self._me()} has waited {waited:.0f} s for {_text(whom)}")
 
     def _me(self) -> str:
         return f"rank {self._launch.rank} on {socket.gethostname()}"
@@ -541,7 +539,7 @@ class _Meeting:
             if text and not done.is_set():
                 with suppress(BoardGone):
                     board.write(_UNCONNECTED, text)
-                self._say(f"{self._me()}: {text}")
+                to_stderr(f"{self._me()}: {text}")
                 _end_now(PeerError.exit_code)
 
     def _interface(self) -> str:

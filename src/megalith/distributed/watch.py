@@ -299,9 +299,9 @@ class Watch(Observer):
         gone = sorted((view for view in views if view.state in _GONE), key=lambda view: _GONE.index(view.state))
         return (gone[0], self._cause(views)) if gone else None
 
-    def blame(self, seconds: float = _SECONDS_FOR_CAUSE) -> str | None:
-        """Which rank a broken connection comes from, as soon as that shows; None if it does not within the seconds."""
-        deadline = time.monotonic() + seconds
+    def blame(self) -> str | None:
+        """Return which rank a broken connection comes from, as soon as that shows; None if it does not in seconds."""
+        deadline = time.monotonic() + _SECONDS_FOR_CAUSE
         while self._board is not None:
             with suppress(BoardGone):
                 if text := self._board.read(FAILURE):

@@ -80,14 +80,18 @@ def test_a_torn_lock_is_no_claim(tmp_path: Path, text: str) -> None:
         pass
 
 
-def test_another_machine_without_signs_of_life_is_given_up(tmp_path: Path) -> None:
+def test_another_machine_without_signs_of_life_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "HEARTBEAT_SECONDS", 0.05)
     write_lock(tmp_path, Owner("far", "00000000", 1, "1"))
     started = time.monotonic()
-    with claim(tmp_path, heartbeat=0.05):
+    with claim(tmp_path):
         assert time.monotonic() - started >= 0.14
 
 
-def test_another_machine_that_lives_is_respected_whatever_the_clocks_say(tmp_path: Path) -> None:
+def test_another_machine_that_lives_is_respected_whatever_the_clocks_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "HEARTBEAT_SECONDS", 0.2)
     write_lock(tmp_path, Owner("far", "00000000", 77, "1"))
     stop = threading.Event()
 
@@ -100,15 +104,16 @@ def test_another_machine_that_lives_is_respected_whatever_the_clocks_say(tmp_pat
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(CheckpointError, match="77 .*far"), claim(tmp_path, heartbeat=0.2):
+        with pytest.raises(CheckpointError, match="77 .*far"), claim(tmp_path):
             pass
     finally:
         stop.set()
         thread.join()
 
 
-def test_the_heart_beats(tmp_path: Path) -> None:
-    with claim(tmp_path, heartbeat=0.02):
+def test_the_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "HEARTBEAT_SECONDS", 0.02)
+    with claim(tmp_path):
         before = (tmp_path / LOCK_FILE).stat().st_mtime_ns
         deadline = time.monotonic() + 5
         while (tmp_path / LOCK_FILE).stat().st_mtime_ns == before:

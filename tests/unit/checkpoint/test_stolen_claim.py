@@ -132,7 +132,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(owner.fcntl, "flock", refuse)
-    monkeypatch.setattr(owner.claim.__wrapped__, "__kwdefaults__", {"heartbeat": 0.01})  # type: ignore[attr-defined]
+    monkeypatch.setattr(owner, "HEARTBEAT_SECONDS", 0.01)
 
 
 def assert_whole(store: DirectoryStore, make_content: MakeContent, same_tensors: Same, mine: set[int]) -> None:
@@ -215,13 +215,15 @@ def test_a_frozen_owner_keeps_the_folder_on_its_machine(
     kind, pid = server.next()
     assert kind == "stopped"
     monkeypatch.setattr(owner, "_place", lambda: "another container")
-    with pytest.raises(CheckpointError, match=f"process {pid} on"), claim(tmp_path, heartbeat=0.01):
+    monkeypatch.setattr(owner, "HEARTBEAT_SECONDS", 0.01)
+    with pytest.raises(CheckpointError, match=f"process {pid} on"), claim(tmp_path):
         pass
     os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
     server.resume()
     assert server.next() == ("ended", signal.SIGKILL)
-    with claim(tmp_path, heartbeat=30.0):
+    monkeypatch.setattr(owner, "HEARTBEAT_SECONDS", 30.0)
+    with claim(tmp_path):
         assert time.monotonic() - began < 10, "the lock of a killed run is free at once"
 
 
@@ -314,10 +316,11 @@ def test_a_file_server_that_does_not_answer_is_named(
         store.save(2, make_content(2), {})
 
 
-def test_a_claim_by_an_older_version_is_read(tmp_path: Path) -> None:
+def test_a_claim_by_an_older_version_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "HEARTBEAT_SECONDS", 0.01)
     body = {"owner": Owner("far", "00000000", 1, "1").__dict__, "token": "x", "since": "2026-01-01"}
     (tmp_path / LOCK_FILE).write_text(json.dumps(body))
-    with claim(tmp_path, heartbeat=0.01):
+    with claim(tmp_path):
         assert json.loads((tmp_path / LOCK_FILE).read_text())["owner"]["pid"] == os.getpid()
 
 

@@ -24,6 +24,7 @@ from megalith.checkpoint.formats.torch_dist import (
     read_optimizer_common,
     rng_object_key,
     stacked_axes,
+    weight_chunks,
 )
 from megalith.errors import CheckpointError, LayoutError
 from megalith.nn.placement import Fused, GroupedHeads, Placement, Replicated, Split
@@ -150,7 +151,8 @@ def test_counted_once_what_several_ranks_hold_is_the_first_ones() -> None:
         ("decoder.final_layernorm.weight", torch.ones(4), Replicated()),
         ("decoder.layers.0.self_attention.linear_qkv.weight", torch.ones(3, 2), GroupedHeads(1, 2, 1)),
     ]
-    first, second = (model_chunks(named, dense(1), rank=rank, size=2, once=True) for rank in range(2))
+    boxes, placements = [Whole(name, tensor) for name, tensor, _ in named], {name: found for name, _, found in named}
+    first, second = (weight_chunks(boxes, placements, dense(1), rank=rank, size=2, once=True) for rank in range(2))
     assert [chunk.key.split(".")[-2] for chunk in first] == ["final_layernorm", "linear_qkv", "linear_qkv"]
     assert [(chunk.key.split(".")[-2], chunk.offset) for chunk in second] == [("linear_qkv", (0, 1, 0))]
     assert torch.equal(assemble([*first[1:], *second]), torch.ones(1, 4, 2))

@@ -157,7 +157,8 @@ def test_the_first_step_may_wait_longer() -> None:
 
 
 @pytest.mark.parametrize("fate", ["dead", "failed", "alive"])
-def test_the_rank_that_broke_a_connection_is_blamed(tmp_path: Path, fate: str) -> None:
+def test_the_rank_that_broke_a_connection_is_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fate: str) -> None:
+    monkeypatch.setattr("megalith.distributed.watch._SECONDS_FOR_CAUSE", 0.2)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     watch, other = Watch(4.0), FolderBoard(tmp_path, 1)
@@ -168,7 +169,7 @@ def test_the_rank_that_broke_a_connection_is_blamed(tmp_path: Path, fate: str) -
     other.post(Status(0, "serve").encode())
     if fate == "failed":
         other.write("failure", json.dumps({"who": str(culprit), "place": "while serving", "text": "no memory"}))
-    said = watch.blame(seconds=0.2)
+    said = watch.blame()
     if fate == "alive":
         assert said is None
     else:

@@ -280,16 +280,15 @@ def model_chunks(
     *,
     rank: int = 0,
     size: int = 1,
-    once: bool = False,
 ) -> list[Chunk]:
     """Cut parameters into the chunks that Megatron writes: views, several of a tensor that is placed `Fused`.
 
     `named` has module name, local tensor and placement; layers and experts have the numbers of the whole model. `rank`
-    and `size` are those of the tensor-parallel axis. `once` leaves out what a rank before this one holds too.
+    and `size` are those of the tensor-parallel axis.
     """
     whole = [(Whole(name, tensor.detach()), placement) for name, tensor, placement in named]
     placements = {box.name: placement for box, placement in whole}
-    return weight_chunks([box for box, _ in whole], placements, stacking, rank=rank, size=size, once=once)
+    return weight_chunks([box for box, _ in whole], placements, stacking, rank=rank, size=size)
 
 
 def weight_chunks(
@@ -301,7 +300,7 @@ def weight_chunks(
     size: int = 1,
     once: bool = False,
 ) -> list[Chunk]:
-    """`model_chunks` of parameters of which boxes are here."""
+    """`model_chunks` of parameters of which boxes are here; `once` leaves out what a rank before this one has too."""
     return [
         chunk
         for box in boxes

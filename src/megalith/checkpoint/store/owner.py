@@ -158,8 +158,8 @@ class _Claim:
 
 
 @contextmanager
-def claim(folder: Path, *, heartbeat: float = HEARTBEAT_SECONDS) -> Iterator[None]:
-    """Hold the save folder for this process while the context lasts, with a sign of life every heartbeat.
+def claim(folder: Path) -> Iterator[None]:
+    """Hold the save folder for this process while the context lasts, with a sign of life every HEARTBEAT_SECONDS.
 
     A CheckpointError if another run holds it (the message names process, machine and age) or it cannot be used.
     """
@@ -168,7 +168,7 @@ def claim(folder: Path, *, heartbeat: float = HEARTBEAT_SECONDS) -> Iterator[Non
     mine = _Claim(Owner.this_process(), uuid.uuid4().hex, time.strftime("%Y-%m-%d %H:%M:%S %z"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _take(path, mine, heartbeat)
+        lock = _take(path, mine)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be used for saving: {error.strerror or error}") from error
     # A lock is released when the last copy of the open file is closed; a child must not keep that of a killed run.
@@ -176,7 +176,7 @@ def claim(folder: Path, *, heartbeat: float = HEARTBEAT_SECONDS) -> Iterator[Non
     if not lock.enforced:
         _log.warning("%s: the file system has no locks; another run in it is known by its signs of life only", folder)
     stop = threading.Event()
-    beat = threading.Thread(target=_beat, args=(path, mine, stop, heartbeat), name="save-folder-heartbeat", daemon=True)
+    beat = threading.Thread(target=_beat, args=(path, mine, stop), name="save-folder-heartbeat", daemon=True)
     beat.start()
     try:
         yield
@@ -259,7 +259,7 @@ def _boot() -> str:
     return hashlib.blake2b(boot.encode(), digest_size=8).hexdigest()
 
 
-def _take(path: Path, mine: _Claim, heartbeat: float) -> _Lock:
+def _take(path: Path, mine: _Claim) -> _Lock:
     """Lock the file and write the claim into it."""
     began = time.monotonic()
     while True:
@@ -267,9 +267,9 @@ def _take(path: Path, mine: _Claim, heartbeat: float) -> _Lock:
         try:
             held = lock.read()
             if lock.taken:
-                refused = held is not None and _is_live(path, held, lock, heartbeat)
+                refused = held is not None and _is_live(path, held, lock)
             else:
-                refused = _is_refused(path, held, lock, heartbeat, time.monotonic() - began)
+                refused = _is_refused(path, held, lock, time.monotonic() - began)
             if not lock.is_of(path):  # its owner has ended and removed it
                 lock.release()
                 continue
@@ -285,23 +285,23 @@ def _take(path: Path, mine: _Claim, heartbeat: float) -> _Lock:
         time.sleep(0.05)
 
 
-def _is_live(path: Path, held: _Claim, lock: _Lock, heartbeat: float) -> bool:
+def _is_live(path: Path, held: _Claim, lock: _Lock) -> bool:
     """Whether the owner of a claim may be alive, although the lock could be taken here."""
     if held.owner.is_here():
         return not held.owner.is_dead()
     if held.domain and held.domain == lock.domain:
         return False  # it was in another container of this machine
-    return _beats(path, heartbeat)
+    return _beats(path)
 
 
-def _is_refused(path: Path, held: _Claim | None, lock: _Lock, heartbeat: float, waited: float) -> bool:
+def _is_refused(path: Path, held: _Claim | None, lock: _Lock, waited: float) -> bool:
     """Whether to wait no longer for a lock that another process has, or has just released by removing the file."""
     if lock.taken:
         return False
     if held is None or held.owner.is_dead():
         return waited > _GUARD_SECONDS  # its owner is about to write it, or to remove it
     here = held.owner.is_here() or held.domain == f"{_boot()}.{os.fstat(lock.fd).st_dev}"
-    return here or _beats(path, heartbeat) or waited > _LEASE_BEATS * heartbeat
+    return here or _beats(path) or waited > _LEASE_BEATS * HEARTBEAT_SECONDS
 
 
 def _refusal(path: Path, held: _Claim | None) -> CheckpointError:
@@ -318,11 +318,11 @@ def _refusal(path: Path, held: _Claim | None) -> CheckpointError:
     )
 
 
-def _beats(path: Path, heartbeat: float) -> bool:
+def _beats(path: Path) -> bool:
     """Watch for the next sign of life of an owner. Opening the file makes network file systems look again."""
     before = _touched(path)
     for _ in range(_SILENT_BEATS):
-        time.sleep(heartbeat)
+        time.sleep(HEARTBEAT_SECONDS)
         if _touched(path) != before:
             return True
     return False
@@ -336,8 +336,8 @@ def _touched(path: Path) -> int:
         return 0
 
 
-def _beat(path: Path, mine: _Claim, stop: threading.Event, heartbeat: float) -> None:
-    while not stop.wait(heartbeat):
+def _beat(path: Path, mine: _Claim, stop: threading.Event) -> None:
+    while not stop.wait(HEARTBEAT_SECONDS):
         with contextlib.suppress(OSError):  # a full or briefly unreachable disk must not end the run
             if _has(path, mine):  # else it would give signs of life for the one that took it over
                 os.utime(path)
