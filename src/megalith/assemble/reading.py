@@ -67,22 +67,15 @@ WHAT_WORKS: Mapping[Objective, str] = {
 """Objective of models that continue no text -> what can be done with one."""
 
 
-def require_text_model(model: ModelConfig, checkpoint: Path, wanted: str) -> None:
-    """Refuse a model of another family for what `wanted` names, which needs a model that continues text."""
-    if model.family.objective != "causal":
-        raise ConfigError(
-            f"{wanted} needs a model that continues text, a GPT, and {checkpoint} holds a {model.family.title}; "
-            f"{WHAT_WORKS[model.family.objective]}"
-        )
-
-
-def require_writer(model: ModelConfig, checkpoint: Path, wanted: str) -> None:
-    """Refuse a model that writes no text for what `wanted` names."""
-    if not model.family.generates:
-        raise ConfigError(
-            f"{wanted} needs a model that writes text, a GPT or a T5, and {checkpoint} holds a {model.family.title}; "
-            f"{WHAT_WORKS[model.family.objective]}"
-        )
+def require_text_model(model: ModelConfig, checkpoint: Path | str, wanted: str, *, or_answers: bool = False) -> None:
+    """Refuse a model that continues no text, or with `or_answers` writes none, for what `wanted` names."""
+    if model.family.generates if or_answers else model.family.objective == "causal":
+        return
+    needed = "writes text, a GPT or a T5" if or_answers else "continues text, a GPT"
+    raise ConfigError(
+        f"{wanted} needs a model that {needed}, and {checkpoint} holds a {model.title}; "
+        f"{WHAT_WORKS[model.family.objective]}"
+    )
 
 
 def ranks_of(model: ModelConfig, settings: Mapping[str, Any], environ: Mapping[str, str]) -> RunConfig:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalith.assemble.model import params_dtype
-from megalith.assemble.reading import WHAT_WORKS
+from megalith.assemble.reading import require_text_model
 from megalith.checkpoint import CheckpointContent, DirectoryStore, split_path
 from megalith.checkpoint.files.folder import with_remedy
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, model_chunks, stacking_of
@@ -62,18 +62,17 @@ class Trained:
     @property
     def gpt(self) -> GenerativeModel | PlainModel:
         """The model, for whoever continues text; ConfigError if it is of another family."""
-        return self._model("a model that continues text, a GPT", fits=self.model.config.family.objective == "causal")
+        require_text_model(self.model.config, "the checkpoint", "this")
+        return self.writer
 
     @property
     def writer(self) -> GenerativeModel | PlainModel:
         """The model, for whoever has it write text; ConfigError if it is of another family."""
-        return self._model("a model that writes text, a GPT or a T5", fits=True)
-
-    def _model(self, wanted: str, *, fits: bool) -> GenerativeModel | PlainModel:
-        if fits and isinstance(self.model, GenerativeModel | PlainModel):
+        require_text_model(self.model.config, "the checkpoint", "this", or_answers=True)
+        if isinstance(self.model, GenerativeModel | PlainModel):
             return self.model
-        works = WHAT_WORKS.get(self.model.config.family.objective, "derive it from megalith.api.GPT")
-        raise ConfigError(f"this needs {wanted}, and the checkpoint holds a {self.model.config.title}; {works}")
+        name = self.model.config.title
+        raise ConfigError(f"--model {name} has no decoder with a KV cache; derive {name} from megalith.api.GPT")
 
 
 def load_trained(

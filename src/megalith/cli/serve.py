@@ -278,12 +278,12 @@ def _try_out(trained: Trained, engine: Engine) -> None:
 
 def _configuration(launch: _Launch) -> RunConfig:
     """The ranks of the server, checked against the model."""
-    from megalith.assemble.reading import model_in, ranks_of, require_writer, saved_args
+    from megalith.assemble.reading import model_in, ranks_of, require_text_model, saved_args
     from megalith.compat.megatron.tasks import contradictions
 
     args = saved_args(launch.flags.checkpoint, launch.flags.iteration)
     model = model_in(args, launch.flags.checkpoint, launch.flags.registry)
-    require_writer(model, launch.flags.checkpoint, "a server")
+    require_text_model(model, launch.flags.checkpoint, "a server", or_answers=True)
     if wrong := contradictions(launch.flags.stated, args):
         raise ConfigError(wrong)
     return ranks_of(model, launch.flags.settings, os.environ)

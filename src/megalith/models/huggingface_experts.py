@@ -7,7 +7,6 @@ or over all. Files hold each expert by itself, as on the hub; transformers 5 sta
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from megalith.config import ModelConfig
@@ -15,24 +14,13 @@ from megalith.models import huggingface_tensors as tensors
 from megalith.models.huggingface_family import Reading, short
 from megalith.models.huggingface_tensors import LLAMA_LAYER, OUR_LAYER, Part, TheirTensor
 
-
-@dataclass(frozen=True)
-class ExpertNames:
-    """The mixture in its layer, the projections of an expert, and their order in `state_dict`."""
-
-    module: str
-    gate: str
-    up: str
-    down: str
-    order: tuple[str, str, str]
-
-
+_PROJECTIONS = (("gate_proj", "gate"), ("up_proj", "up"), ("down_proj", "down"))
 _NAMES = {
-    "mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2", ("gate", "down", "up")),
-    "qwen3_moe": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", ("gate", "up", "down")),
-    "deepseek_v3": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", ("gate", "up", "down")),
+    "mixtral": ("block_sparse_moe", (("w1", "gate"), ("w2", "down"), ("w3", "up"))),
+    "qwen3_moe": ("mlp", _PROJECTIONS),
+    "deepseek_v3": ("mlp", _PROJECTIONS),
 }
-"""By `model_type`."""
+"""By `model_type` the mixture in its layer, and the projections of an expert in the order of the `state_dict`."""
 
 ABSENT: dict[str, dict[str, Any]] = {
     "mixtral": {
@@ -130,13 +118,6 @@ def config_of(model: ModelConfig, kind: str) -> dict[str, Any]:
     }
 
 
-def _projections(kind: str, layer: str, expert: int) -> Iterator[tuple[str, str]]:
-    """Yield the name of each projection of an expert in their files, in order, and which one it is."""
-    names = _NAMES[kind]
-    for projection in names.order:
-        yield f"{layer}{names.module}.experts.{expert}.{getattr(names, projection)}.weight", projection
-
-
 def our_layer(model: ModelConfig, layer: int) -> tuple[str, int]:
     """What the names of a layer begin with here, and its experts; those of prediction are like the last one."""
     ahead = layer - model.num_layers
@@ -147,12 +128,14 @@ def our_layer(model: ModelConfig, layer: int) -> tuple[str, int]:
 def expert_tensors(kind: str, model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
     theirs, (prefix, experts) = f"{LLAMA_LAYER}{layer}.", our_layer(model, layer)
     ours, hidden, size = f"{prefix}mlp.", model.hidden_size, model.expert_size
-    yield tensors.whole(f"{theirs}{_NAMES[kind].module}.gate.weight", (experts, hidden), f"{ours}router.weight")
+    module, projections = _NAMES[kind]
+    yield tensors.whole(f"{theirs}{module}.gate.weight", (experts, hidden), f"{ours}router.weight")
     for expert in range(experts):
         local = f"{ours}experts.local_experts.{expert}."
-        for name, projection in _projections(kind, theirs, expert):
-            if projection == "down":
+        for projection, part in projections:
+            name = f"{theirs}{module}.experts.{expert}.{projection}.weight"
+            if part == "down":
                 yield tensors.whole(name, (hidden, size), f"{local}linear_fc2.weight")
             else:
-                start = size if projection == "up" else 0
+                start = size if part == "up" else 0
                 yield TheirTensor(name, (size, hidden), (Part(f"{local}linear_fc1.weight", 0, start, size),))

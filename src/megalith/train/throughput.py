@@ -32,14 +32,14 @@ def step_flops(
     Source: docs/reference/training.md#flops; `num_floating_point_operations_so_far` of golden `pretrain`.
     """
     hidden, gate = model.hidden_size, 1.5 if model.gated else 1.0
-    attention = _attention(model, seq_length)
+    attention = attention_products(model, seq_length)
     layers = (*model.experts, *model.experts[-1:] * model.predictions)  # those of prediction are like the last one
     feed_forward = [2 * feed_forward_weights(model, model.moe_router_topk if experts else 0) for experts in layers]
     products = seq_length * sum(2 * attention + layer for layer in feed_forward)
     predicted = seq_length
     if model.family.encoder_decoder:
         predicted = decoder_length or 0
-        itself, heads = _attention(model, predicted), model.head_size * model.num_attention_heads
+        itself, heads = attention_products(model, predicted), model.head_size * model.num_attention_heads
         queries = 2 * hidden * heads + 2 * heads * seq_length  # with the output projection, and scores with values
         layer = 2 * itself + queries + 2 * hidden * model.ffn_size * gate
         keys = 2 * hidden * heads * seq_length  # keys and values of what the encoder gives
@@ -49,8 +49,10 @@ def step_flops(
     return 6 * global_batch_size * products
 
 
-def _attention(model: ModelConfig, seq_length: int) -> float:
-    """Of the attention of a token, half the multiplications and additions of a forward pass."""
+def attention_products(model: ModelConfig, seq_length: int) -> float:
+    """Of the attention of a token, half the multiplications and additions of a forward pass; at length 0 half of its
+    weights.
+    """
     hidden, heads = model.hidden_size, model.num_attention_heads
     if not model.multi_latent_attention:
         groups = model.query_groups / heads

@@ -18,7 +18,7 @@ from megalith.config import ModelConfig, RunConfig
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.train.results import Hook, WindowReport
-from megalith.train.throughput import feed_forward_weights
+from megalith.train.throughput import attention_products, feed_forward_weights
 
 _MB = 1024.0 * 1024.0
 _REPLICATED_BYTES = 18.0
@@ -66,7 +66,7 @@ def _transformer(model: ModelConfig) -> float:
     """Parameters of all layers and of the last norm of each stack."""
     hidden, gate = model.hidden_size, 1.5 if model.gated else 1.0
     norm = (1 if model.normalization == "RMSNorm" else 2) * hidden
-    attention = 2 * hidden * _attention(model)
+    attention = 2 * _attention(model)
     parameters = _layers(model, model.experts) + norm
     if model.family.encoder_decoder:
         layer = 2 * attention + 2 * hidden * model.ffn_size * gate + 3 * norm
@@ -78,20 +78,14 @@ def _layers(model: ModelConfig, experts: Sequence[int]) -> float:
     """Parameters of layers of a decoder with so many experts each, 0 where it is dense."""
     hidden = model.hidden_size
     norm = (1 if model.normalization == "RMSNorm" else 2) * hidden
-    return sum(2 * (hidden * _attention(model) + feed_forward_weights(model, number)) + 2 * norm for number in experts)
+    return sum(2 * (_attention(model) + feed_forward_weights(model, number)) + 2 * norm for number in experts)
 
 
 def _attention(model: ModelConfig) -> float:
-    """Parameters of the projections of attention, in units of 2 x hidden."""
-    heads = model.num_attention_heads
-    if not model.multi_latent_attention:
-        return (1 + model.query_groups / heads) * model.head_size * heads
+    """Half the parameters of attention, with the norms of latent vectors."""
     norm = 1 if model.normalization == "RMSNorm" else 2
-    hidden, size, rank = model.hidden_size, model.latent_query_size, model.q_lora_rank
-    queries = hidden * heads * size if rank is None else rank * (hidden + heads * size + norm)
-    others = model.kv_lora_rank * (hidden + heads * (model.qk_head_dim + model.v_head_dim) + norm)
-    others += hidden * (model.qk_pos_emb_head_dim + heads * model.v_head_dim)
-    return (queries + others) / (2 * hidden)
+    latent = (model.q_lora_rank or 0) + model.kv_lora_rank if model.multi_latent_attention else 0
+    return attention_products(model, 0) + norm * latent / 2
 
 
 def _activation(run: RunConfig, vocab_size: int) -> float | None:
