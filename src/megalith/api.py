@@ -103,6 +103,7 @@ __all__ = [
     "register_norm",
     "register_optimizer",
     "register_position_embedding",
+    "register_router",
     "register_schedule",
     "register_tokenizer",
     "row",
@@ -230,6 +231,19 @@ def register_position_embedding(
         settings: As of `register_dataset`.
     """
     return mark("position", name, settings=settings, rotary=rotary)
+
+
+def register_router(name: str, *, settings: type | None = None) -> Callable[[Thing], Thing]:
+    """Register a function `(logits [T, E], top_k) -> (experts, weights)` for `--moe-router name`.
+
+    It chooses `top_k` (`--moe-router-topk`) of the E experts of each token: their numbers, int64 [T, K], and what their
+    outputs are multiplied by, [T, K], with a gradient to the logits. The projection to logits, jitter, z-loss,
+    auxiliary losses, capacities, dispatch and expert parallelism are the run's.
+
+    Args:
+        settings: As of `register_dataset`.
+    """
+    return mark("router", name, settings=settings)
 
 
 def register_schedule(name: str, *, settings: type | None = None) -> Callable[[Thing], Thing]:

@@ -31,6 +31,7 @@ KINDS: Mapping[str, str] = {
     "norm": "--normalization",
     "optimizer": "--optimizer",
     "position": "--position-embedding-type",
+    "router": "--moe-router",
     "schedule": "--lr-decay-style",
     "tokenizer": "--tokenizer-type",
 }

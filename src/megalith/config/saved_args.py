@@ -87,7 +87,7 @@ _OURS = (
     *("t5_logits_bias", "t5_scaled_logits"),
 )
 """Settings without a flag of Megatron that decide what the weights of a model mean."""
-_REGISTERED = ("model", "attention", "mlp")
+_REGISTERED = ("model", "attention", "mlp", "moe_router")
 
 
 def _derived_of_model(model: ModelConfig) -> dict[str, Any]:

@@ -177,6 +177,7 @@ def mixture(config: ModelConfig) -> MoESettings:
         quantiles=config.chooses_by == "quantile_balancing",
         capacity_factor=config.moe_expert_capacity_factor,
         drop_by_position=config.moe_token_drop_policy == "position",
+        own=config.moe_router if isinstance(config.moe_router, Registered) else None,
     )
     router = RouterSettings(
         rule,

@@ -11,7 +11,7 @@ from string import Formatter
 import pytest
 
 from megalith.config import load
-from megalith.config.rules import FILE_RULES, NOTICES, RULES, layout, model
+from megalith.config.rules import FILE_RULES, NOTICES, RULES, expert, layout, model
 from megalith.config.rules.rule import Draft, Rule
 from megalith.config.run import all_settings
 from megalith.errors import ConfigError
@@ -798,6 +798,7 @@ def test_the_table_breaks_every_rule(data: Path, monkeypatch: pytest.MonkeyPatch
     in_test_environment = {layout.rank_is_in_the_world.name}
     in_test_registered = {"bert_is_without_data_source", "t5_is_without_data_source"}
     in_test_registered |= {model.own_attention_is_for_gpt.name, model.own_mlp_is_for_gpt.name}
+    in_test_registered |= {one.name for one in (*expert.own_router_is_without, expert.own_router_is_the_choice)}
     in_test_registered |= {model.own_positions_are_for_usual_attention.name}
     in_test_registered |= {model.per_rank_files_hold_known_models.name, model.own_loss_is_for_gpt.name}
     elsewhere = as_for_save_and_load | in_test_environment | in_test_registered

@@ -39,6 +39,9 @@ class MLP: ...
 @mark("position", "own-positions", rotary=True)
 def positions(config, size): ...
 
+@mark("router", "own-router")
+def router(logits, top_k): ...
+
 @mark("loss", "own-loss", on="logits")
 def loss(logits, labels, mask, vocabulary): ...
 
@@ -110,6 +113,14 @@ def test_nothing_is_imported_unless_it_is_typed(module: str, tmp_path: Path) -> 
         ("--import {module} --mlp own-mlp --num-experts 2", "--mlp own-mlp"),
         ("--import {module} --position-embedding-type own-positions --kv-channels 5", "--kv-channels 6"),
         ("--import {module} --position-embedding-type own-positions --multi-latent-attention", "own-positions is for"),
+        *(
+            ("--import {module} --num-experts 4 --moe-router own-router " + words, f"--moe-router own-router.*{words}")
+            for words in (
+                *("--moe-router-pre-softmax", "--moe-router-score-function sigmoid", "--moe-router-num-groups 2"),
+                *("--moe-router-group-topk 2", "--moe-router-topk-scaling-factor 2", "--moe-router-enable-expert-bias"),
+                *("--moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type quantile_balancing"),
+            )
+        ),
         ("--import {module} --loss own-loss --label-smoothing 0.1", "--loss own-loss.*--label-smoothing"),
         ("--import {module} --model own-modle", "did you mean own-model"),
         ("--model own-model", "--model own-model.*--import"),

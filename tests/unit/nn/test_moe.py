@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.errors import ConfigError
 from megalith.nn.feed_forward import Activation
 from megalith.nn.linear import Linear
 from megalith.nn.moe import grouped as grouped_module
@@ -27,6 +28,7 @@ from megalith.nn.moe.routing import (
 )
 from megalith.nn.placement import Split
 from megalith.nn.region import SOLO
+from megalith.registry import Entry, Registered
 
 KIND: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
 RULE = RoutingRule(experts=4)
@@ -324,3 +326,40 @@ def test_the_bias_of_an_expert_is_weighed_with_its_result() -> None:
             for expert, weight in zip(choice.experts_TK[token].tolist(), choice.weights_TK[token], strict=True)
         )
         assert torch.allclose(found[token], wanted[0])
+
+
+def _own(thing: Any) -> Registered:
+    return Registered(Entry("router", "mine", thing))
+
+
+def test_a_registered_router_chooses_weighs_and_is_counted() -> None:
+    def always_the_last(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        experts = torch.arange(4 - top_k, 4).expand(len(logits), top_k)
+        return experts, logits.gather(1, experts).sigmoid()
+
+    rule, auxiliary = dataclasses.replace(RULE, own=_own(always_the_last)), Auxiliary(scale=1.0)
+    layer = _layer(MoESettings(RouterSettings(rule, balancing={"aux_loss": 0.1}), 8), auxiliary)
+    x = torch.randn(3, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logits = layer.router.logits(x.view(-1, 8))
+    choice = choose(logits, rule, training=False)
+    assert choice.experts_TK.tolist() == [[2, 3]] * 6
+    torch.testing.assert_close(choice.weights_TK, logits[:, 2:].sigmoid())
+    layer(x).sum().backward()
+    assert layer.router.load_E.tolist() == [0, 0, 6, 6]
+    assert layer.router.weight.grad is not None and bool(layer.router.weight.grad.any())
+    (recorded,) = auxiliary.recorded["load_balancing_loss"].values()
+    wanted = switch_loss(logits.softmax(-1), layer.router.load_E, rule, scored=6, counted=6)
+    torch.testing.assert_close(torch.as_tensor(recorded).double(), wanted.detach(), check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        lambda logits, top_k: logits.topk(top_k).indices,
+        lambda logits, top_k: (logits.topk(top_k).indices.int(), logits.topk(top_k).values),
+        lambda logits, top_k: (logits.topk(3).indices, logits.topk(3).values),
+    ],
+)
+def test_a_registered_router_that_returns_something_else_is_named(thing: Any) -> None:
+    with pytest.raises(ConfigError, match=r"--moe-router mine.*\[6, 4\].*\[6, 2\]"):
+        choose(_logits(), dataclasses.replace(RULE, own=_own(thing)))

@@ -39,6 +39,12 @@ class ExpertSettings:
     moe_apply_probs_on_input: bool = setting(
         False, help="weigh what an expert takes and not what it computes (with --moe-router-topk 1)"
     )
+    moe_router: str | None = setting(
+        None,
+        help="registered function that chooses the experts by the router's logits, in place of the built-in choice",
+        registers="router",
+        ours=True,
+    )
     moe_router_force_load_balancing: bool = setting(
         False,
         help="for benchmarks: experts are chosen by random numbers in place of the router's logits",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalith.config.rules.rule import Draft, divisors, forbid, idle_without, note, rule, show
+from megalith.config.rules.rule import Draft, divisors, excluded, forbid, idle_without, note, rule, show
 
 _LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
@@ -19,10 +19,28 @@ def _up_to(number: int) -> str:
     return "1" if number == 1 else f"1 to {number}"
 
 
+own_router_is_without = excluded(
+    "own_router",
+    lambda run: run.model.moe_router,
+    dict.fromkeys(
+        (
+            *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk"),
+            *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
+        ),
+        "the registered function chooses and weighs by itself; leave one of them out",
+    ),
+    switch="moe_router",
+)
+own_router_is_the_choice = forbid(
+    lambda run: run.model.moe_router and run.model.chooses_by,
+    "{moe_router} with {moe_router_load_balancing_type}: each says which experts are chosen; leave one of them out",
+)
+
+
 @rule
 def one_expert_keeps_a_gradient(draft: Draft) -> str:
     model = draft.run.model
-    learns = model.moe_router_pre_softmax or model.moe_router_score_function != "softmax"
+    learns = model.moe_router or model.moe_router_pre_softmax or model.moe_router_score_function != "softmax"
     routed = "sinkhorn" in model.moe_router_load_balancing_type
     trains = draft.run.schedule.lr > 0  # a model that is only read need not learn
     if not model.num_experts or model.moe_router_topk > 1 or learns or routed or not trains:
@@ -162,7 +180,7 @@ settings_of_experts_are_read = (
     *idle_without(
         "num_experts",
         *("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size"),
-        *("moe_apply_probs_on_input", "moe_router_force_load_balancing", "moe_router_topk"),
+        *("moe_apply_probs_on_input", "moe_router_force_load_balancing", "moe_router_topk", "moe_router"),
         *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk"),
         *("moe_router_topk_scaling_factor", "moe_router_dtype", "moe_router_load_balancing_type"),
         *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias", "moe_input_jitter_eps"),

@@ -61,7 +61,7 @@ own_positions_are_for_usual_attention = forbid(
     lambda run: run.model.multi_latent_attention and isinstance(run.model.position_embedding_type, Registered),
     "{position_embedding_type} is for models without --multi-latent-attention; leave one of them out",
 )
-_REGISTERED = ("model", "attention", "mlp", "normalization", "position_embedding_type")
+_REGISTERED = ("model", "attention", "mlp", "moe_router", "normalization", "position_embedding_type")
 
 
 @rule

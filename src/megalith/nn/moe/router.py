@@ -133,7 +133,7 @@ class Router(nn.Module):
             self.load_E += torch.bincount(choice.experts_TK.flatten(), minlength=settings.rule.experts)
         if not settings.balancing:
             return choice
-        weights_TK = self._balanced(choice.weights_TK, logits_TE, x_SBD.shape[0])
+        weights_TK = self._balanced(choice, logits_TE, x_SBD.shape[0])
         return Choice(choice.experts_TK, weights_TK)
 
     def logits(self, x_TD: Tensor) -> Tensor:
@@ -149,10 +149,12 @@ class Router(nn.Module):
             self.offsets_E += quantile_offsets(everywhere_TE, self.settings.rule, self.qb_beta)
             self.offset_batches += 1
 
-    def _balanced(self, weights_TK: Tensor, logits_TE: Tensor, length: int) -> Tensor:
+    def _balanced(self, choice: Choice, logits_TE: Tensor, length: int) -> Tensor:
         """The weights, with the balancing losses of these tokens attached."""
-        rule, peers = self.settings.rule, self.peers
+        rule, peers, weights_TK = self.settings.rule, self.peers, choice.weights_TK
         scores_TE, best_TE = balancing_scores(logits_TE, rule)
+        if rule.own is not None:
+            best_TE = torch.zeros_like(best_TE).scatter_(1, choice.experts_TK, True)
         here = len(scores_TE)
         shared = here * peers.sharing
         for kind, coefficient in self.settings.balancing.items():

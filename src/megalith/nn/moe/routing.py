@@ -18,7 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalith.errors import ConfigError
 from megalith.nn.precision import at_least_fp32
+from megalith.registry import Registered
 
 _EPSILON = 1e-20
 _MOST_ROUNDS = 1000
@@ -46,6 +48,7 @@ class RoutingRule:
         sinkhorn: the choice in training follows `sinkhorn_plan` of the logits.
         quantiles: the choice follows the logits less an offset of each expert.
         capacity_factor: an expert takes at most `ceil(T K / E x factor)` tokens; no limit if None.
+        own: a registered function that chooses, in place of all above.
         drop_by_position: beyond its capacity an expert takes the first tokens, not those with the greatest weights.
     """
 
@@ -60,6 +63,7 @@ class RoutingRule:
     quantiles: bool = False
     capacity_factor: float | None = None
     drop_by_position: bool = False
+    own: Registered | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ def choose(logits_TE: Tensor, rule: RoutingRule, *, bias_E: Tensor | None = None
             with quantiles what is taken from the logits.
         training: whether `sinkhorn` decides.
     """
+    if rule.own is not None:
+        return _choose_by_own(logits_TE, rule.own, rule.top_k)
     if rule.sinkhorn:
         return _choose_by_sinkhorn(logits_TE, rule, training=training)
     chosen_TK = None
@@ -105,6 +111,20 @@ def choose(logits_TE: Tensor, rule: RoutingRule, *, bias_E: Tensor | None = None
         chosen_TK = best_experts(logits_TE, rule) if chosen_TK is None else chosen_TK
         weights_TK = _softmax(logits_TE.gather(1, chosen_TK))
     return Choice(chosen_TK, weights_TK if rule.scaling is None else weights_TK * rule.scaling)
+
+
+def _choose_by_own(logits_TE: Tensor, own: Registered, top_k: int) -> Choice:
+    """The choice of a registered function; ConfigError if it returns something else."""
+    found, wanted = own(logits_TE, top_k), (len(logits_TE), top_k)
+    parts = found if isinstance(found, tuple) else (found,)
+    shapes = [(tuple(part.shape), part.dtype) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
+    if [shape[0] for shape in shapes] != [wanted, wanted] or parts[0].dtype != torch.int64:
+        raise ConfigError(
+            f"--moe-router {own}: for logits {list(logits_TE.shape)} it returns {shapes}; return the experts of each "
+            f"token, int64 {list(wanted)}, and their weights {list(wanted)}"
+        )
+    experts_TK, weights_TK = parts
+    return Choice(experts_TK, weights_TK.to(logits_TE.dtype))
 
 
 def at_least(x: Tensor) -> Tensor:
