@@ -118,7 +118,7 @@ def _run(case: Case, action: str, spoil: str = "", steps: int = 3) -> dict[str, 
     deferred = defer_weight_gradients(config, chunks, optimizer)
     state = TrainState(chunks, optimizer, streams, build_schedule(config), context=context, deferred=deferred)
     policy = AnomalyPolicy(state, config.pipeline_schedule, policy=action)
-    consensus = RankConsensus(NeverStop(), context, counts=state.speaks)
+    consensus = RankConsensus(NeverStop(), context, counts=state.counts_losses)
     batches, told, results, error = _batches(context.dp.index), list[BadStep](), list[StepResult](), ""
 
     take = partial(train_step, state, schedule=config.pipeline_schedule, totals=consensus.totals, hooks=policy.hooks)

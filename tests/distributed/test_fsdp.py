@@ -24,8 +24,7 @@ from megalith.distributed.rng import RandomStreams
 from megalith.layout import Layout
 from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedule, WeightDecaySchedule
 from megalith.train.consensus import NeverStop, RankConsensus
-from megalith.train.loop import evaluate
-from megalith.train.results import Hook
+from megalith.train.evaluation import EvaluationSet, evaluate
 from megalith.train.state import TrainState
 from megalith.train.step import Batch, train_step
 
@@ -87,15 +86,13 @@ def _from_all(item: Any) -> list[Any]:
 def _train(flags: str, dtype: torch.dtype | None) -> dict[str, Any]:
     """Steps with an evaluation after each, which leaves ZeRO-2 with gathered weights."""
     run, state = _state(flags, dtype)
-    totals = RankConsensus(NeverStop(), state.context, counts=state.speaks).totals
+    totals = RankConsensus(NeverStop(), state.context, counts=state.counts_losses).totals
     train, held_out = _batches(state.context.dp.index), _batches(state.context.dp.index)
     seen = []
     for _ in range(3):
         result = train_step(state, train, MICRO_BATCHES, totals=totals)
         params_norm = state.optimizer.params_norm()
-        evaluation = evaluate(
-            state, held_out, split="validation", iterations=1, num_micro_batches=1, hook=Hook(), totals=totals
-        )
+        evaluation = evaluate(state, EvaluationSet("validation", held_out, 1), 1, totals=totals)
         assert evaluation is not None
         names = ("applied", "loss_scale", "loss", "grad_norm", "num_zeros")
         seen.append(
@@ -139,9 +136,7 @@ def _losses_before_and_after_a_write(flags: str) -> tuple[float, float]:
     _, state = _state(flags, torch.float64)
     losses = []
     for _ in range(2):
-        evaluation = evaluate(
-            state, _batches(0), split="validation", iterations=1, num_micro_batches=1, hook=Hook(), totals=_same
-        )
+        evaluation = evaluate(state, EvaluationSet("validation", _batches(0), 1), 1, totals=_same)
         assert evaluation is not None
         losses.append(evaluation.loss)
         for box in state.optimizer.weight_boxes():

@@ -56,7 +56,7 @@ def _run(case: dict[str, Any], log: list[dict[str, Any]], data: str, cache: str)
     weights = {name: parameter.detach().clone() for name, parameter in chunks[0].named_parameters()}
     loader, totals = (
         _loader(case, data, cache, context),
-        RankConsensus(NeverStop(), context, counts=state.speaks).totals,
+        RankConsensus(NeverStop(), context, counts=state.counts_losses).totals,
     )
     steps, gradients = [], None
     for _ in log:

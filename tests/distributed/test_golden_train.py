@@ -134,7 +134,7 @@ def _run(case: dict[str, Any], log: list[dict[str, Any]], data: str, cache: str)
     state = TrainState(chunks, optimizer, streams, schedule, context=context, deferred=deferred)
     weights = _named(state, [dict(chunk.named_parameters()) for chunk in chunks])
     loader = _loader(case, data, cache, context)
-    totals = RankConsensus(NeverStop(), context, counts=state.speaks).totals
+    totals = RankConsensus(NeverStop(), context, counts=state.counts_losses).totals
     steps, gradients = [], None
     for _ in log:
         result = train_step(state, loader, config.num_micro_batches, schedule=config.pipeline_schedule, totals=totals)

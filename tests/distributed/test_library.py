@@ -14,8 +14,7 @@ from megalith.assemble.schedule import build_schedule
 from megalith.config import from_values
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
-from megalith.train.loop import evaluate
-from megalith.train.results import Hook
+from megalith.train.evaluation import EvaluationSet, evaluate
 from megalith.train.state import TrainState
 from megalith.train.step import Batch, train_step
 
@@ -56,7 +55,7 @@ def _losses(values: dict[str, Any], world_size: int) -> list[float]:
     state, micro_batches = _state(values, world_size, torch.float64)
     batches = _batches(state.context.dp.index, state.context.dp.size)
     losses = [train_step(state, batches, micro_batches).loss for _ in range(2)]
-    held_out = evaluate(state, batches, split="validation", iterations=1, num_micro_batches=micro_batches, hook=Hook())
+    held_out = evaluate(state, EvaluationSet("validation", batches, 1), micro_batches)
     assert held_out is not None
     return [*losses, held_out.loss]
 

@@ -827,7 +827,7 @@ def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
 def totals_of(state: TrainState) -> Any:
     from megalith.train.consensus import NeverStop, RankConsensus
 
-    return RankConsensus(NeverStop(), state.context, counts=state.speaks).totals
+    return RankConsensus(NeverStop(), state.context, counts=state.counts_losses).totals
 
 
 def _compare(name: str, wanted: Tensor, pieces: list[tuple[Any, ...]]) -> float:

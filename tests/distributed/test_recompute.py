@@ -74,7 +74,7 @@ def _run(flags: str, world_size: int) -> tuple[list[Tensor], int]:
     calls: list[Any] = []
     for block in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Block)):
         block.register_forward_pre_hook(lambda *call: calls.append(call[0]))
-    totals = RankConsensus(NeverStop(), context, counts=state.speaks).totals
+    totals = RankConsensus(NeverStop(), context, counts=state.counts_losses).totals
     batches, seen = _batches(context.dp.index), []
     for _ in range(STEPS):
         result = train_step(state, batches, config.num_micro_batches, schedule=config.pipeline_schedule, totals=totals)

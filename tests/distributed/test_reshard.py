@@ -223,7 +223,7 @@ def start_or_resume(folder: str, case: Case) -> tuple[RunConfig, TrainState, Dir
 def train_in(folder: str, case: Case, save_at: int, until: int) -> Steps:
     """Start or go on until an iteration, and save on the way; iteration, loss and norm of each step."""
     run, state, store = start_or_resume(folder, case)
-    consensus = RankConsensus(NeverStop(), state.context, counts=state.speaks)
+    consensus = RankConsensus(NeverStop(), state.context, counts=state.counts_losses)
     batches = islice(
         batches_of(case, state.context.dp.index, 2 * until), state.consumed_samples // case.layout.dp, None
     )  # the samples of this replica that are left
@@ -306,7 +306,7 @@ def dataset_of(run: RunConfig) -> GPTDataset:
 def read_in(folder: str, case: Case, until: int) -> tuple[Steps, list[list[tuple[int, ...]]]]:
     """Start or go on with the loader of a run until an iteration and save; the steps, and what each has read here."""
     run, state, store = start_or_resume(folder, case)
-    consensus = RankConsensus(NeverStop(), state.context, counts=state.speaks)
+    consensus = RankConsensus(NeverStop(), state.context, counts=state.counts_losses)
     datasets, read = Datasets(dataset_of(run), None, None), list[tuple[int, ...]]()
     loader = build_loaders(
         run, datasets, state.context.dp.index, iteration=state.iteration, consumed_train=state.consumed_samples

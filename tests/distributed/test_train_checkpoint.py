@@ -278,7 +278,7 @@ def train_on(folder: str, flags: str, world_size: int, vocab_size: int, until: i
     store = DirectoryStore(folder, context, save_format=run.checkpoint.ckpt_format)
     if (found := find_checkpoint(store)) is not None:
         assert restore(store, found, state, run).notes == ()
-    consensus = RankConsensus(NeverStop(), context, counts=state.speaks)
+    consensus = RankConsensus(NeverStop(), context, counts=state.counts_losses)
     batches = _batches(vocab_size, context.layout, context.dp.index, state.consumed_samples)
     steps = []
     while state.iteration < until:
@@ -317,7 +317,7 @@ def save_beside(folder: str, flags: str, world_size: int, vocab_size: int, until
     state = build_state(run, vocab_size, draws=True)
     context = state.context
     saver = BackgroundSaver(CheckpointSaver(DirectoryStore(folder, context), run, IDENTITY))
-    consensus = RankConsensus(NeverStop(), context, counts=state.speaks, writers=saver)
+    consensus = RankConsensus(NeverStop(), context, counts=state.counts_losses, writers=saver)
     batches = _batches(vocab_size, context.layout, context.dp.index, 0)
     while saver.scheduled is not None or state.iteration < until + 2:
         train_step(

@@ -48,7 +48,7 @@ class Loaders:
 
 
 def run_sizes(run: RunConfig, iteration: int = 0) -> Sizes:
-    """What the run draws: its training samples, all the evaluations in it with the final one, and one test.
+    """Return the samples that the run draws for training, all its evaluations, and one test.
 
     Of a run in phases the training samples are those of the phase that follows `iteration` done ones. None for
     validation stands for the whole split.
@@ -165,7 +165,7 @@ def build_loaders(
 
 
 def _require_whole_batches(run: RunConfig, consumed: int) -> None:
-    """Where the batch grows and a checkpoint is loaded, the first sizes may have been those of fewer replicas."""
+    """Refuse batch sizes that cannot be divided when a growing batch is resumed with other replicas."""
     sizes = run.batch_sizes
     size = sizes.asked(consumed)
     if len(sizes.stages) == 1 or sizes.fills(size) or (run.train.decrease_batch_size_if_needed and size >= sizes.unit):

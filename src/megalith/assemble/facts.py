@@ -1,4 +1,4 @@
-"""What of a configuration must be equal on all ranks of a run."""
+"""The facts that must be equal on all ranks of a run."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def params_dtype(precision: PrecisionConfig) -> torch.dtype:
 
 
 def build_region(run: RunConfig, context: ParallelContext, stream: Stream | None = None) -> Region:
-    """How layers share their work with the tensor-parallel ranks; `stream` is this rank's own, for dropout."""
+    """Build the tensor-parallel region of layers; `stream` is this rank's own, for dropout."""
     if context.tp.size == 1:
         return Solo()
     kind = SequenceParallel if run.parallel.sequence_parallel_here else TensorParallel
@@ -97,7 +97,7 @@ def build_region(run: RunConfig, context: ParallelContext, stream: Stream | None
 
 
 def build_mixer(run: RunConfig, context: ParallelContext) -> SequenceMixer:
-    """How sequences are shared with the context-parallel ranks."""
+    """Build the context-parallel attention."""
     if context.cp.size == 1:
         return LocalMixer()
     return UlyssesMixer(context.cp) if run.parallel.cp_comm_type == "a2a" else RingMixer(context.cp)

@@ -151,7 +151,7 @@ def _major(version: str) -> int:
 
 
 def _without_kernels(processes: int) -> str:
-    """What is to be said where this build of torch has no kernels for one of the GPUs that are needed."""
+    """Return a warning where this build of torch has no kernels for one of the GPUs that are needed."""
     built, seen = torch.cuda.get_arch_list(), torch.cuda.device_count()
     for number in range(min(seen, processes)) if built else ():
         capability = torch.cuda.get_device_capability(number)

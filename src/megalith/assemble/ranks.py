@@ -20,7 +20,7 @@ _AFTER_THE_WATCH = timedelta(days=1)
 
 
 def build_watch(run: RunConfig) -> Watch:
-    """What looks after the ranks of the run; `join_ranks` starts it."""
+    """Build the watch over the ranks of the run, which `join_ranks` starts."""
     parallel, supervised = run.parallel, run.launch.launcher == "megalith"
     return Watch(parallel.timeout_seconds, 60.0 * parallel.distributed_timeout_minutes, supervised=supervised)
 

@@ -43,14 +43,15 @@ from megalith.train.anomalies import AnomalyPolicy
 from megalith.train.checkpoint_fit import FoundCheckpoint, Identity, check_fits, other_products
 from megalith.train.checkpoint_saver import BackgroundSaver, CheckpointSaver
 from megalith.train.consensus import NeverStop
+from megalith.train.evaluation import EvaluationSet
 from megalith.train.faults import Probe, no_probe
-from megalith.train.loop import HeldOut, Plan, TrainingRun
+from megalith.train.loop import Plan, TrainingRun
 from megalith.train.results import Hook
 from megalith.train.signals import StopSignals
 from megalith.train.state import TrainState
 from megalith.train.step_hooks import NaNInjector
 from megalith.train.throughput import datasheet_peak, measure_peak, step_flops
-from megalith.train.timers import Timers, over_ranks
+from megalith.train.timers import Timers, gather_times
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,8 @@ def build_run(
         loaders = _build_loaders(config, tokenizer, state, observer)
     plan = build_plan(config, state.model, context, observer)
     observer.data_done()
-    observer.timed(config, over_ranks(timers.take(), context))
+    observer.timed(config, gather_times(timers.take(), context))
     saver = _saver(config, context, identity, probe)
-    background = None
-    if saver is not None and config.checkpoint.async_save:
-        background = BackgroundSaver(saver)
-        background.reserve(state)
     valid_sets = _validation_sets(config, loaders)
     run = TrainingRun(
         plan,
@@ -130,7 +127,7 @@ def build_run(
         stop or NeverStop(),
         probe,
         started=began,
-        background=background,
+        background=_background_saver(config, saver, state),
         timers=timers,
         valid_sets=valid_sets,
         sources=loaders.sources,
@@ -169,11 +166,11 @@ def _build_and_load(
             state = _build_state(start, rows, fresh=False)
         load_start(config, store, found, state, observer, start.probe)
     if found is not None:
-        observer.timed(config, over_ranks({"load-checkpoint": time.perf_counter() - began}, context))
+        observer.timed(config, gather_times({"load-checkpoint": time.perf_counter() - began}, context))
     return state, found
 
 
-def _validation_sets(config: RunConfig, loaders: Loaders) -> Sequence[HeldOut]:
+def _validation_sets(config: RunConfig, loaders: Loaders) -> Sequence[EvaluationSet]:
     """Several validation sets, or one that is gone through as a whole; empty for a part of one."""
     if loaders.valid is None or not (loaders.further_valid or loaders.passes):
         return ()
@@ -183,7 +180,7 @@ def _validation_sets(config: RunConfig, loaders: Loaders) -> Sequence[HeldOut]:
     names = [f"validation-{name}" for name in config.data.validation_set_names or numbers]
     if not loaders.further_valid:
         names = ["validation"]
-    return [HeldOut(*held_out) for held_out in zip(names, batches, lengths, strict=True)]
+    return [EvaluationSet(*held_out) for held_out in zip(names, batches, lengths, strict=True)]
 
 
 def anomaly_policy(config: RunConfig, state: TrainState) -> AnomalyPolicy:
@@ -228,6 +225,14 @@ def _saver(config: RunConfig, context: ParallelContext, identity: Identity, prob
         else DirectoryStore(folder, context, Retention(keep_last=1), save_format=settings.ckpt_format, claimed=True)
     )
     return CheckpointSaver(store, config, identity, probe, passing)
+
+
+def _background_saver(config: RunConfig, saver: CheckpointSaver | None, state: TrainState) -> BackgroundSaver | None:
+    if saver is None or not config.checkpoint.async_save:
+        return None
+    background = BackgroundSaver(saver)
+    background.reserve(state)
+    return background
 
 
 def _identity(config: RunConfig, tokenizer: Tokenizer) -> Identity:
@@ -342,7 +347,7 @@ def build_plan(config: RunConfig, model: LanguageModel, context: ParallelContext
         peak_flops=measured,
         datasheet_flops=by_datasheet,
         save_interval=config.checkpoint.save_interval,
-        passing_save_interval=config.checkpoint.non_persistent_save_interval,
+        ephemeral_save_interval=config.checkpoint.non_persistent_save_interval,
         exit_interval=train.exit_interval,
         phase_ends=frozenset(train.phase_ends),
         skip_training=train.skip_train,

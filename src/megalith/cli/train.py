@@ -147,14 +147,12 @@ def _train(
     from megalith.assemble.training import build_run
     from megalith.checkpoint import DirectoryStore
     from megalith.checkpoint.crew import Crew
-    from megalith.cli.train_hooks import dump_groups, hooks_of, open_folder, rank_screen, run_folder, straggler_report
+    from megalith.cli.train_hooks import dump_groups, hooks_of, open_folder, rank_screen, run_folder
     from megalith.cli.train_start import StartConsole
-    from megalith.compat.megatron import console
     from megalith.distributed import comm
     from megalith.train.loop import train
     from megalith.train.results import Hooks
     from megalith.train.timers import WaitClock
-    from megalith.train.user_hooks import UserHooks, own_hooks
 
     with ExitStack() as stack:
         watch = build_watch(config)
@@ -183,21 +181,9 @@ def _train(
             stack.callback(built.run.close)
             if config.optimizer.dump_param_to_param_group_map:
                 dump_groups(config.optimizer.dump_param_to_param_group_map, built.run.state)
-            hooks = hooks_of(config, folder, screen, built)
-            if clock is not None:
-                hooks.append(straggler_report(config, context.world, clock, screen.say))
-            if config.train.hooks:
-                hooks.append(UserHooks(own_hooks(config), config, built.run))
-            built.run.hook = Hooks(hooks)
+            built.run.hook = Hooks(hooks_of(config, folder, screen, built, clock))
             stack.callback(built.run.hook.close)
-            if config.train.skip_train:
-                screen.say(console.skipping_training_line())
-            elif built.run.state.iteration >= built.run.plan.train_iterations:
-                screen.say(f"iteration {built.run.state.iteration} of {config.train_iters} is done: only evaluating")
-            else:
-                screen.say("training ...")
-                screen.say(console.milestone_line("before the start of training step", datetime.now()))
-                screen.note(f"start-up took {time.monotonic() - began:.2f} s")
+            _say_first_step(config, built, screen, began)
             acknowledge.training = True
             try:
                 for _ in train(built.run):
@@ -214,7 +200,7 @@ def _train(
         assert ending is not None
         if summary := built.run.anomalies.summary():
             screen.say(summary)
-        return _last_words(ending, config, argv, screen, folder, learnt=not built.run.progress.in_vain)
+        return _last_words(ending, config, argv, screen, folder, learnt=not built.run.progress.none_applied)
 
 
 def _require_same_source(config: RunConfig, imports: Sequence[tuple[Import, ...]]) -> None:
@@ -228,9 +214,23 @@ def _require_same_source(config: RunConfig, imports: Sequence[tuple[Import, ...]
             )
 
 
+def _say_first_step(config: RunConfig, built: BuiltRun, screen: Screen, began: float) -> None:
+    from megalith.compat.megatron import console
+
+    iteration = built.run.state.iteration
+    if config.train.skip_train:
+        screen.say(console.skipping_training_line())
+    elif iteration >= built.run.plan.train_iterations:
+        screen.say(f"iteration {iteration} of {config.train_iters} is done: only evaluating")
+    else:
+        screen.say("training ...")
+        screen.say(console.milestone_line("before the start of training step", datetime.now()))
+        screen.note(f"start-up took {time.monotonic() - began:.2f} s")
+
+
 def _say_progress(built: BuiltRun, screen: Screen) -> None:
     progress = built.run.progress
-    if progress.in_vain:
+    if progress.none_applied:
         which = "initial ones" if built.resumed_at is None else "loaded ones, unchanged"
         screen.warn(f"WARNING: all {progress.skipped} steps were skipped: the weights are the {which}")
     elif progress.applied:
@@ -265,7 +265,7 @@ def _probe(config: RunConfig, watch: Watch, screen: Screen) -> Probe:
         return at
     screen.warn(f"WARNING: MEGALITH_FAULT={text} is set: this run harms itself at that point, as a test of crashes")
     fault = parse_fault(text)
-    if not fault.concerns(config.launch.rank, _attempt()):
+    if not fault.applies_to(config.launch.rank, _attempt()):
         return at
 
     def both(point: str, iteration: int) -> None:

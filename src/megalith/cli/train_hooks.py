@@ -27,6 +27,7 @@ from megalith.train.results import Hook
 from megalith.train.routing_trace import RoutingTrace
 from megalith.train.state import TrainState
 from megalith.train.timers import StragglerReport, WaitClock
+from megalith.train.user_hooks import UserHooks, own_hooks
 
 
 def run_folder(config: RunConfig) -> Path:
@@ -92,8 +93,11 @@ def _try_to_write(folder: Path) -> None:
         file.write(b"x" * 4096)
 
 
-def hooks_of(config: RunConfig, folder: Path, screen: Screen, built: BuiltRun) -> list[Hook]:
-    """Everything on this rank that records and shows the run; files that all share are the first rank's."""
+def hooks_of(config: RunConfig, folder: Path, screen: Screen, built: BuiltRun, clock: WaitClock | None) -> list[Hook]:
+    """Build the hooks of this rank that record and show the run, then those of the user.
+
+    The first rank alone writes the files that all ranks share. `clock` measures waiting (`--log-straggler`).
+    """
     state, context = built.run.state, built.run.state.context
     first = context.rank == 0
     memory = partial(memory_in_use, context.device)
@@ -106,6 +110,10 @@ def hooks_of(config: RunConfig, folder: Path, screen: Screen, built: BuiltRun) -
     hooks += _profiles(config, folder, screen, built)
     if config.log.moe_routing_trace_path and config.model.mixture:
         hooks.append(_routing_trace(config, built))
+    if clock is not None:
+        hooks.append(straggler_report(config, context.world, clock, screen.say))
+    if config.train.hooks:
+        hooks.append(UserHooks(own_hooks(config), config, built.run))
     return hooks
 
 

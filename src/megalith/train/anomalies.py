@@ -20,7 +20,7 @@ from megalith.distributed import comm
 from megalith.errors import MegalithError
 from megalith.optim.gradients import GradientBuffers
 from megalith.train.results import BadStep, FirstBad, StepResult
-from megalith.train.state import Moment, TrainState
+from megalith.train.state import Snapshot, TrainState
 from megalith.train.step import Batch, StageWork, run_pipeline
 from megalith.train.step_hooks import NaNInjector, StepHook
 
@@ -55,7 +55,7 @@ class Attempt:
 
     batches: Iterator[Batch]
     drawn: list[Batch]
-    before: Moment
+    before: Snapshot
     apply: bool
     doubted: bool
     sums: Sequence[Tensor] = ()  # [sum, terms] of each loss, of each micro-batch whose loss was computed on this rank
@@ -97,7 +97,7 @@ class AnomalyPolicy:
 
     @property
     def hooks(self) -> tuple[StepHook, ...]:
-        """What each computation of a step must be given."""
+        """Step hooks that each computation of a step must run."""
         return (self.injector, self._sums)
 
     def begin(self, batches: Iterator[Batch]) -> Attempt:
@@ -108,29 +108,29 @@ class AnomalyPolicy:
         self.injector.active = injected and not doubted
         drawn = list[Batch]()
         apply = not (doubted or self.twice)
-        return Attempt(_recorded(batches, drawn), drawn, self.state.moment(), apply, doubted)
+        return Attempt(_recorded(batches, drawn), drawn, self.state.snapshot(), apply, doubted)
 
     def settle(
-        self, attempt: Attempt, result: StepResult, take_step: TakeStep, tell: Callable[[BadStep], None]
+        self, attempt: Attempt, result: StepResult, take_step: TakeStep, notify: Callable[[BadStep], None]
     ) -> StepResult:
         """Accept the first result of a step or do as the policy says; every rank raises BadStepError where it is stop.
 
         Args:
             take_step: Computes the step again.
-            tell: Receives what was anomalous.
+            notify: Receives what was anomalous.
         """
         state, attempt.sums = self.state, self._sums.last
         self.injector.active = self.injector.active and self.injector.kind == "persistent_error"
         if self.twice and not result.bad:
-            state.go_back(attempt.before)
-            result = self._compared(result, take_step(iter(attempt.drawn), len(attempt.drawn)), tell)
+            state.restore_snapshot(attempt.before)
+            result = self._compared(result, take_step(iter(attempt.drawn), len(attempt.drawn)), notify)
         if attempt.doubted:
             result = replace(result, bad="the result is doubted (--error-injection-type correct_result)")
         if result.bad:
             self.num_bad, self._in_a_row = self.num_bad + 1, self._in_a_row + 1
-            result = self._handle(result, attempt, take_step, tell)
+            result = self._handle(result, attempt, take_step, notify)
         elif alarm := state.check.alarm(result.loss):
-            tell(replace(self._report(result, "alarm", self._samples(result, attempt), None, ""), reason=alarm))
+            notify(replace(self._report(result, "alarm", self._samples(result, attempt), None, ""), reason=alarm))
         if not result.bad:
             self._in_a_row = 0
             if result.applied:
@@ -138,17 +138,17 @@ class AnomalyPolicy:
             overflowed = self._at_lowest_scale and not result.applied
             self._overflows = self._overflows + 1 if overflowed else 0
             if self._overflows == MOST_IN_A_ROW:
-                self._give_up(result, attempt, tell)
+                self._stop_at_lowest_scale(result, attempt, notify)
         self.injector.active = False
         return result
 
     def summary(self) -> str:
-        """What came of computing steps twice; empty where none were."""
+        """Return the result of computing steps twice; empty where none were."""
         if not self.num_compared:
             return ""
         return f"{self.num_different} of {self.num_compared} steps gave another result when they were computed again"
 
-    def _compared(self, first: StepResult, second: StepResult, tell: Callable[[BadStep], None]) -> StepResult:
+    def _compared(self, first: StepResult, second: StepResult, notify: Callable[[BadStep], None]) -> StepResult:
         self.num_compared += 1
         if (first.loss, first.grad_norm) != (second.loss, second.grad_norm):
             self.num_different += 1
@@ -157,52 +157,52 @@ class AnomalyPolicy:
                 f"gradient norm {first.grad_norm!r} and {second.grad_norm!r},"
             )
             samples = second.consumed_samples - second.num_samples, second.consumed_samples - 1
-            tell(replace(self._report(second, "alarm", samples, None, ""), reason=reason))
+            notify(replace(self._report(second, "alarm", samples, None, ""), reason=reason))
         return second
 
     def _handle(
-        self, result: StepResult, attempt: Attempt, take_step: TakeStep, tell: Callable[[BadStep], None]
+        self, result: StepResult, attempt: Attempt, take_step: TakeStep, notify: Callable[[BadStep], None]
     ) -> StepResult:
         state, drawn = self.state, attempt.drawn
         samples = self._samples(result, attempt)
         if self.policy == "rerun":
-            state.go_back(attempt.before)
+            state.restore_snapshot(attempt.before)
             again = take_step(iter(drawn), len(drawn))
             if not again.bad:
                 unchanged = again.loss == result.loss and again.grad_norm == result.grad_norm
                 found = "the same, and right" if unchanged else "all right: a transient error of a machine"
-                tell(self._report(result, "rerun", samples, None, found))
+                notify(self._report(result, "rerun", samples, None, found))
                 return replace(again, seconds=again.seconds + result.seconds)
         numbers = result.loss, math.nan if result.grad_norm is None else result.grad_norm
         first, searched = None, not all(map(math.isfinite, numbers))
         if searched:
-            after = state.moment()
-            state.go_back(attempt.before)
+            after = state.snapshot()
+            state.restore_snapshot(attempt.before)
             first = find_first_bad(state, drawn, self.schedule, (self.injector,))
-            state.go_back(after)
+            state.restore_snapshot(after)
         found = "not finite again" if first else "finite: a transient error of a machine" if searched else ""
         if self.policy == "rerun":
             found = "bad again"
         if first is not None and first.micro_batch is not None:
-            samples = self._of_micro_batch(result, drawn, first.micro_batch, first.replica)
+            samples = self._samples_of(result, drawn, first.micro_batch, first.replica)
         stuck = first is not None and first.weight
         action = "skip" if self.policy == "skip" and not stuck and self._in_a_row < MOST_IN_A_ROW else "stop"
         report = self._report(result, action, samples, first, found)
-        tell(report)
+        notify(report)
         if action == "skip":
             return result
-        raise BadStepError(_last_words(report, result, self.policy, self._in_a_row))
+        raise BadStepError(_error_text(report, result, self.policy, self._in_a_row))
 
-    def _give_up(self, result: StepResult, attempt: Attempt, tell: Callable[[BadStep], None]) -> None:
+    def _stop_at_lowest_scale(self, result: StepResult, attempt: Attempt, notify: Callable[[BadStep], None]) -> None:
         """Stop a run that skips every step though its loss scale cannot get any smaller."""
         samples = self._samples(result, attempt)
-        self.state.go_back(attempt.before)
+        self.state.restore_snapshot(attempt.before)
         first = find_first_bad(self.state, attempt.drawn, self.schedule)
         self.num_bad += 1
         scale = f"at the smallest loss scale, {result.loss_scale:g} (the loss is {result.loss}),"
         reason = f"{MOST_IN_A_ROW} steps in a row are skipped {scale}"
         report = self._report(replace(result, bad=reason), "stop", samples, first, "")
-        tell(report)
+        notify(report)
         remedy = _NEVER_RECOVER if first is not None and first.weight else _NO_SCALE_HELPS
         raise BadStepError(f"{report}; nothing of this step is saved. {remedy}")
 
@@ -214,7 +214,7 @@ class AnomalyPolicy:
         )
 
     def _samples(self, result: StepResult, attempt: Attempt) -> tuple[int, int]:
-        """The first and the last sample of the micro-batch with the worst loss."""
+        """Return the first and the last sample of the micro-batch with the highest loss."""
         context = self.state.context
         own = [float(pair[0] / pair[1].clamp(min=1.0)) for pair in attempt.sums]
         every = comm.all_gather_objects((context.dp.index, own), context.world)
@@ -224,9 +224,9 @@ class AnomalyPolicy:
             for micro_batch, loss in enumerate(losses)
         ]
         _, micro_batch, replica = max(losses, key=lambda worst: worst[0])
-        return self._of_micro_batch(result, attempt.drawn, micro_batch, replica)
+        return self._samples_of(result, attempt.drawn, micro_batch, replica)
 
-    def _of_micro_batch(
+    def _samples_of(
         self, result: StepResult, drawn: Sequence[Batch], micro_batch: int, replica: int
     ) -> tuple[int, int]:
         size = drawn[0][self.state.model.tokens_field].shape[0]
@@ -241,7 +241,7 @@ def _recorded(batches: Iterator[Batch], drawn: list[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def _last_words(report: BadStep, result: StepResult, policy: str, in_a_row: int) -> str:
+def _error_text(report: BadStep, result: StepResult, policy: str, in_a_row: int) -> str:
     first = result.consumed_samples - result.num_samples
     text = (
         f"{report} (the step has training samples {first} to {result.consumed_samples - 1}, learning rate "
@@ -259,7 +259,7 @@ def _last_words(report: BadStep, result: StepResult, policy: str, in_a_row: int)
 
 @dataclass(frozen=True, order=True)
 class _Finding:
-    """Something not finite; of several the smallest is the first."""
+    """A non-finite number; the smallest of several came up first."""
 
     phase: int  # 0 weights, 1 forward passes, 2 losses, 3 backward passes, 4 gradients of weights
     # micro_batch, place, call: its order within the phase; the place in the model counts backwards in phase 3
@@ -271,7 +271,7 @@ class _Finding:
 
 
 class _Search:
-    """Notes the first finding of each phase on this rank, as hooks and checks report them."""
+    """Records the first finding of each phase on this rank, as hooks and checks report them."""
 
     def __init__(self, state: TrainState, work: StageWork) -> None:
         self._state, self._work = state, work
@@ -304,9 +304,9 @@ class _Search:
 def find_first_bad(
     state: TrainState, batches: Sequence[Batch], schedule: str, hooks: Sequence[StepHook] = ()
 ) -> FirstBad | None:
-    """Compute a step once more from the state before it, with hooks on every module, and look for what is not finite.
+    """Recompute a step from the state before it with hooks on every module, and find its first non-finite number.
 
-    Nothing of this costs anything while all is well. All ranks call it together, and all of them learn the answer.
+    All ranks call it together and get the same answer. It runs only after a step was found anomalous.
 
     Forward passes come before backward passes, and in these the order of the work decides: micro-batch, place in the
     model, order of calls. A number that is not finite spreads to the ranks that take part in the next collective, so

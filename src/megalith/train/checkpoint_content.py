@@ -1,4 +1,4 @@
-"""What of a run's state goes into a checkpoint, tensor by tensor, and where each tensor stands in it."""
+"""The content of a checkpoint: each tensor of a run's state, and its key and place in the file."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
 
 
 def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -> list[Chunk]:
-    """What this rank writes of the model and its optimizer: over all ranks, each element once.
+    """Return what this rank saves of the model and its optimizer: over all ranks, each element once.
 
     The replicas of the model write a share each of what they hold alike; fully sharded they hold nothing alike.
     """
@@ -131,7 +131,7 @@ def _by_axis(boxes: Sequence[StateBox], state: TrainState) -> Iterator[tuple[Axi
 
 
 def _buffer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
-    """Of what no optimizer moves: the biases and offsets for the choice of experts."""
+    """Return the chunks of router biases and offsets, which no optimizer updates."""
     tp, kept = state.context.tp, [item for model in state.chunks for item in saved_tensors(model)]
     buffers = {name: (tensor, placement) for name, tensor, placement in kept if not isinstance(tensor, Parameter)}
     boxes = [Whole(name, tensor) for name, (tensor, _) in buffers.items()]

@@ -29,7 +29,7 @@ PRODUCTS = "matrix_products"
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run reads besides its configuration; a checkpoint keeps it so that a resume can compare."""
+    """Fingerprints of the tokenizer and the data of a run; a checkpoint keeps them so that a resume can compare."""
 
     tokenizer: Mapping[str, Any]
     # file name -> content; laid into every checkpoint so that it can be used alone
@@ -129,7 +129,7 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
 
 
 def _other_source(args: Mapping[str, Any], run: RunConfig) -> Iterator[str]:
-    """What the user must hear where a module that registers parts of the run was changed since the checkpoint."""
+    """Return warnings where a module that registers parts of the run has changed since the checkpoint."""
     was: Mapping[str, str] = (args.get(REGISTERED) or {}).get("imports", {})
     for one in run.registry.imports:
         if was.get(one.name, one.sha256) != one.sha256:
@@ -151,7 +151,7 @@ def products_of(run: RunConfig, device_type: str) -> str:
 
 
 def other_products(found: FoundCheckpoint, run: RunConfig, device_type: str) -> str:
-    """What the user must hear where the run that wrote a checkpoint computed its products otherwise; empty if not."""
+    """Return a warning where the run that wrote a checkpoint multiplied in another dtype; empty if not."""
     was, now = (found.manifest or {}).get(PRODUCTS), products_of(run, device_type)
     if was in (None, now) or found.weights_only or run.checkpoint.finetune:
         return ""

@@ -103,7 +103,7 @@ def _records_the_same(found: FoundCheckpoint, run: RunConfig) -> bool:
 
 
 def strictness_notes(loaded: LoadedContent, run: RunConfig, *, with_optimizer: bool) -> tuple[str, ...]:
-    """What `--dist-ckpt-strictness` says about tensors that were not asked for.
+    """Return warnings about unexpected tensors, as `--dist-ckpt-strictness` asks for.
 
     A CheckpointError where it says that there must be none. Main parameters beside weights in fp32 are the same
     numbers, and random states of other places no tensors.
@@ -132,7 +132,7 @@ def thread_notes(found: FoundCheckpoint, device: torch.device) -> tuple[str, ...
 
 
 def _precision_notes(found: FoundCheckpoint, run: RunConfig) -> tuple[str, ...]:
-    """What the user must hear where the run that wrote the checkpoint computed in another precision."""
+    """Return a warning where the run that wrote the checkpoint had another precision."""
     was, now = str(found.args.get("params_dtype", "")).removeprefix("torch."), run.precision.params_dtype
     return () if was in ("", now) else (f"the checkpoint is of a run in {was}; this one goes on from it in {now}",)
 

@@ -18,7 +18,7 @@ from megalith.train.state import TrainState
 
 
 class CheckpointSaver:
-    """Writes the state of a run into a store, or into `passing`, where only the last checkpoint is kept."""
+    """Writes the state of a run into a store, or into `ephemeral`, where only the last checkpoint is kept."""
 
     def __init__(
         self,
@@ -26,9 +26,9 @@ class CheckpointSaver:
         run: RunConfig,
         identity: Identity,
         probe: Probe = no_probe,
-        passing: DirectoryStore | None = None,
+        ephemeral: DirectoryStore | None = None,
     ) -> None:
-        self._store, self._run, self._identity, self._probe, self._passing = store, run, identity, probe, passing
+        self._store, self._run, self._identity, self._probe, self._ephemeral = store, run, identity, probe, ephemeral
 
     def save(self, state: TrainState, *, persistent: bool = True) -> SavedCheckpoint:
         """Write a checkpoint of the state, to keep if `persistent`, else until the next one; return when it is durable.
@@ -48,20 +48,20 @@ class CheckpointSaver:
         return chunks_to_save(state, self._run, with_optimizer=not self._run.checkpoint.no_save_optim)
 
     def folder(self, *, persistent: bool = True) -> str:
-        """Where `save` writes."""
+        """Return the folder that `save` writes to."""
         save = self._run.checkpoint.save or ""
         return save if persistent else self._run.checkpoint.passing_folder(save) or ""
 
     def _store_for(self, state: TrainState, *, persistent: bool) -> DirectoryStore:
-        if self._passing is None:
+        if self._ephemeral is None:
             assert persistent, "there is no folder for checkpoints of which only the last one is kept"
             return self._store
         # A run that went back would otherwise find the last one of the way that it has left, and resume from that.
-        self._passing.delete_after(state.iteration)
-        return self._store if persistent else self._passing
+        self._ephemeral.delete_after(state.iteration)
+        return self._store if persistent else self._ephemeral
 
     def _parts(self, state: TrainState) -> dict[str, Any]:
-        """What the store is given of a save."""
+        """Return the arguments of the store for a save."""
         iteration = state.iteration  # which goes on while a thread writes
         return {
             "iteration": iteration,
@@ -83,7 +83,7 @@ class CheckpointSaver:
 
 
 def saved_checkpoint(iteration: int, report: SaveReport, stall_seconds: float) -> SavedCheckpoint:
-    """What the listeners of a run hear of a save."""
+    """Return the result of a save for the hooks."""
     speed = report.bytes / report.write_seconds / 1e9 if report.write_seconds else 0.0
     path = str(report.path)
     return SavedCheckpoint(
@@ -101,7 +101,7 @@ class _UnderWay:
 
 
 class BackgroundSaver:
-    """Schedules saves, one at a time."""
+    """Saves asynchronously, one checkpoint at a time."""
 
     def __init__(self, saver: CheckpointSaver) -> None:
         self._saver, self._staging = saver, Staging()
@@ -164,7 +164,7 @@ class BackgroundSaver:
         return saved_checkpoint(under_way.iteration, report, under_way.stall)
 
     def close(self) -> None:
-        """Give up a save that is under way, after a failure; what stood there before stays."""
+        """Cancel a pending save; earlier checkpoints are untouched."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.pending.abandon()

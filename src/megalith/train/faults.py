@@ -60,7 +60,7 @@ class Fault:
     # the attempt of a run that it strikes, counted from 0: a restart meets it no more. Every one if None.
     attempt: int | None = 0
 
-    def concerns(self, rank: int, attempt: int) -> bool:
+    def applies_to(self, rank: int, attempt: int) -> bool:
         """Whether it can strike here at all."""
         return self.rank in (None, rank) and self.attempt in (None, attempt)
 
@@ -71,9 +71,9 @@ class Fault:
         if self.action == "slow":
             time.sleep(_SLOW_SECONDS)
         elif iteration == self.step:
-            self._strike()
+            self._trigger()
 
-    def _strike(self) -> None:
+    def _trigger(self) -> None:
         if self.action == "raise":
             raise RuntimeError(f"MEGALITH_FAULT at step {self.step}, point {self.point}")
         if self.action == "leave":

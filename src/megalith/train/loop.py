@@ -7,12 +7,10 @@ do.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, islice
-
-import torch
 
 from megalith.errors import MegalithError
 from megalith.schedules.batch_size import BatchSizes
@@ -20,18 +18,19 @@ from megalith.schedules.pipeline import default_schedule
 from megalith.train.anomalies import AnomalyPolicy, BadStepError, TakeStep
 from megalith.train.checkpoint_saver import BackgroundSaver, CheckpointSaver
 from megalith.train.consensus import NeverStop, RankConsensus
+from megalith.train.evaluation import EvaluationSet, evaluate
 from megalith.train.faults import Probe, no_probe
-from megalith.train.results import Ending, Evaluation, GradientNoise, Hook, Progress, StepResult, Window
+from megalith.train.results import Ending, GradientNoise, Hook, Progress, StepResult, Window
 from megalith.train.signals import StopSignals
 from megalith.train.state import TrainState
-from megalith.train.step import Batch, StageWork, Totals, mean_losses, run_pipeline, totals_of, train_step
+from megalith.train.step import Batch, train_step
 from megalith.train.step_hooks import BeforeUpdate, BlendCount, ProbeHook, StepHook
-from megalith.train.timers import Timers, over_ranks
+from megalith.train.timers import Timers, gather_times
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how often."""
+    """The lengths and intervals of a run."""
 
     train_iterations: int
     global_batch_size: int
@@ -42,7 +41,7 @@ class Plan:
     flops_per_step: float  # model FLOPs of one step on this device
     peak_flops: float  # FLOP/s of its best matrix product, as measured
     save_interval: int | None = None  # iterations between checkpoints; None for a single one at the end
-    passing_save_interval: int | None = None  # iterations between checkpoints of which only the last is kept
+    ephemeral_save_interval: int | None = None  # iterations between checkpoints of which only the last is kept
     exit_interval: int | None = None
     phase_ends: frozenset[int] = frozenset()  # save and stop at these iterations
     exit_minutes: float | None = None
@@ -76,18 +75,9 @@ class Plan:
         return self.flops_per_step * (num_samples / self.global_batch_size)
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """A validation set: its name in the log, its micro-batches of this replica, and global batches an evaluation."""
-
-    name: str
-    batches: Iterator[Batch]
-    iterations: int
-
-
 @dataclass
 class TrainingRun:
-    """All that the loop works with. `valid` and `test` are absent where the split is."""
+    """Everything that the loop uses. `valid` and `test` are None where the split is empty."""
 
     plan: Plan
     state: TrainState
@@ -102,7 +92,7 @@ class TrainingRun:
     ending: Ending | None = None  # why the loop ended; None while it runs
     background: BackgroundSaver | None = None  # saves beside the training, but for the last save; None for none
     timers: Timers = field(default_factory=Timers)
-    valid_sets: Sequence[HeldOut] = ()  # instead of `valid`, several sets or one that is gone through as a whole
+    valid_sets: Sequence[EvaluationSet] = ()  # instead of `valid`, several sets or one that is gone through as a whole
     sources: Sequence[str] = ()  # names of the datasets of a blend that is trained on; none without a blend
     # what is done about anomalous steps; the run stops at one by default
     anomalies: AnomalyPolicy = None  # type: ignore[assignment]
@@ -112,7 +102,11 @@ class TrainingRun:
         state, schedule = self.state, self.plan.pipeline_schedule
         self.anomalies = self.anomalies or AnomalyPolicy(state, schedule or default_schedule(len(state.chunks)))
         self.consensus = RankConsensus(
-            self.stop, state.context, counts=state.speaks, writers=self.background, is_late=lambda: _late(self)
+            self.stop,
+            state.context,
+            counts=state.counts_losses,
+            writers=self.background,
+            is_late=lambda: _is_out_of_time(self),
         )
 
     @cached_property
@@ -143,14 +137,14 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
     plan, state, window = run.plan, run.state, Window()
     unsaved, size = False, plan.micro_batches_after(state.consumed_samples)
     last = 0 if plan.skip_training else plan.train_iterations
-    while not _ended(run) and state.iteration < last:
+    while not _should_stop(run) and state.iteration < last:
         if (grown := plan.micro_batches_after(state.consumed_samples)) != size:
             run.hook.after_growth(plan.samples_of(size), plan.samples_of(grown))
             if unsaved:
                 _save(run)
             unsaved, size = False, grown
         if state.iteration in plan.skipped:
-            _pass_over(run, size)
+            _skip_iteration(run, size)
             continue
         result = _step(run)
         if result is None:
@@ -164,18 +158,18 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
             flops = plan.flops_of(sum(result.num_samples for result in window.results)) / steps
             run.hook.after_window(window.close(plan.train_iterations, flops, plan.peak_flops, plan.datasheet_flops))
             if run.timers.level:
-                _tell_times(run, run.timers.take(), steps=steps)
+                _report_times(run, run.timers.take(), steps=steps)
         if run.consensus.failed or not run.consensus.busy:  # all ranks are done with a stage of the save under way
-            _proceed(run)
+            _advance_save(run)
         if state.iteration % plan.eval_interval == 0 and state.iteration >= plan.first_evaluation:
             _validate(run)
         if plan.save_interval and state.iteration % plan.save_interval == 0:
             _save(run)
             unsaved = False
-        elif (often := plan.passing_save_interval) and state.iteration % often == 0 and state.iteration < last:
+        elif (often := plan.ephemeral_save_interval) and state.iteration % often == 0 and state.iteration < last:
             _save(run, persistent=False)
         yield result
-        run.ending = run.ending or _ending_by_plan(run)
+        run.ending = run.ending or _planned_exit(run)
     if run.ending is None and not plan.skip_training:
         run.hook.after_training(state.iteration)
     if unsaved:
@@ -206,7 +200,7 @@ def _step(run: TrainingRun) -> StepResult | None:
         raise
     except Exception as error:
         whole = state.iteration == iteration and not state.updating and run.consensus.alone
-        if isinstance(error, MegalithError) or not whole or not _ended(run):
+        if isinstance(error, MegalithError) or not whole or not _should_stop(run):
             raise
         state.streams.load_state(streams)
         return None
@@ -230,14 +224,14 @@ def _small_step(run: TrainingRun, size: int) -> tuple[Iterator[Batch], StepResul
     fewest = state.context.pp.size if len(state.chunks) > 1 else 1
     if fewest >= size:
         return run.train, None
-    before, ahead = state.moment(), list(islice(run.train, fewest))
+    before, ahead = state.snapshot(), list(islice(run.train, fewest))
     small = run.take_step(iter(ahead), fewest, apply=False)
-    state.go_back(before)
+    state.restore_snapshot(before)
     return chain(ahead, run.train), small
 
 
-def _pass_over(run: TrainingRun, num_micro_batches: int) -> None:
-    """Draw the samples of a step and do nothing with them, as Megatron does: no line, no evaluation, no save."""
+def _skip_iteration(run: TrainingRun, num_micro_batches: int) -> None:
+    """Skip an iteration (`--iterations-to-skip`): its samples are consumed without a line, evaluation or save."""
     state = run.state
     field = state.model.tokens_field
     samples = sum(next(run.train)[field].shape[0] for _ in range(num_micro_batches)) * state.context.dp.size
@@ -246,15 +240,15 @@ def _pass_over(run: TrainingRun, num_micro_batches: int) -> None:
     state.skipped_samples += samples
 
 
-def _ended(run: TrainingRun) -> bool:
-    """Whether to stop now; a signal goes before the plan's own reasons."""
+def _should_stop(run: TrainingRun) -> bool:
+    """Return whether to stop now; a signal comes before the exits that the configuration asks for."""
     if requested := run.consensus.requested:
         run.ending = Ending("signal", run.state.iteration, requested)
     return run.ending is not None
 
 
-def _ending_by_plan(run: TrainingRun) -> Ending | None:
-    """The exits that the configuration asks for, checked after each step."""
+def _planned_exit(run: TrainingRun) -> Ending | None:
+    """Return the exit that the configuration asks for after this step, or None."""
     plan, iteration = run.plan, run.state.iteration
     if run.consensus.out_of_time:
         return Ending("duration", iteration, str(_minutes(run)))
@@ -267,13 +261,13 @@ def _minutes(run: TrainingRun) -> float:
     return (time.monotonic() - run.started) / 60.0
 
 
-def _late(run: TrainingRun) -> bool:
-    """Whether time is up by this process's clock."""
+def _is_out_of_time(run: TrainingRun) -> bool:
+    """Return whether `--exit-duration-in-mins` is over by the clock of this process."""
     return bool(run.plan.exit_minutes) and _minutes(run) > (run.plan.exit_minutes or 0)
 
 
 def _validate(run: TrainingRun) -> None:
-    """The evaluation in the middle of training. Its samples count as drawn even if a signal cuts it short."""
+    """Evaluate in the middle of training. The samples count as consumed even if a signal cuts it short."""
     if not (sets := _validation_sets(run)):
         return
     for held_out in sets:
@@ -282,26 +276,24 @@ def _validate(run: TrainingRun) -> None:
     run.state.consumed_valid_samples += run.plan.eval_iterations * run.plan.samples_of_evaluation
 
 
-def _validation_sets(run: TrainingRun) -> Sequence[HeldOut]:
-    """Those that an evaluation goes through; whole sets have their own lengths, whatever `--eval-iters` says."""
+def _validation_sets(run: TrainingRun) -> Sequence[EvaluationSet]:
+    """Return the validation sets; those that are read as a whole have their own lengths, whatever `--eval-iters` is."""
     sets = run.valid_sets
     if run.valid is not None:
-        sets = (HeldOut("validation", run.valid, run.plan.eval_iterations),)
+        sets = (EvaluationSet("validation", run.valid, run.plan.eval_iterations),)
     return [held_out for held_out in sets if held_out.iterations]
 
 
-def _evaluate(run: TrainingRun, held_out: HeldOut, *, final: bool) -> bool:
-    """Evaluate and tell the hooks; False if a signal or `--exit-duration-in-mins` cut it short."""
+def _evaluate(run: TrainingRun, held_out: EvaluationSet, *, final: bool) -> bool:
+    """Evaluate and notify the hooks; False if a signal or `--exit-duration-in-mins` cut it short."""
     plan = run.plan
     run.hook.before_evaluation(held_out.name, held_out.iterations * plan.samples_of_evaluation, final=final)
     began = time.perf_counter()
     try:
         evaluation = evaluate(
             run.state,
-            held_out.batches,
-            split=held_out.name,
-            iterations=held_out.iterations,
-            num_micro_batches=plan.eval_micro_batches or plan.num_micro_batches,
+            held_out,
+            plan.eval_micro_batches or plan.num_micro_batches,
             final=final,
             hook=run.hook,
             totals=run.consensus.totals,
@@ -313,7 +305,7 @@ def _evaluate(run: TrainingRun, held_out: HeldOut, *, final: bool) -> bool:
             raise
         return False  # broken off as a step can be, see `_step`
     if evaluation is not None:
-        _tell_times(run, {"evaluate": time.perf_counter() - began})
+        _report_times(run, {"evaluate": time.perf_counter() - began})
         run.hook.after_evaluation(evaluation)
     return evaluation is not None
 
@@ -328,23 +320,23 @@ def _save(run: TrainingRun, *, persistent: bool = True, last: bool = False) -> N
         run.hook.after_scheduling(run.background.schedule(run.state, persistent=persistent))
     else:
         run.hook.after_save(run.saver.save(run.state, persistent=persistent))
-    _tell_times(run, {"save-checkpoint": time.perf_counter() - began})
+    _report_times(run, {"save-checkpoint": time.perf_counter() - began})
 
 
-def _tell_times(run: TrainingRun, own: Mapping[str, float], *, steps: int = 1) -> None:
-    """Tell the hooks how long something took on each rank, for each of so many steps."""
-    times = over_ranks(own, run.state.context, steps=steps)
+def _report_times(run: TrainingRun, own: Mapping[str, float], *, steps: int = 1) -> None:
+    """Report to the hooks how long something took on each rank, divided by `steps`."""
+    times = gather_times(own, run.state.context, steps=steps)
     run.hook.after_timing(run.state.iteration, times)
 
 
 def _complete_save(run: TrainingRun) -> None:
-    """Complete the save under way, if there is one, and wait for it."""
+    """Wait for the asynchronous save, if there is one."""
     while run.background is not None and run.background.scheduled is not None:
-        _proceed(run)
+        _advance_save(run)
 
 
-def _proceed(run: TrainingRun) -> None:
-    """Take the save under way, if there is one, a stage further; raises if a rank could not do its part."""
+def _advance_save(run: TrainingRun) -> None:
+    """Advance the asynchronous save, if there is one, by a stage; raises if a rank could not do its part."""
     if run.background is None or run.background.scheduled is None:
         return
     saved = run.background.proceed(failed=run.consensus.failed)
@@ -353,68 +345,14 @@ def _proceed(run: TrainingRun) -> None:
 
 
 def _finish(run: TrainingRun) -> None:
-    """Every iteration is done: evaluate on both held-out splits once more, saying which."""
+    """Evaluate on both held-out splits after the last iteration."""
     lasting = run.plan.eval_iterations
-    test = [HeldOut("test", run.test, lasting)] if run.test is not None and lasting else []
+    test = [EvaluationSet("test", run.test, lasting)] if run.test is not None and lasting else []
     for held_out in (*_validation_sets(run), *test):
         if not _evaluate(run, held_out, final=True):
-            if not _ended(run):
+            if not _should_stop(run):
                 run.ending = Ending("duration", run.state.iteration, str(_minutes(run)))
             assert run.ending is not None
             run.hook.on_exit(run.ending)
             return
     run.ending = Ending("finished", run.state.iteration)
-
-
-def evaluate(
-    state: TrainState,
-    batches: Iterator[Batch],
-    *,
-    split: str,
-    iterations: int,
-    num_micro_batches: int,
-    final: bool = False,
-    hook: Hook,
-    totals: Totals | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-    probe: Probe = no_probe,
-) -> Evaluation | None:
-    """Average the loss over `iterations` global batches, all unmasked tokens alike; None if it was given up.
-
-    Args:
-        state: its counters are left alone; the model is back in training mode afterwards.
-        should_stop: asked after each global batch; the evaluation is given up when it says so.
-
-    Source: docs/reference/training.md#the-loop: single-precision sums over the micro-batches of a global batch, then
-    added to the running total.
-    """
-    started = time.perf_counter()
-    num_samples, totals = 0, totals or totals_of(state)
-    _, *further = state.model.loss_names
-    total = torch.zeros(2 * len(further) + 2, device=state.context.device)
-    for chunk in state.chunks:
-        chunk.eval()
-    try:
-        for number in range(1, iterations + 1):
-            probe("eval", state.iteration)
-            hook.before_evaluation_iteration(number, iterations, final=final)
-            work = StageWork(state.chunks, batches, state.context, training=False)
-            run_pipeline(state, work, "forward", num_micro_batches)
-            total = total + totals(work.total())
-            num_samples += work.num_samples * state.context.dp.size
-            if should_stop():
-                return None
-    finally:
-        for chunk in state.chunks:
-            chunk.train()
-    loss, *others = mean_losses(total)
-    return Evaluation(
-        iteration=state.iteration,
-        consumed_samples=state.consumed_samples,
-        split=split,
-        loss=loss,
-        further_losses=dict(zip(further, others, strict=True)),
-        num_samples=num_samples,
-        seconds=time.perf_counter() - started,
-        final=final,
-    )

@@ -83,7 +83,7 @@ def loss_names(model: ModelConfig) -> list[str]:
 def auxiliary_losses(
     chunks: Sequence[LanguageModel], names: Sequence[str], num_micro_batches: int, context: ParallelContext
 ) -> Tensor:
-    """What this replica adds to the mean of each loss over layers, micro-batches and replicas, [names], fp64.
+    """Return the share of this replica in the mean of each loss over layers, micro-batches and replicas, [names], fp64.
 
     The sum over context-parallel ranks and replicas is that mean; tensor-parallel ranks and stages have the same.
     """
@@ -100,7 +100,9 @@ def auxiliary_losses(
 
 @torch.no_grad()
 def expert_load(chunks: Sequence[LanguageModel], context: ParallelContext) -> Tensor:
-    """How often the tokens here chose each expert in this step, [layers x experts], 0 for dense layers; fp64.
+    """Count how often the tokens of this rank chose each expert in this step, [layers x experts], fp64.
+
+    Dense layers have zeros.
 
     Layers of multi-token prediction stand behind the others.
 

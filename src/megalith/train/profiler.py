@@ -59,7 +59,7 @@ class NsysMarks:
 
 
 def build_profiler(log: LogConfig, device: torch.device, rank: int, folder: Path) -> TorchProfiler | NsysMarks:
-    """As the flags say: Megatron marks for nsys unless --use-pytorch-profiler; without a GPU it is torch's."""
+    """Build the profiler that the flags ask for: marks for nsys, or torch's (also without a GPU)."""
     if device.type == "cuda" and not log.use_pytorch_profiler:
         return NsysMarks(shapes=log.pytorch_profiler_collect_shapes)
     path = folder / f"profile-rank{rank}-iterations-{log.profile_step_start + 1}-{log.profile_step_end}.json"
@@ -109,7 +109,7 @@ class Profile(Hook):
 
 
 class MemoryHistory(Hook):
-    """What allocated the memory of this GPU, written to `path` when the run ends, in whichever way."""
+    """Records the allocations of this GPU, and writes them to `path` after success or failure."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""What a run tells about itself, as plain values without tensors, and who listens.
+"""Results of a run as plain values without tensors, and the interface of hooks that receive them.
 
 The loop knows nothing of consoles, files or dashboards: it calls one method of `Hook` at each named moment, and whoever
 wants to listen overrides those it cares for. A hook must not change the state of the run.
@@ -51,7 +51,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class FirstBad:
-    """Where in a step the first number that is not finite came up."""
+    """The place of the first non-finite number of a step."""
 
     rank: int
     what: str  # in words, such as "the output of decoder.layers.1.mlp"
@@ -208,7 +208,7 @@ class Progress:
         self.applied, self.last_loss = self.applied + 1, result.loss
 
     @property
-    def in_vain(self) -> bool:
+    def none_applied(self) -> bool:
         """Whether there were steps and every one was skipped."""
         return self.skipped > 0 and not self.applied
 

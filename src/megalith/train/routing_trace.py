@@ -26,7 +26,7 @@ from megalith.train.results import Hook, StepResult
 
 
 class RoutingTrace(Hook):
-    """Writes what the routers of this rank choose in training; evaluations and repeated forward passes are left out.
+    """Writes the choices of the routers of this rank in training, without evaluations and recomputed forward passes.
 
     Logits are those of what routers are given: before noise, and where choices are random the router's own. A run that
     has `start` steps behind it continues its files; a new one begins them anew.

@@ -1,4 +1,4 @@
-"""Everything that a run changes as it goes, in one object: what a checkpoint saves and a resume restores."""
+"""The state of a run: what training changes, a checkpoint saves and a resume restores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALARM_DEVIATIONS, ALARM_SHARE = 8.0, 0.25  # standard deviations and share of th
 
 @dataclass
 class StepCheck:
-    """What makes a step a bad one: a loss or gradient norm that is not finite, or far above those of the steps before.
+    """The test for anomalous steps: a loss or gradient norm that is not finite, or far above those of the steps before.
 
     Decided from numbers that all ranks have alike, before an update is made, so that all of them do the same. The
     numbers of the last steps are part of a checkpoint, so that a resumed run decides as the run without a break does.
@@ -38,7 +38,7 @@ class StepCheck:
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
     def of_loss(self, loss: float) -> str:
-        """What is wrong with the loss of a step; empty for nothing."""
+        """Return what is wrong with the loss of a step; empty for nothing."""
         if not math.isfinite(loss):
             return f"the loss is {loss}" if self.not_finite else ""
         limit = _limit(self.losses) if self.spiky_loss else math.inf
@@ -46,11 +46,11 @@ class StepCheck:
 
     @property
     def largest_norm(self) -> float:
-        """Above it a gradient norm is bad."""
+        """The gradient norm above which a step is anomalous."""
         return _limit(self.norms) if self.large_norm else math.inf
 
     def of_norm(self, norm: float | None) -> str:
-        """What is wrong with the gradient norm of a step, None for an overflow; empty for nothing."""
+        """Return what is wrong with the gradient norm of a step, None for an overflow; empty for nothing."""
         if norm is None:
             return "a gradient is not finite" if self.not_finite else ""
         if not math.isfinite(norm):
@@ -58,7 +58,7 @@ class StepCheck:
         return f"the gradient norm is {norm:.6g}, {_times(norm, self.norms)}," if norm > self.largest_norm else ""
 
     def alarm(self, loss: float) -> str:
-        """A word about a loss that stands out, though it is no bad step; empty where it does not."""
+        """Return a warning about a loss that stands out though the step is applied; empty where it does not."""
         if len(self.losses) < FEWEST or not math.isfinite(loss):
             return ""
         mean = fmean(self.losses)
@@ -74,7 +74,7 @@ class StepCheck:
             self.norms.append(norm)
 
     def state(self) -> dict[str, list[float]]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         return {"losses": list(self.losses), "norms": list(self.norms)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -126,16 +126,16 @@ class NoiseScale:
         return max(0.0, self.noise) / self.signal if self.signal > 0.0 else None
 
     def state(self) -> dict[str, float]:
-        """For a checkpoint."""
+        """Return what a checkpoint keeps."""
         return asdict(self)
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Of `state`; of a checkpoint without it the averages begin anew."""
+        """Continue from what `state` returned; without it the averages start from zero."""
         self.signal, self.noise = float(state.get("signal", 0.0)), float(state.get("noise", 0.0))
 
 
 @dataclass(frozen=True)
-class Moment:
+class Snapshot:
     """The counters, random streams and loss scale before a step."""
 
     iteration: int
@@ -177,13 +177,13 @@ class TrainState:
         return self.chunks[0]
 
     @property
-    def speaks(self) -> bool:
+    def counts_losses(self) -> bool:
         """Whether the losses of this rank count: it computes them, and no other rank does so for the same tokens."""
         return self.chunks[-1].stage.predicts and self.context.tp.is_first
 
-    def moment(self) -> Moment:
-        """Where the run is, but for the weights and the optimizer's states."""
-        return Moment(
+    def snapshot(self) -> Snapshot:
+        """Return the counters, random streams and loss scale; not the weights and optimizer states."""
+        return Snapshot(
             self.iteration,
             self.consumed_samples,
             self.schedule_samples,
@@ -191,25 +191,25 @@ class TrainState:
             self.optimizer.scaler.state(),
         )
 
-    def go_back(self, moment: Moment) -> None:
-        """Be there again. No update may have been applied in between."""
-        self.iteration, self.consumed_samples = moment.iteration, moment.consumed_samples
-        self.schedule_samples = moment.schedule_samples
-        self.streams.load_state(moment.streams)
-        self.optimizer.scaler.load_state(moment.scaler)
+    def restore_snapshot(self, snapshot: Snapshot) -> None:
+        """Restore a snapshot. No update may have been applied since."""
+        self.iteration, self.consumed_samples = snapshot.iteration, snapshot.consumed_samples
+        self.schedule_samples = snapshot.schedule_samples
+        self.streams.load_state(snapshot.streams)
+        self.optimizer.scaler.load_state(snapshot.scaler)
 
     @property
     def learning_rate(self) -> float:
-        """What the next step uses."""
+        """The learning rate of the next step."""
         return self.lr_scale * self.schedule.learning_rate.lr(self.schedule_samples)
 
     @property
     def decoupled_lr(self) -> float | None:
-        """What the next step uses for the word embeddings and the output layer; None where it is the same."""
+        """The learning rate of the word embeddings and the output layer in the next step; None where it is the same."""
         decoupled = self.schedule.decoupled
         return None if decoupled is None else self.lr_scale * decoupled.lr(self.schedule_samples)
 
     @property
     def weight_decay(self) -> float:
-        """What the next step uses."""
+        """The weight decay of the next step."""
         return self.schedule.weight_decay.weight_decay(self.schedule_samples)

@@ -36,14 +36,14 @@ if it has document_ids [B, S] int32. Samples are counted by where they come from
 """
 
 Totals = Callable[[Tensor], Tensor]
-"""The sums over all ranks of what this rank has summed: losses and their terms, samples of each source of a blend."""
+"""Sums the numbers of this rank over all ranks: losses, their terms, and those of step hooks."""
 
-NOTHING = -1.0  # no gradient has a norm as small
+REJECT_ALL = -1.0  # every gradient norm is above it
 
 
 def totals_of(state: TrainState) -> Totals:
     """Return the sum over all ranks of a run that counts each token once; all ranks call it together."""
-    return RankConsensus(NeverStop(), state.context, counts=state.speaks).totals
+    return RankConsensus(NeverStop(), state.context, counts=state.counts_losses).totals
 
 
 def train_step(
@@ -156,7 +156,7 @@ def _apply(state: TrainState, work: StageWork, decision: _Decision, *, apply: bo
             decision.learning_rate,
             decision.weight_decay,
             decoupled_lr=decision.decoupled_lr,
-            largest_norm=state.check.largest_norm if apply and not decision.anomaly else NOTHING,
+            largest_norm=state.check.largest_norm if apply and not decision.anomaly else REJECT_ALL,
         )
     num_samples = work.num_samples * state.context.dp.size
     state.iteration = work.step
@@ -197,7 +197,7 @@ def _report(state: TrainState, work: StageWork, decision: _Decision, update: Ste
 
 @torch.no_grad()
 def divide_by_tokens(state: TrainState, work: StageWork) -> None:
-    """Make of the mean over replicas of summed gradients the gradient of the mean over all their unmasked tokens."""
+    """Scale the mean over replicas of summed gradients to the gradient of the mean over all unmasked tokens."""
     state.optimizer.gradients.finish()
     factor = state.context.dp.size / work.unmasked_tokens().clamp(min=1.0)
     for gradient in state.optimizer.gradients.pieces.values():
@@ -215,7 +215,7 @@ def run_pipeline(
 
 
 def mean_losses(sums: Tensor) -> list[float]:
-    """Each loss from [sum, number of terms] of each, divided in the precision of the sums; waits for the device."""
+    """Return each mean loss from [sum, number of terms] of each, in the dtype of the sums; waits for the device."""
     summed, counts = sums.view(-1, 2).unbind(dim=1)
     means: list[float] = (summed / counts.clamp(min=1.0)).tolist()
     return means
@@ -266,12 +266,12 @@ class StageWork:
             hook.at(point, self.step)
 
     def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
-        """Hidden states for the next chunk, or the loss to differentiate.
+        """Return the hidden states for the next chunk, or the loss to differentiate.
 
-        That is the sum of the weighed losses, each a mean over its terms in the micro-batch (GPT's: unmasked tokens),
-        those of other context-parallel ranks included, over the number of micro-batches, times the loss scale; the
-        gradients of these ranks are parts that add up. Under --calculate-per-token-loss it is the sum over these terms
-        times the loss scale (see `train_step`).
+        The loss is the sum of the weighted losses, each a mean over its terms in the micro-batch (GPT's: unmasked
+        tokens), those of other context-parallel ranks included, over the number of micro-batches, times the loss scale;
+        the gradients of these ranks add up. Under --calculate-per-token-loss it is the sum over these terms times the
+        loss scale (see `train_step`).
         """
         inputs, model = self._batch(micro_batch), self.chunks[chunk]
         if not model.stage.predicts:
@@ -292,18 +292,18 @@ class StageWork:
         return (summed / counts.clamp(min=1.0)).sum() / self.num_micro_batches * self.loss_scale
 
     def end(self, micro_batch: int) -> None:
-        """Nothing more is done for this micro-batch here."""
+        """Free the inputs of a micro-batch, which this rank has finished."""
         del self._held[micro_batch]
 
     def total(self) -> Tensor:
-        """The sum of `sums`; zeros on a stage that predicts nothing."""
+        """Return the sum of `sums`; zeros on a stage that computes no losses."""
         if self.sums:
             return torch.stack(self.sums).sum(dim=0)
         losses = len(self.chunks[0].loss_names)
         return torch.zeros(2 * losses, dtype=at_least_fp32(self.chunks[0].dtype), device=self.context.device)
 
     def unmasked_tokens(self) -> Tensor:
-        """Of all micro-batches of all replicas that were drawn; every rank of the replicas calls this."""
+        """Return the number of unmasked tokens of the step, over all replicas; all their ranks call it together."""
         return comm.all_reduce(torch.stack(self._unmasked).sum(), self.context.join("cp", "dp"))
 
     def _batch(self, micro_batch: int) -> Inputs:
@@ -325,7 +325,7 @@ class StageWork:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch where the model is; to a GPU it goes through pinned memory, beside the computation."""
+    """Copy a batch to the device of the model; to a GPU through pinned memory, asynchronously."""
     if device.type == "cuda":
         return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
     return {name: tensor.to(device) for name, tensor in batch.items()}

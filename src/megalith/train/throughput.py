@@ -50,8 +50,9 @@ def step_flops(
 
 
 def attention_products(model: ModelConfig, seq_length: int) -> float:
-    """Of the attention of a token, half the multiplications and additions of a forward pass; at length 0 half of its
-    weights.
+    """Return half the multiplications and additions of the attention of a token in a forward pass.
+
+    At length 0 it is half of those of its weights.
     """
     hidden, heads = model.hidden_size, model.num_attention_heads
     if not model.multi_latent_attention:

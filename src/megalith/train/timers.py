@@ -1,4 +1,4 @@
-"""Where the time goes: named stretches of it, on this rank and over all of them, in the form that Megatron prints.
+"""Timers by name, on this rank and gathered from all ranks, in the form that Megatron prints.
 
 A timer of a level above that of the run costs nothing and says nothing. On a GPU a stretch above level 0 waits for the
 device at both ends, so that it counts what was computed in it; no rank ever waits for another one because of a timer.
@@ -22,7 +22,7 @@ from megalith.train.results import Evaluation, Hook, SavedCheckpoint, ScheduledS
 
 
 class Timers:
-    """Stretches of time of this rank up to a level (`--timing-log-level`), added up by name until they are taken."""
+    """Seconds by name on this rank, up to a level (`--timing-log-level`), summed until `take`."""
 
     def __init__(self, level: int = 0, device: torch.device | str = "cpu") -> None:
         self.level, self._device = level, torch.device(device)
@@ -55,8 +55,8 @@ class Timers:
             torch.cuda.synchronize(self._device)
 
 
-def over_ranks(own: Mapping[str, float], context: ParallelContext, *, steps: int = 1) -> Times:
-    """The seconds of each rank over `steps`, for each name that any of them has; all ranks call this together."""
+def gather_times(own: Mapping[str, float], context: ParallelContext, *, steps: int = 1) -> Times:
+    """Gather the seconds of each rank, divided by `steps`, for each name on any rank; all ranks call it together."""
     everywhere = comm.all_gather_objects(dict(own), context.world)
     names = list(dict.fromkeys(name for times in everywhere for name in times))
     return {name: [times.get(name, 0.0) / steps for times in everywhere] for name in names}
@@ -67,7 +67,7 @@ _WORTH_SAYING = 0.05  # of a step
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank did in an interval, per step."""
+    """The time that a rank computed in an interval, per step."""
 
     rank: int
     host: str
@@ -117,7 +117,7 @@ class StragglerReport(Hook):
 
 
 def report_line(works: Sequence[Work], named: int) -> str:
-    """One line: who is slow and what a step loses by it."""
+    """Return a line that names the slow ranks and what a step loses by them."""
     ordered = sorted(works, key=lambda work: work.busy, reverse=True)
     slowest, step = ordered[0], max(work.seconds for work in works)
     cost = slowest.busy - statistics.median_low(work.busy for work in works)
@@ -136,7 +136,7 @@ def _named(work: Work) -> str:
 
 
 class WaitClock(Observer):
-    """Adds up the time spent in them.
+    """Sums the time spent waiting in collectives.
 
     On a GPU a collective holds up only the stream that needs its result, and for as long as the slowest rank takes to
     come; that is what the events measure.

@@ -1,4 +1,4 @@
-"""Hooks of users: what they are told, and what they may ask for."""
+"""Hooks of users: the results they receive, and what they may change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Control:
-    """What a hook may ask of the run; every rank's hook must ask the same.
+    """Requests of a hook to the run; the hooks of all ranks must request the same.
 
     Attributes:
         lr_scale: The learning rate of the steps to come is that of the schedule times this. A checkpoint keeps it.

@@ -49,8 +49,8 @@ def test_a_fault_kills_at_its_point_of_its_step_only() -> None:
 
 def test_a_fault_concerns_its_rank_and_its_attempt() -> None:
     one = parse_fault("sleep@rank=1,step=7,point=fwd")
-    assert [one.concerns(rank, attempt) for rank, attempt in ((1, 0), (0, 0), (1, 1))] == [True, False, False]
-    assert parse_fault("raise@step=7,point=fwd,attempt=all").concerns(3, 5)
+    assert [one.applies_to(rank, attempt) for rank, attempt in ((1, 0), (0, 0), (1, 1))] == [True, False, False]
+    assert parse_fault("raise@step=7,point=fwd,attempt=all").applies_to(3, 5)
 
 
 def test_faults_that_raise() -> None:

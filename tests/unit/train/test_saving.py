@@ -172,7 +172,7 @@ def test_a_loss_that_is_not_finite_does_not_cost_the_save_under_way(plan: Plan) 
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_passing_checkpoints_come_between_the_others(plan: Plan, beside: bool) -> None:
-    run, recorder = make_run(replace(plan, passing_save_interval=2, train_iterations=6), Writer())
+    run, recorder = make_run(replace(plan, ephemeral_save_interval=2, train_iterations=6), Writer())
     if not beside:
         run.background = None
     list(train(run))
