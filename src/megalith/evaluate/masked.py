@@ -13,11 +13,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.assemble.data import masked_samples
@@ -26,6 +25,7 @@ from megalith.data.build import build_datasets
 from megalith.data.indexed import IndexedWriter, idx_path, smallest_dtype
 from megalith.data.masked.dataset import MaskedDataset
 from megalith.data.masked.sample_index import LONGEST_SENTENCE
+from megalith.data.samples import Samples
 from megalith.data.sentences import MarksSplitter
 from megalith.data.sources import JSONL, format_of
 from megalith.evaluate.score import BatchScorer, BatchWork, score_targets
@@ -89,14 +89,6 @@ class MaskedResult:
     def numbers(self) -> dict[str, object]:
         orders = None if self.orders is None else {**self.orders.numbers(), "swapped": self.swapped}
         return {"samples": self.samples, "tokens": self.tokens.numbers(), "orders": orders}
-
-
-class Samples(Protocol):
-    """The samples of a dataset (`data.samples.SplitDataset`), as many as are to be asked."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, item: int, /) -> dict[str, NDArray[np.int64]]: ...
 
 
 class MaskedScorer(BatchScorer[DenoisingModel]):

@@ -11,6 +11,7 @@ Activations are sequence first [S, B, D]; tokens and losses are [B, S]. Source: 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +126,8 @@ class Bert(DenoisingModel):
         return super().prepare(own)
 
     def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
-        return self._of(inputs, hidden)
+        states_SBD: Tensor = self(**_arguments(inputs, hidden))
+        return states_SBD
 
     def losses(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Loss, ...]:
         """As of any model; the head of words is computed where words are hidden only, a seventh of the positions.
@@ -139,41 +141,18 @@ class Bert(DenoisingModel):
             at_T = torch.arange(len(mask_T), device=mask_T.device)
         elif not len(at_T):
             at_T = at_T.new_zeros(1)
-        losses = self._of(inputs, hidden, labels_BS=found["labels"], orders_B=orders_B, at_T=at_T)
+        arguments = _arguments(inputs, hidden)
+        losses: Tensor = self(**arguments, labels_BS=found["labels"], orders_B=orders_B, at_T=at_T)
         mask_T = mask_T[at_T].to(losses.dtype)
         words = Loss(torch.sum(losses[: len(at_T)] * mask_T), mask_T.sum())
         if orders_B is None:
             return (words,)
         return words, Loss(losses[len(at_T) :].sum(), (orders_B >= 0).sum().to(losses.dtype))
 
-    def _of(
-        self,
-        inputs: Inputs,
-        hidden: Tensor | None,
-        *,
-        labels_BS: Tensor | None = None,
-        orders_B: Tensor | None = None,
-        at_T: Tensor | None = None,
-    ) -> Tensor:
-        found = inputs.tensors
-        result: Tensor = self(
-            found["text"],
-            hidden_SBD=hidden,
-            types_BS=found["types"],
-            padding_BS=padding(found, "padding_mask"),
-            labels_BS=labels_BS,
-            orders_B=orders_B,
-            at_T=at_T,
-        )
-        return result
-
     def states_of_hidden_tokens(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        found = inputs.tensors
-        states_SBD = self.hidden_states(
-            found["text"], hidden_SBD=hidden, types_BS=found["types"], padding_BS=padding(found, "padding_mask")
-        )
+        states_SBD = self.hidden_states(**_arguments(inputs, hidden))
         assert self.lm_head is not None, "this stage has no logits"
-        states_TD: Tensor = self.lm_head(states_SBD[found["loss_mask"].t() > 0])
+        states_TD: Tensor = self.lm_head(states_SBD[inputs.tensors["loss_mask"].t() > 0])
         return states_TD, None if self.binary_head is None else self.order_logits(states_SBD)
 
     def forward(
@@ -271,3 +250,10 @@ class Bert(DenoisingModel):
         assert self.pooler is not None and self.binary_head is not None
         logits_B2: Tensor = self.binary_head(self.pooler(hidden_SBD))
         return of_first_position(logits_B2, self.region)
+
+
+def _arguments(inputs: Inputs, hidden_SBD: Tensor | None) -> dict[str, Any]:
+    """A micro-batch as `Bert.forward` and `Bert.hidden_states` take it."""
+    found = inputs.tensors
+    padding_BS = padding(found, "padding_mask")
+    return {"tokens_BS": found["text"], "hidden_SBD": hidden_SBD, "types_BS": found["types"], "padding_BS": padding_BS}

@@ -319,7 +319,8 @@ class GenerativeModel(_WithLogits):
 
     def cross_attentions(self) -> list[CrossAttention]:
         """The layers of the decoder that attend to an encoder's output, in order; such a model has `encode`."""
-        return []
+        found = (block.cross_attention for block in self.decoder.layers.values())
+        return [layer for layer in found if isinstance(layer, CrossAttention)]
 
     def encode(self, tokens_BE: Tensor) -> Encoded:
         """What the decoder attends to."""

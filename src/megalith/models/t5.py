@@ -24,7 +24,7 @@ from megalith.models.language_model import DenoisingModel, GenerativeModel, Inpu
 from megalith.models.transformer import Transformer
 from megalith.nn.attend import Mask
 from megalith.nn.cache import KVCache
-from megalith.nn.cross_attention import CrossAttention, Encoded, EncodedCache
+from megalith.nn.cross_attention import Encoded, EncodedCache
 from megalith.nn.loss import LogitsBuffer, OutputLayer, whole_logits
 from megalith.nn.moe.balance import Peers
 from megalith.nn.precision import FactoryKwargs
@@ -95,10 +95,6 @@ class T5(DenoisingModel, GenerativeModel):
     def blocks(self) -> Iterator[nn.Module]:
         yield from self.encoder.layers.values()
         yield from self.decoder.layers.values()
-
-    def cross_attentions(self) -> list[CrossAttention]:
-        found = (block.cross_attention for block in self.decoder.layers.values())
-        return [layer for layer in found if isinstance(layer, CrossAttention)]
 
     def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
         raise AssertionError("T5 is whole on each rank: a rule of the configuration")

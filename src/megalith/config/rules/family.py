@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalith.config.rules.rule import Draft, excluded, forbid, idle, multiples, notice, rule, show
+from megalith.config.rules.rule import Draft, excluded, forbid, idle, multiples, rule, show
 from megalith.config.run import RunConfig
 
 SHORTEST_SAMPLE = 8  # tokens: three special ones, and a few words on either side
@@ -54,26 +54,19 @@ bert_is_without = excluded(
 )
 
 
-@notice
-def binary_head_needs_bert(draft: Draft) -> str:
-    model = draft.run.model
-    if _is_bert(draft.run) and model.bert_token_types and model.bert_binary_head:
-        return "--bert-token-types has no effect without --bert-no-binary-head: the head has them"
-    given = [] if model.bert_binary_head else ["--bert-no-binary-head"]
-    given += ["--bert-token-types"] if model.bert_token_types else []
-    if _is_bert(draft.run) or not given:
-        return ""
-    return f"{' and '.join(given)}: no effect, as the model is no BERT"
-
-
-@notice
-def masking_needs_masked_words(draft: Draft) -> str:
-    given = [name for name in ("mask_prob", "short_seq_prob") if name in draft.given]
-    if draft.run.model.family.objective != "causal" or not given:
-        return ""
-    return f"{' and '.join(show(draft, name) for name in given)}: no effect, as GPT guesses no hidden words"
-
-
+token_types_are_without_the_head = idle(
+    ("bert_token_types",),
+    lambda run: _is_bert(run) and not run.model.bert_binary_head,
+    lambda draft: (
+        " without --bert-no-binary-head: the head has them" if _is_bert(draft.run) else ": the model is no BERT"
+    ),
+)
+binary_head_is_of_bert = idle(("bert_binary_head",), _is_bert, lambda draft: ": the model is no BERT")
+masking_is_of_masked_words = idle(
+    ("mask_prob", "short_seq_prob"),
+    lambda run: run.model.family.objective != "causal",
+    lambda draft: ": GPT guesses no hidden words",
+)
 t5_has_a_decoder_length = forbid(
     lambda run: _is_t5(run) and run.data.decoder_seq_length is None,
     "--decoder-seq-length is required for T5 (tokens of one sample that its decoder reads, such as 128)",
@@ -169,20 +162,17 @@ t5_settings_are_read = idle(
 )
 
 
-@notice
-def buckets_need_relative_positions(draft: Draft) -> str:
-    model = draft.run.model
-    defaults = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
-    given = [name for name, value in defaults.items() if getattr(model, name) != value]
-    if not given or model.position_embedding_type == "relative":
-        return ""
-    return f"{' and '.join(show(draft, name) for name in given)}: no effect without --position-embedding-type relative"
-
-
-@notice
-def the_bias_of_logits_is_of_a_tied_t5(draft: Draft) -> str:
-    model = draft.run.model
-    if model.t5_logits_bias or (_is_t5(draft.run) and not model.untie_embeddings_and_output_weights):
-        return ""
-    why = "the output layer of T5 has none where it has weights of its own"
-    return f"--no-t5-logits-bias has no effect: {why if _is_t5(draft.run) else 'the model is no T5'}"
+buckets_are_of_relative_positions = idle(
+    ("relative_attention_num_buckets", "relative_attention_max_distance"),
+    lambda run: run.model.position_embedding_type == "relative",
+    lambda draft: " without --position-embedding-type relative",
+)
+bias_of_logits_is_of_a_tied_t5 = idle(
+    ("t5_logits_bias",),
+    lambda run: _is_t5(run) and not run.model.untie_embeddings_and_output_weights,
+    lambda draft: (
+        ": the output layer of T5 has none where it has weights of its own"
+        if _is_t5(draft.run)
+        else ": the model is no T5"
+    ),
+)

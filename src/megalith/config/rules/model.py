@@ -54,7 +54,7 @@ own_mlp_is_for_gpt = forbid(
     "{mlp} is for GPT without --num-experts; leave one of them out",
 )
 own_loss_is_for_gpt = forbid(
-    lambda run: run.model.loss and (run.model.model_family != "gpt" or run.model.label_smoothing),
+    lambda run: run.model.loss and (run.model.family.objective != "causal" or run.model.label_smoothing),
     "{loss} is for GPT, and without --label-smoothing, which is of its own cross-entropy; leave one of them out",
 )
 own_positions_are_for_usual_attention = forbid(
