@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megalith.checkpoint.files import manifest
+from megalith.cli.main import main
 from megalith.tokenizers import train_byte_level_bpe
 
 from .warm import WarmProcess
@@ -51,52 +53,66 @@ def saved(warm: WarmProcess, repository: Path, tmp_path_factory: pytest.TempPath
     return folder / "saved"
 
 
-def _generate(*words: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megalith", "generate", *map(str, words)]
-    return subprocess.run(
-        command, capture_output=True, text=True, input=stdin, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+class Generate:
+    """Runs the command in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._capsys, self._monkeypatch = capsys, monkeypatch
+
+    def __call__(self, *words: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        self._monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        self._capsys.readouterr()
+        code = main(["generate", *map(str, words)])
+        return subprocess.CompletedProcess(words, code, *self._capsys.readouterr())
+
+
+@pytest.fixture
+def generate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Generate:
+    return Generate(capsys, monkeypatch)
 
 
 def test_the_model_has_learnt_its_sentence(saved: Path) -> None:
-    done = _generate(saved, "--prompt", "the king said", "--greedy", "--max-new-tokens", 20)
+    words = ["generate", saved, "--prompt", "the king said", "--greedy", "--max-new-tokens", 20]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "megalith", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("the king said to the queen that the crown of the kingdom is heavy")
 
 
-def test_an_older_iteration_and_standard_input(saved: Path) -> None:
-    done = _generate(saved / "iter_0000060", "--prompt", "-", "--max-new-tokens", 3, stdin="the queen")
+def test_an_older_iteration_and_standard_input(generate: Generate, saved: Path) -> None:
+    done = generate(saved / "iter_0000060", "--prompt", "-", "--max-new-tokens", 3, stdin="the queen")
     assert done.returncode == 0
     assert done.stdout.startswith("the queen")
 
 
-def test_everything_wrong_is_said_at_once(saved: Path) -> None:
-    done = _generate(saved, "--prompt", "x", "--temperature", -1, "--max-new-tokens", 0, "--top-p", 2)
+def test_everything_wrong_is_said_at_once(generate: Generate, saved: Path) -> None:
+    done = generate(saved, "--prompt", "x", "--temperature", -1, "--max-new-tokens", 0, "--top-p", 2)
     assert done.returncode == 2
     assert all(flag in done.stderr for flag in ("--temperature -1", "--max-new-tokens 0", "--top-p 2"))
 
 
-def test_a_prompt_longer_than_the_context_names_both_lengths(saved: Path) -> None:
-    done = _generate(saved, "--prompt", "king " * 50)
+def test_a_prompt_longer_than_the_context_names_both_lengths(generate: Generate, saved: Path) -> None:
+    done = generate(saved, "--prompt", "king " * 50)
     assert done.returncode == 2
     assert "the model reads 32" in done.stderr
 
 
-def test_an_answer_that_the_context_ends_says_so(saved: Path) -> None:
-    done = _generate(saved, "--prompt", "king " * 28, "--greedy", "--max-new-tokens", 50)
+def test_an_answer_that_the_context_ends_says_so(generate: Generate, saved: Path) -> None:
+    done = generate(saved, "--prompt", "king " * 28, "--greedy", "--max-new-tokens", 50)
     assert done.returncode == 0
     assert done.stderr.startswith("note: the text ends after ") and "--max-new-tokens" in done.stderr
 
 
-def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
-    done = _generate(tmp_path, "--prompt", "x")
+def test_a_folder_without_checkpoints(generate: Generate, tmp_path: Path) -> None:
+    done = generate(tmp_path, "--prompt", "x")
     assert done.returncode == 4
     assert "holds no checkpoint" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_texts_that_are_typed_are_continued_one_after_the_other(saved: Path) -> None:
+def test_texts_that_are_typed_are_continued_one_after_the_other(generate: Generate, saved: Path) -> None:
     typed = "the king said\n" + "king " * 50 + "\nthe queen\n"
-    done = _generate(saved, "--greedy", "--max-new-tokens", 8, "--num-samples", 2, "--stop", " crown", stdin=typed)
+    done = generate(saved, "--greedy", "--max-new-tokens", 8, "--num-samples", 2, "--stop", " crown", stdin=typed)
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     assert lines[0].startswith("the king said to the queen") and lines[1] == lines[0]
@@ -104,7 +120,7 @@ def test_texts_that_are_typed_are_continued_one_after_the_other(saved: Path) -> 
     assert "the model reads 32" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_checkpoint_without_its_tokenizer_takes_it_by_flags(saved: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_tokenizer_takes_it_by_flags(generate: Generate, saved: Path, tmp_path: Path) -> None:
     """As Megatron writes them: the args name files of the machine where it was trained."""
     copy = Path(shutil.copytree(saved, tmp_path / "copy"))
     folder = copy / "iter_0000120"
@@ -117,10 +133,10 @@ def test_a_checkpoint_without_its_tokenizer_takes_it_by_flags(saved: Path, tmp_p
     facts = {key: value for key, value in body.items() if key not in ("format", "hash", "files")}
     (folder / manifest.MANIFEST_FILE).write_bytes(manifest.render(manifest.records_of(body), facts))
     asked = [copy, "--prompt", "the king said", "--greedy", "--max-new-tokens", 6]
-    alone = _generate(*asked)
+    alone = generate(*asked)
     assert alone.returncode == 3
     assert "no copy of it: give --tokenizer-type GPT2BPETokenizer --vocab-file FILE --merge-file FILE" in alone.stderr
-    done = _generate(*asked, *(word for flag, name in files.items() for word in (flag, tmp_path / name)))
+    done = generate(*asked, *(word for flag, name in files.items() for word in (flag, tmp_path / name)))
     assert done.stdout.startswith("the king said to the queen"), done.stderr
-    wrong = _generate(*asked, "--tokenizer-model", "a file", "--vocab-size", "many")
+    wrong = generate(*asked, "--tokenizer-model", "a file", "--vocab-size", "many")
     assert wrong.returncode == 2 and "--vocab-size many" in wrong.stderr
