@@ -16,16 +16,16 @@ from megalith.distributed.context import Axis, ParallelContext
 from megalith.errors import LayoutError
 from megalith.layout import Layout, balanced_positions
 from megalith.nn.attend import PLAIN, attend_fused
-from megalith.nn.attention import AttentionShape, LocalMixer, SelfAttention, SequenceMixer
+from megalith.nn.attention import AttentionShape, ContextParallelAttention, LocalAttention, SelfAttention
 from megalith.nn.region import Solo
 from megalith.nn.rope import rotation
 from megalith.parallel import context as context_parallel
-from megalith.parallel.context import RingMixer, UlyssesMixer, ring_blocks
+from megalith.parallel.context import RingAttention, UlyssesAttention, ring_blocks
 from megalith.serve.cache import BlockCache
 from megalith.serve.runner import Batch, Piece
 
 BATCH, HEADS, SIZE = 2, 8, 4
-KINDS = {"p2p": RingMixer, "a2a": UlyssesMixer}
+KINDS = {"p2p": RingAttention, "a2a": UlyssesAttention}
 
 
 def _axis() -> Axis:
@@ -42,7 +42,7 @@ def _whole(length: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
 def _gathered(x: Tensor, axis: Axis, length: int) -> Tensor:
     """The parts of all ranks put where their positions say."""
     whole = torch.empty(length, *x.shape[1:], dtype=x.dtype)
-    mixer = RingMixer(axis)
+    mixer = RingAttention(axis)
     whole[comm.all_gather(mixer.positions(length), axis)] = comm.all_gather(x.detach(), axis)
     return whole
 
@@ -61,7 +61,7 @@ def _both_passes(kind: str, length: int, groups: int, dtype: torch.dtype) -> lis
 def _wanted(length: int, groups: int) -> list[Tensor]:
     *inputs, grad = _whole(length, groups, torch.float64)
     q, k, v = (x.requires_grad_() for x in inputs)
-    context = LocalMixer().mix(q, k, v, 0.0, attend_fused, PLAIN)
+    context = LocalAttention().mix(q, k, v, 0.0, attend_fused, PLAIN)
     return [context.detach(), *torch.autograd.grad(context, (q, k, v), grad)]
 
 
@@ -93,9 +93,9 @@ def _uneven_groups() -> float:
     axis = _axis()
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(8, 1, heads, SIZE, dtype=torch.float64, generator=generator) for heads in (6, 3, 3))
-    mixer = UlyssesMixer(axis)
+    mixer = UlyssesAttention(axis)
     mixed = mixer.mix(*(mixer.own(x, 0) for x in (q, k, v)), 0.0, attend_fused, PLAIN)
-    return float((_gathered(mixed, axis, 8) - LocalMixer().mix(q, k, v, 0.0, attend_fused, PLAIN)).abs().max())
+    return float((_gathered(mixed, axis, 8) - LocalAttention().mix(q, k, v, 0.0, attend_fused, PLAIN)).abs().max())
 
 
 def test_groups_that_do_not_divide_are_repeated(ranks: Any) -> None:
@@ -129,7 +129,7 @@ def test_each_step_of_the_ring_is_the_same_work_on_all_ranks_and_nothing_is_left
 
 
 def test_a_length_that_does_not_divide_names_its_neighbours() -> None:
-    mixer = RingMixer(Axis("cp", (0, 1, 2, 3), 1))
+    mixer = RingAttention(Axis("cp", (0, 1, 2, 3), 1))
     with pytest.raises(
         LayoutError, match=re.escape("--seq-length 20 does not divide into 2 x --context-parallel-size 4")
     ):
@@ -150,19 +150,19 @@ def test_a_cache_is_refused(kind: str) -> None:
 def test_heads_that_do_not_divide_are_refused_with_their_number() -> None:
     q = torch.zeros(4, 1, 3, 4)
     with pytest.raises(LayoutError, match="the 3 of a tensor-parallel rank .* --context-parallel-size 2"):
-        UlyssesMixer(Axis("cp", (0, 1), 0)).mix(q, q, q, 0.0, attend_fused, PLAIN)
+        UlyssesAttention(Axis("cp", (0, 1), 0)).mix(q, q, q, 0.0, attend_fused, PLAIN)
 
 
 def test_one_rank_holds_whole_sequences() -> None:
     q, k, v, _ = _whole(7, 2, torch.float64)
-    wanted = LocalMixer().mix(q, k, v, 0.0, attend_fused, PLAIN)
-    for mixer in (RingMixer(Axis("cp")), UlyssesMixer(Axis("cp"))):
+    wanted = LocalAttention().mix(q, k, v, 0.0, attend_fused, PLAIN)
+    for mixer in (RingAttention(Axis("cp")), UlyssesAttention(Axis("cp"))):
         assert mixer.positions(7).tolist() == list(range(7))
         torch.testing.assert_close(mixer.mix(q, k, v, 0.0, attend_fused, PLAIN), wanted)
 
 
 def test_a_batch_is_divided_with_its_positions() -> None:
-    mixer = RingMixer(Axis("cp", (0, 1), 1))
+    mixer = RingAttention(Axis("cp", (0, 1), 1))
     tokens = torch.arange(16).view(2, 8)
     assert mixer.positions(8).tolist() == [2, 3, 4, 5]
     assert mixer.own(tokens, 1).tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
@@ -237,7 +237,7 @@ def _order() -> tuple[list[str], list[str]]:
         def before(self, operation: str, axis: Axis, tensor: Tensor | None, detail: str = "") -> None:
             events.append(operation)
 
-    mixer = RingMixer(replace(_axis(), observer=Watch()))
+    mixer = RingAttention(replace(_axis(), observer=Watch()))
     *inputs, grad = (mixer.own(x, 0) for x in _whole(48, 2, torch.float64))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("attend_part", "attend_part_backward"):
@@ -320,7 +320,7 @@ def test_dropout_is_the_same_in_the_backward_pass(ranks: Any, kind: str) -> None
 def _masks(length: int) -> Tensor:
     """Which probabilities [query, key] are kept: equal scores, and values that tell the keys apart."""
     axis = _axis()
-    mixer = RingMixer(axis)
+    mixer = RingAttention(axis)
     zeros = torch.zeros(length // axis.size, 1, 1, length, dtype=torch.float64)
     values = mixer.own(torch.eye(length, dtype=torch.float64), 0)[:, None, None]
     torch.manual_seed(0)  # the same stream on all ranks
@@ -348,7 +348,7 @@ def test_the_ring_masks_each_block_independently(ranks: Any) -> None:
 SHAPE = AttentionShape(hidden_size=24, num_heads=4, num_groups=2, head_size=6)
 
 
-def _new_layer(mixer: SequenceMixer) -> SelfAttention:
+def _new_layer(mixer: ContextParallelAttention) -> SelfAttention:
     torch.manual_seed(0)
     layer = SelfAttention(
         SHAPE, Solo(), mixer=mixer, qkv_bias=True, bias=True, dtype=torch.float64, device=torch.device("cpu")
@@ -358,7 +358,7 @@ def _new_layer(mixer: SequenceMixer) -> SelfAttention:
     return layer
 
 
-def _layer(mixer: SequenceMixer, compiled: bool = False) -> tuple[list[Tensor], Tensor]:
+def _layer(mixer: ContextParallelAttention, compiled: bool = False) -> tuple[list[Tensor], Tensor]:
     """The gradients of a layer's weights and its output, over the positions of the mixer."""
     layer = _new_layer(mixer)
     if compiled:
@@ -380,7 +380,7 @@ def _layer_on_ranks(kind: str, compiled: bool) -> tuple[list[Tensor], Tensor]:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_weight_gradients_of_a_layer_sum_to_those_of_one_process(ranks: Any, kind: str, compiled: bool) -> None:
-    wanted_gradients, wanted_output = _layer(LocalMixer())
+    wanted_gradients, wanted_output = _layer(LocalAttention())
     assert len(wanted_gradients) == 4
     for gradients, output in ranks.run(2, _layer_on_ranks, kind, compiled):
         for mine, reference in zip([output, *gradients], [wanted_output, *wanted_gradients], strict=True):

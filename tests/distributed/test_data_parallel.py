@@ -19,7 +19,7 @@ from megalith.models.initialise import initialise
 from megalith.nn.placement import local_part
 from megalith.optim import Optimizer, build_optimizer
 from megalith.optim.gradients import ALIGNMENT
-from megalith.parallel.data import Copies
+from megalith.parallel.data import ReplicaGroup
 from megalith.parallel.tensor import SequenceParallel, TensorParallel
 
 MODEL = ModelConfig(
@@ -571,7 +571,7 @@ def _tied_ends(zero1: bool) -> dict[str, Any]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
-    copies = {"tied.weight": (Copies(context.ends, first=context.ends.is_first, partial=True),)}
+    copies = {"tied.weight": (ReplicaGroup(context.ends, first=context.ends.is_first, partial=True),)}
     optimizer = build_optimizer(
         model,
         OptimizerConfig(clip_grad=0.0),

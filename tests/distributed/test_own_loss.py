@@ -31,8 +31,8 @@ def result(on: str, region: Region | None = None) -> tuple[float, dict[str, Tens
     found = {}
     for name, parameter, placement in named_placements(model):
         assert parameter.grad is not None, name
-        partial = model.region.partial_gradients and placement == Replicated()
-        found[name] = model.region.total(parameter.grad) if partial else parameter.grad
+        partial = model.region.needs_grad_reduce and placement == Replicated()
+        found[name] = model.region.all_reduce_sum(parameter.grad) if partial else parameter.grad
     return float(loss.summed.detach()), found
 
 

@@ -69,7 +69,7 @@ class Toy:
             for name, parameter in layer.named_parameters()
         ]
 
-    def border(self, micro_batch: int) -> tuple[Sequence[int], torch.dtype]:
+    def activation_shape(self, micro_batch: int) -> tuple[Sequence[int], torch.dtype]:
         self.met.append(micro_batch)
         return _input(micro_batch).shape, torch.float64
 
@@ -89,7 +89,7 @@ class Toy:
         self.losses[micro_batch] = loss.item()
         return loss
 
-    def end(self, micro_batch: int) -> None:
+    def release(self, micro_batch: int) -> None:
         self.ended.append(micro_batch)
 
 

@@ -25,7 +25,7 @@ from megalith.layout import Layout
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.models.transformer import Block
-from megalith.nn.attention import AttentionShape, LocalMixer, SelfAttention
+from megalith.nn.attention import AttentionShape, LocalAttention, SelfAttention
 from megalith.nn.dropout import HiddenDropout
 from megalith.nn.embedding import Embedding, TokenEmbedding
 from megalith.nn.feed_forward import Activation, FeedForward
@@ -114,7 +114,7 @@ class Attention(SelfAttention):
 class WholeBlock(Block):
     def __init__(self, region: Region, bias: bool, config: ModelConfig) -> None:
         config = dataclasses.replace(config, add_bias_linear=bias)
-        super().__init__(config, 0, region, LocalMixer(), Alone(), Auxiliary(), **KIND)
+        super().__init__(config, 0, region, LocalAttention(), Alone(), Auxiliary(), **KIND)
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
         return super().forward(x, None)
@@ -202,7 +202,7 @@ class AddingSink:
 def _part(x: Tensor, kind: str, region: Region) -> Tensor:
     """This rank's part of a tensor on the border of a layer."""
     if kind == "sequence":
-        return region.own_sequence(x)
+        return region.local_sequence(x)
     placements: dict[str, Placement] = {"last": Split(x.ndim - 1), "fused": Fused(x.ndim - 1, 2)}
     return local_part(x, placements[kind], region.size, region.index) if kind in placements else x
 
@@ -372,7 +372,7 @@ def _masks(sequence: bool) -> tuple[Tensor, Tensor, Tensor]:
     region.stream = Stream(2718 + region.index, torch.device("cpu"))
     torch.manual_seed(1)
     hidden = HiddenDropout(0.5, region)(torch.ones(64))
-    with region.own_draws(0.5):
+    with region.local_rng(0.5):
         own = torch.dropout(torch.ones(64), 0.5, True)
     return hidden, own, torch.rand(1)
 
@@ -410,7 +410,7 @@ def _half(dtype: torch.dtype, sequence: bool) -> tuple[float, float]:
         losses.mean().backward()
         norm = model.decoder.layers["0"].input_layernorm.weight.grad
         assert norm is not None
-        if place.partial_gradients:
+        if place.needs_grad_reduce:
             comm.all_reduce(norm, region.axis)
         results.append((losses.detach(), norm.float()))
     (loss, grad), (own_loss, own_grad) = results

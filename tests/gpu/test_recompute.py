@@ -86,14 +86,14 @@ def test_a_stream_of_its_own_is_replayed() -> None:
 
         def compute(x: Tensor, region: TensorParallel = region) -> Tensor:
             y = torch.dropout(x.tanh(), 0.5, True)
-            with region.own_draws(0.5):
+            with region.local_rng(0.5):
                 y = torch.dropout(y.tanh(), 0.5, True)
             return torch.dropout(y.exp(), 0.5, True) * y
 
         xs = [torch.linspace(n, n + 1, 40, device="cuda", requires_grad=True) for n in range(2)]
         ys = [recomputed(compute, x, region=region) if again else compute(x) for x in xs]
         grads = [torch.autograd.grad(y.sum(), x)[0] for x, y in reversed(list(zip(xs, ys, strict=True)))]
-        with region.own_draws(0.5):
+        with region.local_rng(0.5):
             grads.append(torch.rand(3, device="cuda"))
         results.append([*(y.detach() for y in ys), *grads, torch.rand(3, device="cuda")])
     assert all(torch.equal(wanted, found) for wanted, found in zip(*results, strict=True))

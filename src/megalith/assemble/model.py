@@ -19,7 +19,7 @@ from megalith.models.families import model_class
 from megalith.models.initialise import initialise, initialise_as_megatron_cpu, seeded
 from megalith.models.language_model import LanguageModel, Stage
 from megalith.models.plain import PlainModel, require_tokens_alone
-from megalith.nn.attention import LocalMixer, SequenceMixer
+from megalith.nn.attention import ContextParallelAttention, LocalAttention
 from megalith.nn.precision import at_least_fp32
 from megalith.nn.recompute import Recompute
 from megalith.nn.region import Region, Solo
@@ -27,7 +27,7 @@ from megalith.nn.sink import attach_sink
 from megalith.optim.build import build_optimizer
 from megalith.optim.gradients import GradientBuffers
 from megalith.optim.optimizer import Optimizer
-from megalith.parallel.context import RingMixer, UlyssesMixer
+from megalith.parallel.context import RingAttention, UlyssesAttention
 from megalith.parallel.experts import TokenPeers
 from megalith.parallel.fsdp import FullyShard
 from megalith.parallel.pipeline import DeferredSink
@@ -96,11 +96,11 @@ def build_region(run: RunConfig, context: ParallelContext, stream: Stream | None
     return kind(context.tp, stream)
 
 
-def build_mixer(run: RunConfig, context: ParallelContext) -> SequenceMixer:
+def build_mixer(run: RunConfig, context: ParallelContext) -> ContextParallelAttention:
     """Build the context-parallel attention."""
     if context.cp.size == 1:
-        return LocalMixer()
-    return UlyssesMixer(context.cp) if run.parallel.cp_comm_type == "a2a" else RingMixer(context.cp)
+        return LocalAttention()
+    return UlyssesAttention(context.cp) if run.parallel.cp_comm_type == "a2a" else RingAttention(context.cp)
 
 
 def build_recompute(run: RunConfig) -> Recompute | None:
@@ -154,7 +154,7 @@ def build_chunks(
                 mixer=mixer,
                 peers=TokenPeers(
                     context,
-                    sequence_parallel=region.partial_gradients,
+                    sequence_parallel=region.needs_grad_reduce,
                     exchange=run.model.moe_token_dispatcher_type,
                 ),
                 stage=stage,

@@ -27,7 +27,7 @@ from megalith.assemble.observer import StartObserver
 from megalith.assemble.schedule import build_schedule
 from megalith.assemble.start import find_start, load_start, padded_vocabulary
 from megalith.checkpoint import DirectoryStore, Retention
-from megalith.checkpoint.crew import Crew
+from megalith.checkpoint.rank_group import RankGroup
 from megalith.config import RunConfig
 from megalith.config.changes import Change, changes_since
 from megalith.data.build import Datasets, fingerprint
@@ -303,7 +303,7 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, state: TrainState) -> Dat
 
     The first rank of every machine checks too: its cache is another one where the file system is not shared.
     """
-    crew, built = Crew(state.context.world), list[Datasets]()
+    ranks, built = RankGroup(state.context.world), list[Datasets]()
     has_cache = config.data.names_sources or config.data.data_cache_path is not None
 
     def build(*, cache_is_checked: bool) -> None:
@@ -311,10 +311,10 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, state: TrainState) -> Dat
             built.append(build_datasets(config, tokenizer, state.iteration, cache_is_checked=cache_is_checked))
 
     if has_cache:
-        crew.first(partial(build, cache_is_checked=False))
+        ranks.run_on_first(partial(build, cache_is_checked=False))
         # The first of each machine before its others, which rely on the check and would not see a damaged file.
-        crew.all(partial(build, cache_is_checked=False) if config.launch.local_rank == 0 else lambda: None)
-    crew.all(partial(build, cache_is_checked=has_cache))
+        ranks.run_on_all(partial(build, cache_is_checked=False) if config.launch.local_rank == 0 else lambda: None)
+    ranks.run_on_all(partial(build, cache_is_checked=has_cache))
     return built[0]
 
 

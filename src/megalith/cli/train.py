@@ -146,7 +146,7 @@ def _train(
     from megalith.assemble.ranks import build_watch, join_ranks
     from megalith.assemble.training import build_run
     from megalith.checkpoint import DirectoryStore
-    from megalith.checkpoint.crew import Crew
+    from megalith.checkpoint.rank_group import RankGroup
     from megalith.cli.train_hooks import dump_groups, hooks_of, open_folder, rank_screen, run_folder
     from megalith.cli.train_start import StartConsole
     from megalith.distributed import comm
@@ -166,7 +166,7 @@ def _train(
         _require_same_source(config, comm.all_gather_objects(config.registry.imports, context.world))
         folder = Path(comm.all_gather_objects(str(run_folder(config)) if first else "", context.world)[0])
         screens: list[Screen] = []
-        Crew(context.world).first(lambda: screens.append(open_folder(config, command_line(argv), folder)))
+        RankGroup(context.world).run_on_first(lambda: screens.append(open_folder(config, command_line(argv), folder)))
         screens.extend([] if first else [rank_screen(folder, context.rank)])
         stack.callback(screens[0].close)
         for place in config.checkpoint.save_folders:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from megalith.assemble.training import BuiltRun
-from megalith.checkpoint.crew import Crew
+from megalith.checkpoint.rank_group import RankGroup
 from megalith.compat.megatron.memory import MemoryReport, theory, theory_lines
 from megalith.compat.megatron.screen import MegatronConsole, Screen
 from megalith.config import RunConfig
@@ -140,7 +140,7 @@ def dump_groups(path: str, state: TrainState) -> None:
         with _naming("--dump-param-to-param-group-map", path):
             Path(path).write_text(json.dumps({k: v for ours in everywhere for k, v in ours.items()}, indent=1) + "\n")
 
-    Crew(state.context.world).first(write)
+    RankGroup(state.context.world).run_on_first(write)
 
 
 def _metrics(config: RunConfig, folder: Path, built: BuiltRun) -> MetricsWriter:

@@ -197,9 +197,9 @@ def shuffle_index_fits(shuffle_index: NDArray[Any], plan: EpochPlan) -> bool:
     dtype = np.uint32 if plan.num_samples < _UINT32_LIMIT else np.int64
     if shuffle_index.shape != (plan.num_samples,) or shuffle_index.dtype != dtype:
         return False
-    border = plan.shuffled_first
-    return _holds_each(shuffle_index[:border], 0, border, 1) and _holds_each(
-        shuffle_index[border:], border, plan.num_samples - border, 1
+    boundary = plan.shuffled_first
+    return _holds_each(shuffle_index[:boundary], 0, boundary, 1) and _holds_each(
+        shuffle_index[boundary:], boundary, plan.num_samples - boundary, 1
     )
 
 

@@ -104,7 +104,7 @@ class ParallelContext:
         return self.join("edp")
 
     @property
-    def experts_apart(self) -> bool:
+    def has_expert_axes(self) -> bool:
         """Whether the replicas of experts are other ranks than those of dense weights."""
         return self.ep.size > 1 or self.layout.expert_tp != self.layout.tp
 

@@ -144,8 +144,8 @@ class _Work(BatchWork):
             self._held[micro_batch] = Inputs(here)
         return self._held[micro_batch]
 
-    def border(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
-        return self._model.border(self._inputs(micro_batch))
+    def activation_shape(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
+        return self._model.activation_shape(self._inputs(micro_batch))
 
     def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         inputs = self._inputs(micro_batch)
@@ -154,7 +154,7 @@ class _Work(BatchWork):
         self._results.append(_ask(self._model, inputs, hidden))
         return self._results[-1].new_zeros(())
 
-    def end(self, micro_batch: int) -> None:
+    def release(self, micro_batch: int) -> None:
         del self._held[micro_batch]
 
     @property

@@ -110,13 +110,13 @@ class BatchWork:
     def before(self, op: Op) -> None:
         self._on_batch(self._first + op.micro_batch)
 
-    def border(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
+    def activation_shape(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
         raise NotImplementedError
 
     def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         raise NotImplementedError
 
-    def end(self, micro_batch: int) -> None:
+    def release(self, micro_batch: int) -> None:
         pass
 
 
@@ -181,7 +181,7 @@ class _Work(BatchWork):
         self._model, self._batches, self._num_tokens = model, batches, num_tokens
         self._results: list[tuple[Tensor, Tensor]] = []
 
-    def border(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
+    def activation_shape(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
         batch = self._batches[micro_batch]
         shape = (_length(batch), len(batch), self._model.config.hidden_size)
         return shape, self._model.dtype
@@ -271,11 +271,11 @@ def _score_logits(
     here_T = (targets_T >= part.start) & (targets_T < part.stop)
     rows_T = torch.where(here_T, targets_T - part.start, 0)
     chosen_T = torch.where(here_T, logits_TV.gather(1, rows_T[:, None]).squeeze(1), 0.0)
-    peak_T = region.largest(own_peak_T)
+    peak_T = region.all_reduce_max(own_peak_T)
     sums_T = logits_TV.sub_(peak_T[:, None]).exp_().sum(dim=-1)
-    total_T, target_T = region.total(torch.stack((sums_T, chosen_T)))
+    total_T, target_T = region.all_reduce_sum(torch.stack((sums_T, chosen_T)))
     first_T = torch.where(own_peak_T == peak_T, likeliest_T + part.start, vocab_size)
-    best_T = -region.largest(-first_T)
+    best_T = -region.all_reduce_max(-first_T)
     return target_T - peak_T - total_T.log(), best_T == targets_T
 
 

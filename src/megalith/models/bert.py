@@ -65,9 +65,9 @@ def of_first_position(x: Tensor, region: Region) -> Tensor:
 
     Where the region holds parts of the sequence the others have computed something else, of their first position.
     """
-    if not region.partial_gradients:
+    if not region.needs_grad_reduce:
         return x
-    return region.total(x if region.index == 0 else torch.zeros_like(x) * x)
+    return region.all_reduce_sum(x if region.index == 0 else torch.zeros_like(x) * x)
 
 
 class Bert(DenoisingModel):
@@ -137,7 +137,7 @@ class Bert(DenoisingModel):
         found = inputs.tensors
         orders_B = found["is_random"] if self.binary_head is not None else None
         mask_T, at_T = found["loss_mask"].t().reshape(-1), found["hidden_at"]
-        if self.region.partial_gradients:
+        if self.region.needs_grad_reduce:
             at_T = torch.arange(len(mask_T), device=mask_T.device)
         elif not len(at_T):
             at_T = at_T.new_zeros(1)
@@ -190,7 +190,7 @@ class Bert(DenoisingModel):
             return self.logits(hidden_SBD).transpose(0, 1)
         if at_T is None:
             losses = self._word_losses(hidden_SBD, labels_BS.t()).t()
-        elif self.region.partial_gradients:
+        elif self.region.needs_grad_reduce:
             losses = self._word_losses(hidden_SBD, labels_BS.t()).reshape(-1)
         else:
             losses = self._word_losses(hidden_SBD.flatten(0, 1)[at_T], labels_BS.t().reshape(-1)[at_T])

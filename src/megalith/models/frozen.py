@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megalith.kernels.cpu.products import least_rows
 from megalith.kernels.torch_private import onednn_linear
 from megalith.models.transformer import Block, Transformer
-from megalith.nn.attention import LocalMixer, SelfAttention
+from megalith.nn.attention import LocalAttention, SelfAttention
 from megalith.nn.cache import KVCache, LayerCache
 from megalith.nn.feed_forward import ACTIVATIONS, FeedForward
 from megalith.nn.linear import Linear, linear
@@ -117,7 +117,7 @@ def _attention(layer: nn.Module) -> _Step:
 
 
 def _is_plain(layer: SelfAttention) -> bool:
-    return isinstance(layer.mixer, LocalMixer) and layer.q_layernorm is None and not layer.shape.output_gate
+    return isinstance(layer.mixer, LocalAttention) and layer.q_layernorm is None and not layer.shape.output_gate
 
 
 def _feed_forward(layer: nn.Module) -> _Map:

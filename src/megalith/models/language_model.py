@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megalith.config import ModelConfig, check_groups
 from megalith.errors import ConfigError
 from megalith.models.layer_options import rotations
-from megalith.nn.attention import LocalMixer, SelfAttention, SequenceMixer
+from megalith.nn.attention import ContextParallelAttention, LocalAttention, SelfAttention
 from megalith.nn.cache import KVCache
 from megalith.nn.cross_attention import CrossAttention, Encoded
 from megalith.nn.documents import Documents
@@ -108,7 +108,7 @@ class LanguageModel(nn.Module, ABC):
         vocab_size: int,
         *,
         region: Region | None = None,
-        mixer: SequenceMixer | None = None,
+        mixer: ContextParallelAttention | None = None,
         peers: Peers | None = None,
         stage: Stage | None = None,
         recompute: Recompute | None = None,
@@ -118,7 +118,7 @@ class LanguageModel(nn.Module, ABC):
         super().__init__()
         check_groups(config)
         self.config, self.vocab_size = config, vocab_size
-        self.region, self.mixer = region or Solo(), mixer or LocalMixer()
+        self.region, self.mixer = region or Solo(), mixer or LocalAttention()
         self.stage = stage or Stage(range(max(config.stacks.values())))
         self.dtype, self.device = dtype, torch.device(device)
         self.factory: FactoryKwargs = {"dtype": dtype, "device": self.device}
@@ -190,7 +190,7 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
-        """Return the hidden states that a stage that does not predict passes on, in the shape of `border`.
+        """Return the hidden states that a stage that does not predict passes on, in the shape of `activation_shape`.
 
         `hidden` is what the stage before passed on; None where this one embeds.
         """
@@ -207,7 +207,7 @@ class LanguageModel(nn.Module, ABC):
         here = {name: self.mixer.own(tensor, 1) if tensor.ndim > 1 else tensor for name, tensor in own.items()}
         return Inputs(here, documents)
 
-    def border(self, inputs: Inputs) -> tuple[tuple[int, int, int], torch.dtype]:
+    def activation_shape(self, inputs: Inputs) -> tuple[tuple[int, int, int], torch.dtype]:
         """Shape [S, B, D] and dtype of the hidden states that go from stage to stage."""
         batch, length = inputs.tensors[self.tokens_field].shape
         return (self.rows_between_layers(length), batch, self.config.hidden_size), self.hidden_dtype
@@ -253,7 +253,7 @@ class LanguageModel(nn.Module, ABC):
 
     def rows_between_layers(self, length: int) -> int:
         """Of `length` tokens of each sequence that are here, how many rows the hidden states between layers have."""
-        return length // self.region.size if self.region.partial_gradients else length
+        return length // self.region.size if self.region.needs_grad_reduce else length
 
     def compile_blocks(self, *, documents: bool = False) -> None:
         """Compile each block with torch.compile; blocks that are alike share a compilation.

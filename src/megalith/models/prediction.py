@@ -28,7 +28,7 @@ from typing_extensions import Unpack
 from megalith.config import ModelConfig
 from megalith.models.layer_options import layer_norm
 from megalith.models.transformer import Block
-from megalith.nn.attention import SequenceMixer
+from megalith.nn.attention import ContextParallelAttention
 from megalith.nn.documents import Documents
 from megalith.nn.linear import Linear, column
 from megalith.nn.moe.balance import Auxiliary, Peers
@@ -80,7 +80,7 @@ class PredictionLayer(nn.Module):
         config: ModelConfig,
         depth: int,
         region: Region,
-        mixer: SequenceMixer,
+        mixer: ContextParallelAttention,
         peers: Peers,
         auxiliary: Auxiliary,
         recompute: Recompute | None,

@@ -19,7 +19,7 @@ from megalith.models.attention_kernels import attention_kernel
 from megalith.models.language_model import Stage
 from megalith.models.layer_options import attention_rule, attention_shape, build_feed_forward, latent_shape, layer_norm
 from megalith.nn.attend import AttentionRule, Mask
-from megalith.nn.attention import SelfAttention, SequenceMixer
+from megalith.nn.attention import ContextParallelAttention, SelfAttention
 from megalith.nn.cache import KVCache, LayerCache
 from megalith.nn.cross_attention import CrossAttention, Encoded, EncodedCache
 from megalith.nn.documents import Documents
@@ -51,7 +51,7 @@ class Block(nn.Module):
         config: ModelConfig,
         layer: int,
         region: Region,
-        mixer: SequenceMixer,
+        mixer: ContextParallelAttention,
         peers: Peers,
         auxiliary: Auxiliary,
         recompute: Collection[str] = (),
@@ -88,7 +88,7 @@ class Block(nn.Module):
         build: Registered,
         layer: int,
         rule: AttentionRule,
-        mixer: SequenceMixer,
+        mixer: ContextParallelAttention,
         **factory: Unpack[FactoryKwargs],
     ) -> OwnAttention:
         return OwnAttention(
@@ -105,7 +105,11 @@ class Block(nn.Module):
         )
 
     def _self_attention(
-        self, config: ModelConfig, rule: AttentionRule, mixer: SequenceMixer, **factory: Unpack[FactoryKwargs]
+        self,
+        config: ModelConfig,
+        rule: AttentionRule,
+        mixer: ContextParallelAttention,
+        **factory: Unpack[FactoryKwargs],
     ) -> SelfAttention | LatentAttention:
         build = partial(
             partial(LatentAttention, latent_shape(config), recompute_heads="mla_up_proj" in self.recompute)
@@ -189,7 +193,7 @@ class Transformer(nn.Module):
         config: ModelConfig,
         stage: Stage,
         region: Region,
-        mixer: SequenceMixer,
+        mixer: ContextParallelAttention,
         peers: Peers,
         auxiliary: Auxiliary,
         recompute: Recompute | None,

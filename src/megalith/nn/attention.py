@@ -6,8 +6,8 @@ head (Megatron's layout); with G = H that is q, k, v head by head.
 
 The kernel is passed in, and so is what differs between layers (`nn.attend`).
 
-`SequenceMixer` is the port through which context parallelism enters: attention is the one place of the model where the
-positions of a sequence meet. All else works on the positions that are here.
+`ContextParallelAttention` is the port of context parallelism: attention is the only part of the model that combines
+positions of a sequence. All other layers work on the positions of this rank.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class AttentionShape:
     softmax_type: str = "vanilla"
 
 
-class SequenceMixer:
-    """How the queries on this rank meet the keys and values of their sequences; here whole sequences are on one rank.
+class ContextParallelAttention:
+    """Attention of the queries on this rank over their sequences; this base class has whole sequences on one rank.
 
     Attributes:
-        parts: number of equal parts in which each sequence is held.
+        parts: context-parallel size: each sequence is divided into this number of equal parts.
     """
 
     parts = 1
@@ -93,7 +93,7 @@ class SequenceMixer:
         return attend(q, expand_groups(k, heads), expand_groups(v, heads), dropout, rule)
 
 
-class LocalMixer(SequenceMixer):
+class LocalAttention(ContextParallelAttention):
     """Whole sequences on one rank."""
 
 
@@ -125,20 +125,20 @@ class Attention(nn.Module):
         region: Region,
         attend: AttentionKernel,
         rule: AttentionRule,
-        mixer: SequenceMixer | None,
+        mixer: ContextParallelAttention | None,
         *,
         recompute_core: bool,
     ) -> None:
         super().__init__()
         self.attention_dropout, self.region, self.attend, self.rule = dropout, region, attend, rule
-        self.mixer, self.recompute_core = mixer or LocalMixer(), recompute_core
+        self.mixer, self.recompute_core = mixer or LocalAttention(), recompute_core
 
     def context(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        """Return the context of the queries, without a cache. Shapes as of `SequenceMixer.mix`."""
+        """Return the context of the queries, without a cache. Shapes as of `ContextParallelAttention.mix`."""
         dropout = self.attention_dropout if self.training else 0.0
 
         def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with self.region.own_draws(dropout):
+            with self.region.local_rng(dropout):
                 return self.mixer.mix(q, k, v, dropout, self.attend, rule)
 
         if self.recompute_core and self.training and torch.is_grad_enabled():
@@ -163,7 +163,7 @@ class SelfAttention(Attention):
         attend: AttentionKernel = attend_fused,
         *,
         rule: AttentionRule = PLAIN,
-        mixer: SequenceMixer | None = None,
+        mixer: ContextParallelAttention | None = None,
         qkv_bias: bool,
         bias: bool,
         recompute_core: bool = False,

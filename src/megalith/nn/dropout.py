@@ -18,5 +18,5 @@ class HiddenDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.probability == 0.0:
             return x
-        with self.region.hidden_draws(self.probability):
+        with self.region.hidden_rng(self.probability):
             return torch.dropout(x, self.probability, True)

@@ -117,11 +117,11 @@ class TokenEmbedding(nn.Module):
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor, types_BS: Tensor | None = None) -> Tensor:
         hidden = leave(self._words(tokens_BS).transpose(0, 1), self.region)
         if self.position_embeddings is not None:
-            positions = self.region.own_sequence(positions_BS, dim=1)
+            positions = self.region.local_sequence(positions_BS, dim=1)
             hidden = hidden + self.position_embeddings(positions).transpose(0, 1)
         if self.tokentype_embeddings is not None:
             assert types_BS is not None, "the type of each token is needed"
-            types = self.region.own_sequence(types_BS, dim=1)
+            types = self.region.local_sequence(types_BS, dim=1)
             hidden = hidden + self.tokentype_embeddings(types).transpose(0, 1)
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier

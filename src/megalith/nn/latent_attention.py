@@ -11,7 +11,7 @@ Latent vectors are whole on every rank of the region, the heads are divided. Whe
 sequence, the latent vectors of a part are made there and gathered, which is less than to gather hidden states.
 
 Kernels and caches see heads of equal size K, the shorter ones filled up with zeros, so that every way that a rank
-shares its work (`SequenceMixer`) serves this attention too. Neighbouring channels are turned as pairs.
+shares its work (`ContextParallelAttention`) serves this attention too. Neighbouring channels are turned as pairs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from megalith.nn.attend import PLAIN, AttentionKernel, AttentionRule, Mask, attend_fused
-from megalith.nn.attention import Attention, SequenceMixer
+from megalith.nn.attention import Attention, ContextParallelAttention
 from megalith.nn.cache import LayerCache
 from megalith.nn.documents import Documents
 from megalith.nn.linear import Linear, column, row
@@ -81,7 +81,7 @@ class LatentAttention(Attention):
         attend: AttentionKernel = attend_fused,
         *,
         rule: AttentionRule = PLAIN,
-        mixer: SequenceMixer | None = None,
+        mixer: ContextParallelAttention | None = None,
         bias: bool,
         recompute_core: bool = False,
         recompute_heads: bool = False,

@@ -72,7 +72,7 @@ class _Column(torch.autograd.Function):
         weights, biases = tensors[::2], tensors[1::2]
         ctx.save_for_backward(x, *weights)
         ctx.region, ctx.parameters, ctx.sinks = region, weights, sinks
-        whole = region.spread(x).wait()
+        whole = region.gather(x).wait()
         outputs = []
         for weight, bias in zip(weights, biases, strict=True):
             assert weight is not None
@@ -82,12 +82,12 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        arriving = ctx.region.spread(x)
+        arriving = ctx.region.gather(x)
         parts = [grad.reshape(-1, weight.shape[0]) for grad, weight in zip(grads, weights, strict=True)]
         leaving = None
         if ctx.needs_input_grad[0]:
             shape = (*grads[0].shape[:-1], x.shape[-1])
-            leaving = ctx.region.collect(_input_gradient(parts, weights, x.dtype).view(shape))
+            leaving = ctx.region.reduce(_input_gradient(parts, weights, x.dtype).view(shape))
         whole, found = arriving.wait().reshape(-1, x.shape[-1]), []
         for index, (weight, part, sink) in enumerate(zip(ctx.parameters, parts, ctx.sinks, strict=True)):
             wanted = ctx.needs_input_grad[3 + 2 * index : 5 + 2 * index]
@@ -105,13 +105,13 @@ class _Row(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.region, ctx.parameter, ctx.sink = region, weight, sink
-        y = region.collect(_affine(x, weight, None)).wait()
+        y = region.reduce(_affine(x, weight, None)).wait()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        arriving = ctx.region.spread(grads[0])
+        arriving = ctx.region.gather(grads[0])
         db = grads[0].reshape(-1, weight.shape[0]).sum(0) if ctx.needs_input_grad[2] else None
         grad = arriving.wait().reshape(-1, weight.shape[0])
         dx = _input_gradient([grad], [weight], x.dtype).view_as(x) if ctx.needs_input_grad[0] else None

@@ -76,8 +76,8 @@ def _log_sum_exp(logits_TV: Tensor, *, with_sum: bool = False) -> tuple[Tensor, 
 
 def _of_all_ranks(log_sum_T: Tensor, chosen_T: Tensor, region: Region) -> tuple[Tensor, Tensor]:
     """The logarithm of the sum and the target's logit over the whole vocabulary, from those of each part."""
-    peak = region.largest(log_sum_T)
-    total, chosen = region.total(torch.stack((torch.exp(log_sum_T - peak), chosen_T.to(peak.dtype))))
+    peak = region.all_reduce_max(log_sum_T)
+    total, chosen = region.all_reduce_sum(torch.stack((torch.exp(log_sum_T - peak), chosen_T.to(peak.dtype))))
     return total.log() + peak, chosen
 
 
@@ -145,23 +145,24 @@ class _VocabularyLoss(torch.autograd.Function):
         absent: int | None,
         differentiated: bool,
     ) -> Tensor:
-        logits = _logits(region.spread(hidden).wait().reshape(-1, hidden.shape[-1]), weight_VD, bias_V, buffer)
+        logits = _logits(region.gather(hidden).wait().reshape(-1, hidden.shape[-1]), weight_VD, bias_V, buffer)
         part = region.shard(vocab_size, even=False)
         wanted_T = targets.reshape(-1)
         without_T = torch.zeros_like(wanted_T, dtype=torch.bool) if absent is None else wanted_T == absent
         rows, elsewhere = local_rows(wanted_T.masked_fill(without_T, 0), part, vocab_size)
         elsewhere |= without_T
-        spread = smoothing * vocab_size / max(1, vocab_size - 1)
+        # Megatron: the smoothed loss is (1 - s) * loss + s * mean over the vocabulary, s = smoothing * V / (V - 1).
+        uniform_share = smoothing * vocab_size / max(1, vocab_size - 1)
         own_log_sum, own_sum = _log_sum_exp(logits, with_sum=smoothing > 0.0)
-        held = (~elsewhere).to(own_log_sum.dtype) * (1.0 - spread)
+        held = (~elsewhere).to(own_log_sum.dtype) * (1.0 - uniform_share)
         own_chosen = logits.gather(1, rows[:, None]).squeeze(1) * held
         if own_sum is not None:
-            own_chosen += own_sum * (spread / vocab_size)
+            own_chosen += own_sum * (uniform_share / vocab_size)
         log_sum, chosen = _of_all_ranks(own_log_sum, own_chosen, region)
         if differentiated:
             ctx.save_for_backward(hidden, weight_VD, rows, held, log_sum)
             ctx.logits, ctx.sink, ctx.buffer, ctx.region = logits, sink, buffer, region
-            ctx.each = spread / vocab_size
+            ctx.each = uniform_share / vocab_size
         else:
             buffer.give_back(logits)
         return (log_sum - chosen).view(targets.shape)
@@ -171,11 +172,11 @@ class _VocabularyLoss(torch.autograd.Function):
         hidden, weight, rows, held, log_sum = ctx.saved_tensors
         logits, ctx.logits = ctx.logits, None
         assert logits is not None, "the vocabulary loss was differentiated twice; its logits are overwritten once"
-        arriving = ctx.region.spread(hidden)
+        arriving = ctx.region.gather(hidden)
         _logits_gradient(logits, log_sum, rows, held, grads[0].reshape(-1), ctx.each)
         dtype = product_dtype(hidden)
         dh = torch.mm(logits.to(dtype), weight.to(dtype)).to(hidden.dtype)
-        leaving = ctx.region.collect(dh.view(*grads[0].shape, hidden.shape[-1]))
+        leaving = ctx.region.reduce(dh.view(*grads[0].shape, hidden.shape[-1]))
         db = logits.to(at_least_fp32(weight.dtype)).sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
         whole, dw = arriving.wait().reshape(-1, hidden.shape[-1]), None
         if ctx.sink is None:
@@ -229,7 +230,7 @@ def whole_logits(
     part = region.shard(vocab_size, even=False)
     if part.size == vocab_size:
         return logits
-    return region.total(nn.functional.pad(logits, (part.start, vocab_size - part.stop)))
+    return region.all_reduce_sum(nn.functional.pad(logits, (part.start, vocab_size - part.stop)))
 
 
 class OutputLayer(nn.Module):

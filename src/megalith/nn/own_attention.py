@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalith.errors import ConfigError
 from megalith.nn.attend import AttentionKernel, AttentionRule, Mask
-from megalith.nn.attention import Attention, SequenceMixer
+from megalith.nn.attention import Attention, ContextParallelAttention
 from megalith.nn.cache import LayerCache
 from megalith.nn.documents import Documents
 from megalith.nn.region import Region
@@ -60,7 +60,7 @@ class OwnAttention(Attention):
         region: Region,
         attend: AttentionKernel,
         rule: AttentionRule,
-        mixer: SequenceMixer,
+        mixer: ContextParallelAttention,
         *,
         recompute_core: bool,
         interleaved: bool,

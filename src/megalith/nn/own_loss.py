@@ -42,26 +42,26 @@ class Vocabulary:
         own = logits.to(at_least_fp32(logits.dtype)).logsumexp(-1)
         if self._region.size == 1:
             return own
-        peak = self._region.largest(own.detach())
-        return self._region.total((own - peak).exp()).log() + peak
+        peak = self._region.all_reduce_max(own.detach())
+        return self._region.all_reduce_sum((own - peak).exp()).log() + peak
 
     def chosen(self, logits: Tensor, ids: Tensor) -> Tensor:
         """The logits of tokens, wherever these are. [..., V here], [...] -> [...], at least fp32."""
         rows, elsewhere = local_rows(ids, self._region.shard(self.size, even=False), self.size)
         own = logits.gather(-1, rows[..., None]).squeeze(-1).to(at_least_fp32(logits.dtype))
-        return self._region.total(own.masked_fill(elsewhere, 0.0))
+        return self._region.all_reduce_sum(own.masked_fill(elsewhere, 0.0))
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of each token. [..., V here], [...] -> [...], at least fp32."""
         return self.log_sum_exp(logits) - self.chosen(logits, labels)
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
         """The elementwise sum over the ranks; the gradient passes."""
-        return self._region.total(x)
+        return self._region.all_reduce_sum(x)
 
-    def largest(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         """The elementwise maximum over the ranks, without a gradient."""
-        return self._region.largest(x.detach())
+        return self._region.all_reduce_max(x.detach())
 
 
 class _Whole(torch.autograd.Function):
@@ -73,13 +73,13 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: Region, gathers: bool) -> Tensor:
         ctx.region, ctx.gathers = region, gathers
-        y = region.spread(x).wait() if gathers else x
+        y = region.gather(x).wait() if gathers else x
         return y.view_as(y) if y is x else y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         grad = grads[0].contiguous()
-        return (ctx.region.own_sequence(grad) if ctx.gathers else ctx.region.total(grad)), None, None
+        return (ctx.region.local_sequence(grad) if ctx.gathers else ctx.region.all_reduce_sum(grad)), None, None
 
 
 def own_loss(

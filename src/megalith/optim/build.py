@@ -16,7 +16,7 @@ from megalith.nn.precision import at_least_fp32
 from megalith.optim.groups import WidthScaling, make_groups
 from megalith.optim.optimizer import Optimizer
 from megalith.optim.shards import flat_shards, fsdp_shards
-from megalith.parallel.data import Copies
+from megalith.parallel.data import ReplicaGroup
 from megalith.parallel.fsdp import FullyShard
 
 
@@ -28,7 +28,7 @@ def build_optimizer(
     count_zeros: bool = False,
     context: ParallelContext | None = None,
     zero1: bool = False,
-    copies: Mapping[str, tuple[Copies, ...]] | None = None,
+    copies: Mapping[str, tuple[ReplicaGroup, ...]] | None = None,
     bucket_size: int | None = None,
     overlap_gather: bool = False,
     sharded: Sequence[FullyShard] = (),
@@ -74,7 +74,7 @@ def build_optimizer(
             work=torch.float16 if config.main_params_dtype == "fp16" else work,
             grads=work if precision.grads_in_fp32 else dtype,
             copies=copies,
-            experts=experts_of(models) if context.experts_apart else (),
+            experts=experts_of(models) if context.has_expert_axes else (),
             zero1=zero1,
             bucket_size=bucket_size,
             overlap_gather=overlap_gather,
@@ -106,7 +106,7 @@ def _width_scaling(models: Sequence[LanguageModel]) -> WidthScaling:
     return WidthScaling(widths.pop(), tied) if len(widths) == 1 else WidthScaling()
 
 
-def copies_of(chunks: Iterable[LanguageModel], ctx: ParallelContext) -> dict[str, tuple[Copies, ...]]:
+def copies_of(chunks: Iterable[LanguageModel], ctx: ParallelContext) -> dict[str, tuple[ReplicaGroup, ...]]:
     """Return which parameters of these pipeline chunks other ranks hold too, by name.
 
     - Over the tensor-parallel axis, or for experts theirs: replicated parameters, with partial gradients where the
@@ -114,15 +114,15 @@ def copies_of(chunks: Iterable[LanguageModel], ctx: ParallelContext) -> dict[str
       several ranks share, with partial gradients always.
     - Over the ends of the pipeline: the two copies of a tied embedding.
     """
-    table: dict[str, tuple[Copies, ...]] = {}
+    table: dict[str, tuple[ReplicaGroup, ...]] = {}
     for chunk in chunks:
         experts = experts_of([chunk])
         for name, parameter, placement in named_placements(chunk):
             axis = ctx.etp if name in experts and ctx.layout.expert_tp != ctx.layout.tp else ctx.tp
-            table[name] = _over_tensor_parallel(placement, parameter.shape, axis, chunk.region.partial_gradients)
+            table[name] = _over_tensor_parallel(placement, parameter.shape, axis, chunk.region.needs_grad_reduce)
         if chunk.shared_weight is not None and ctx.ends is not None:
             copied = chunk.shared_weight == chunk.copied_weight
-            table[chunk.shared_weight] += (Copies(ctx.ends, first=not copied, partial=True),)
+            table[chunk.shared_weight] += (ReplicaGroup(ctx.ends, first=not copied, partial=True),)
     return {name: copies for name, copies in table.items() if copies}
 
 
@@ -136,16 +136,18 @@ def experts_of(chunks: Iterable[LanguageModel]) -> frozenset[str]:
     )
 
 
-def _over_tensor_parallel(placement: Placement, shape: Sequence[int], axis: Axis, partial: bool) -> tuple[Copies, ...]:
+def _over_tensor_parallel(
+    placement: Placement, shape: Sequence[int], axis: Axis, partial: bool
+) -> tuple[ReplicaGroup, ...]:
     if axis.size == 1:
         return ()
     if isinstance(placement, Replicated):
-        return (Copies(axis, first=axis.is_first, partial=partial or placement.partial),)
+        return (ReplicaGroup(axis, first=axis.is_first, partial=partial or placement.partial),)
     whole = global_shape(shape, placement, axis.size)[dim_of(placement)]
     shared = [p for p in local_pieces(placement, whole, axis.size, axis.index) if len(p.holders) > 1]
     assert not shared or dim_of(placement) == 0, "rows that several ranks hold are counted along dimension 0"
     return tuple(
-        Copies(
+        ReplicaGroup(
             axis,
             rows=(piece.local, piece.local + piece.length),
             part=piece.holders.start // len(piece.holders),

@@ -31,7 +31,15 @@ from megalith.distributed.comm import Pending
 from megalith.distributed.context import ParallelContext
 from megalith.nn.precision import product_dtype
 from megalith.optim.flat import Bucket, FlatLayout, Kind, lay_out
-from megalith.parallel.data import CopiedPart, Copies, DataParallel, Replicated, kind_of, partial_parts, sum_copies
+from megalith.parallel.data import (
+    DataParallel,
+    ReplicaGroup,
+    ReplicaSlice,
+    Replicated,
+    partial_slices,
+    reduce_partial_grads,
+    reduction_kind,
+)
 
 EXPERTS = "experts"  # first word of the kind of a bucket of experts
 
@@ -59,7 +67,7 @@ class GradientBuffers:
         dtype: torch.dtype,
         *,
         data: DataParallel | None = None,
-        copies: Mapping[str, tuple[Copies, ...]] | None = None,
+        copies: Mapping[str, tuple[ReplicaGroup, ...]] | None = None,
         experts: Collection[str] = (),
         data_of_experts: DataParallel | None = None,
         bucket_size: int | None = None,
@@ -100,7 +108,7 @@ class GradientBuffers:
         )
 
     def _kind(self, name: str) -> Kind:
-        return (EXPERTS,) * (name in self._experts) + kind_of(self._copies.get(name, ()))
+        return (EXPERTS,) * (name in self._experts) + reduction_kind(self._copies.get(name, ()))
 
     def data_of(self, bucket: Bucket) -> DataParallel:
         """How the replicas of what stands in a bucket share the work."""
@@ -160,14 +168,14 @@ class GradientBuffers:
         for bucket in self.layout.buckets:
             if set(bucket.kind) - {EXPERTS}:
                 start, stop = self.data_of(bucket).owned(bucket.start, bucket.stop)
-                sum_copies(self.flat[start:stop], self._copied_rows(bucket, start, stop))
+                reduce_partial_grads(self.flat[start:stop], self._copied_rows(bucket, start, stop))
 
-    def _copied_rows(self, bucket: Bucket, start: int, stop: int) -> list[CopiedPart]:
+    def _copied_rows(self, bucket: Bucket, start: int, stop: int) -> list[ReplicaSlice]:
         """The partial gradients among the elements [start, stop) of the memory, counted from `start`."""
         return [
             part
             for name in bucket.names
-            for part in partial_parts(self._copies[name], self.shapes[name], self.layout.offsets[name], start, stop)
+            for part in partial_slices(self._copies[name], self.shapes[name], self.layout.offsets[name], start, stop)
         ]
 
     def _is_first(self, parameter: Parameter) -> bool:

@@ -15,7 +15,7 @@ from megalith.distributed.context import Axis
 from megalith.kernels.torch_private import foreach_norm
 from megalith.nn.precision import at_least_fp32
 from megalith.optim.flat import without
-from megalith.parallel.data import Copies
+from megalith.parallel.data import ReplicaGroup
 
 PIECE_ELEMENTS = 1 << 18  # 1 MiB in fp32
 
@@ -47,7 +47,7 @@ class CountedOnce:
     def __init__(
         self,
         gradients: Gradients,
-        copies: Mapping[str, tuple[Copies, ...]],
+        copies: Mapping[str, tuple[ReplicaGroup, ...]],
         holders: Axis,
         elsewhere: Collection[str] = (),
     ) -> None:

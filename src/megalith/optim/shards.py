@@ -24,14 +24,14 @@ from megalith.optim.flat import Bucket, FlatLayout
 from megalith.optim.gradients import GradientBuffers
 from megalith.optim.norms import CountedOnce
 from megalith.parallel.data import (
-    CopiedPart,
-    Copies,
     DataParallel,
+    ReplicaGroup,
+    ReplicaSlice,
     Replicated,
     Zero1,
-    kind_of,
-    partial_parts,
-    sum_copies,
+    partial_slices,
+    reduce_partial_grads,
+    reduction_kind,
 )
 from megalith.parallel.fsdp import FullyShard
 
@@ -42,14 +42,14 @@ class ShardedGradients:
     What other ranks hold too is summed when the step ends. The interface is that of `GradientBuffers`.
     """
 
-    def __init__(self, parts: Sequence[FullyShard], copies: Mapping[str, tuple[Copies, ...]]) -> None:
+    def __init__(self, parts: Sequence[FullyShard], copies: Mapping[str, tuple[ReplicaGroup, ...]]) -> None:
         self._parts, self._copies = parts, copies
         self._part_of = {name: part for part in parts for name in part.shapes}
         self.shapes = {name: part.shapes[name] for name, part in self._part_of.items()}
         some = next(iter(parts[0].shards.values()))
         self.device, self.dtype = some.device, some.dtype
         self._pieces: dict[str, Tensor] | None = None
-        kinds = {name: kind_of(copies.get(name, ())) for name in self._part_of}
+        kinds = {name: reduction_kind(copies.get(name, ())) for name in self._part_of}
         self._alike = [[name for name in kinds if kinds[name] == kind] for kind in sorted(set(kinds.values())) if kind]
 
     @property
@@ -80,12 +80,12 @@ class ShardedGradients:
     def _sum_copies(self, names: Sequence[str], pieces: Mapping[str, Tensor]) -> None:
         """Sum the partial gradients of these parameters, of one kind, in one collective."""
         flat = torch.cat([pieces[name].reshape(-1) for name in names])
-        parts, origin = list[CopiedPart](), 0
+        parts, origin = list[ReplicaSlice](), 0
         for name in names:
             start, stop = self.owned(name)
-            parts += partial_parts(self._copies[name], self.shapes[name], 0, start, stop, origin)
+            parts += partial_slices(self._copies[name], self.shapes[name], 0, start, stop, origin)
             origin += stop - start
-        sum_copies(flat, parts)
+        reduce_partial_grads(flat, parts)
         for name, part in zip(names, flat.split([pieces[name].numel() for name in names]), strict=True):
             pieces[name].view(-1).copy_(part)
 
@@ -213,7 +213,7 @@ class GatheredWeights:
     def wait(self) -> None:
         """Free what was gathered."""
         for part in self._parts:
-            part.let_go()
+            part.reshard()
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def flat_shards(
     *,
     work: torch.dtype,
     grads: torch.dtype,
-    copies: Mapping[str, tuple[Copies, ...]],
+    copies: Mapping[str, tuple[ReplicaGroup, ...]],
     experts: Collection[str] = (),
     zero1: bool,
     bucket_size: int | None,
@@ -258,7 +258,7 @@ def flat_shards(
     for module in modules:
         attach_sink(module, gradients)
     memory = None
-    if data.divides or (experts and of_experts.divides):
+    if data.shards_update or (experts and of_experts.shards_update):
         memory = ParameterMemory(modules, parameters, gradients.layout, gradients.data_of, overlap=overlap_gather)
     weights = {name: gradients.piece(name, parameter.detach()) for name, parameter in parameters.items()}
     weights = {name: piece for name, piece in weights.items() if piece.numel() > 0}
@@ -274,7 +274,7 @@ def flat_shards(
 
 
 def fsdp_shards(
-    parts: Sequence[FullyShard], ctx: ParallelContext, *, copies: Mapping[str, tuple[Copies, ...]]
+    parts: Sequence[FullyShard], ctx: ParallelContext, *, copies: Mapping[str, tuple[ReplicaGroup, ...]]
 ) -> OptimizerShards:
     """Return the shards of parameters that FSDP2 has divided over the replicas, which are the main parameters.
 

@@ -10,12 +10,13 @@ causal mask every rank then has the same work. With n = 2 (. not seen, \\ the tr
     rank 1   1     #       .         \\       .        or all queries with the early keys of an earlier rank:
              2     #       .         #       \\        2 chunk products at every step on every rank
 
-- `RingMixer` passes keys and values around the ring of ranks and merges the parts by online softmax; each rank keeps
-  its own part only, so that memory is 1/n. Liu et al. 2023, arXiv:2310.01889; the balance: Brandon et al. 2023,
+- `RingAttention` passes keys and values around the ring of ranks and merges the parts by online softmax; each rank
+  keeps its own part only, so that memory is 1/n. Liu et al. 2023, arXiv:2310.01889; the balance: Brandon et al. 2023,
   arXiv:2311.09431. Volume sent by a rank, of one attention with T = S / n * B tokens here, groups G, head size K:
   2 (n - 1) T G K elements forward, twice that backward.
-- `UlyssesMixer` exchanges the parts of all heads for all of some heads, attends with the ordinary kernel and exchanges
-  back. Jacobs et al. 2023, arXiv:2309.14509. Volume: (n - 1) / n T (2 H + 2 G) K elements forward, the same backward.
+- `UlyssesAttention` exchanges parts of the sequence for parts of the heads (all-to-all), attends with the ordinary
+  kernel and exchanges back. Jacobs et al. 2023, arXiv:2309.14509. Volume: (n - 1) / n T (2 H + 2 G) K elements forward,
+  the same backward.
 
 The key-value cache of generation is not divided so: both refuse it.
 """
@@ -37,20 +38,20 @@ from megalith.kernels.dropout import Dropout
 from megalith.kernels.partial_attention import attend_part, attend_part_backward, merge_parts
 from megalith.layout import balanced_positions
 from megalith.nn.attend import AttentionKernel, AttentionRule, expand_groups
-from megalith.nn.attention import SequenceMixer
+from megalith.nn.attention import ContextParallelAttention
 from megalith.nn.cache import LayerCache
 from megalith.nn.documents import Documents
 from megalith.nn.precision import at_least_fp32, product_dtype
 
 
 def positions_of(length: int, parts: int, index: int, device: torch.device | None = None) -> Tensor:
-    """The positions that a rank holds of a sequence, ascending. [length / parts]."""
+    """Return the positions that a rank holds of a sequence, ascending. [length / parts]."""
     chunks = balanced_positions(length, parts, index)
     return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
 
-class _Balanced(SequenceMixer):
-    """What both mixers have in common: which positions are here."""
+class _BalancedPositions(ContextParallelAttention):
+    """Positions of this rank under the balanced division, for ring and Ulysses attention."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self.parts = axis, axis.size
@@ -64,14 +65,14 @@ class _Balanced(SequenceMixer):
 
     def recall(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         raise LayoutError(
-            f"generation keeps keys and values of whole sequences, which --context-parallel-size {self.parts} divides; "
+            f"generation needs a KV cache of whole sequences, which --context-parallel-size {self.parts} divides; "
             f"generate with --context-parallel-size 1"
         )
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a rank computes at one step of the ring: some of its queries with some keys of a rank."""
+    """Queries and keys of one step of the ring: some queries of this rank with some keys of rank `source`."""
 
     source: int
     queries: slice
@@ -80,7 +81,7 @@ class Block:
 
 
 def ring_blocks(parts: int, index: int, length: int) -> list[Block]:
-    """The steps of a rank that holds `length` positions, each with length^2 / 2 products of queries and keys.
+    """Return the steps of a rank that holds `length` positions, each with length^2 / 2 products of queries and keys.
 
     The keys of the rank before it arrive after the first step, then those of the rank before that.
     """
@@ -132,7 +133,7 @@ class Band:
         return mask | (ids_BS[:, None, queries, None] != ids_BS[:, None, None, keys])
 
 
-class _RingAttention(torch.autograd.Function):
+class _RingAttentionFunction(torch.autograd.Function):
     """Keeps q, k, v, the context and its lse; both passes send the keys and values around."""
 
     @staticmethod
@@ -211,8 +212,8 @@ def _of_block(dropout: Dropout | None, axis: Axis, step: int) -> Dropout | None:
     return None if dropout is None else dropout.of_block(axis.index * axis.size + step)
 
 
-class RingMixer(_Balanced):
-    """Keys and values go around the ring of ranks while each computes. The kernel that is passed in is not used.
+class RingAttention(_BalancedPositions):
+    """Ring attention: keys and values are passed around the ranks while each computes. `attend` is not used.
 
     Dropout: the masks of a block come from a seed of torch's default stream, the rank and the step, whether the streams
     of the ranks are equal or not.
@@ -223,12 +224,12 @@ class RingMixer(_Balanced):
     ) -> Tensor:
         assert rule.plain, "a rule of the configuration"
         band = Band(rule.scale, rule.window, rule.documents)
-        context: Tensor = _RingAttention.apply(q, k, v, rule.sink_H, self.axis, Dropout.draw(dropout), band)
+        context: Tensor = _RingAttentionFunction.apply(q, k, v, rule.sink_H, self.axis, Dropout.draw(dropout), band)
         return context
 
 
-class UlyssesMixer(_Balanced):
-    """All positions of some heads instead of some positions of all heads, for the time of the attention.
+class UlyssesAttention(_BalancedPositions):
+    """Ulysses attention: all-to-all gives each rank all positions of some heads, and back.
 
     Dropout is the kernel's, from torch's default stream: ranks whose streams are equal draw equal masks for their
     heads.

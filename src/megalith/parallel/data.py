@@ -1,18 +1,18 @@
-"""Data parallelism: what of a flat memory a rank owns, and the collectives that keep the replicas equal.
+"""Data parallelism: the part of each gradient bucket that a rank owns, and the collectives between the replicas.
 
-The gradient of a step is the mean over the data-parallel axis of the sum over the context-parallel axis. Both ways
-to it work on buckets: contiguous parts of flat memory whose length divides by the number of replicas. Experts that
-are divided over these ranks have fewer replicas, the expert data-parallel axis: each has seen the tokens of all ranks
-that share the experts with it, so that the sum over its replicas, divided by the number of all, is the same mean.
+The gradient of a step is the mean over the data-parallel axis of the sum over the context-parallel axis. Both classes
+work on buckets: contiguous parts of flat memory whose length divides by the number of replicas. With
+expert parallelism the replicas of an expert are the expert data-parallel axis: each has seen the tokens of all ranks
+that share the experts with it, so that the sum over its replicas, divided by the data-parallel size, is the same mean.
 
 |                              | `Replicated`             | `Zero1` (arXiv:1910.02054)                           |
 |------------------------------|--------------------------|------------------------------------------------------|
-| gradients of a bucket        | all-reduce               | reduce-scatter: to each rank the part that it owns   |
-| main parameters and moments  | whole, on every rank     | of the own part of each bucket                       |
-| parameters, after the update | nothing                  | all-gather                                           |
+| gradients of a bucket        | all-reduce               | reduce-scatter: to each rank the shard that it owns  |
+| master weights and moments   | whole, on every rank     | of the owned shard of each bucket                    |
+| parameters, after the update | no communication         | all-gather                                           |
 | elements sent per rank       | 2 (n-1)/n N              | (n-1)/n N + (n-1)/n N                                |
 
-What of a parameter other ranks hold too, outside data parallelism, is said by its `Copies`.
+`ReplicaGroup` describes rows of a parameter that other ranks hold too, outside data parallelism.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ from megalith.distributed.context import Axis, ParallelContext
 
 
 class _Replicas:
-    """The ranks of one axis that share the work of an update of the dense parameters, or of the experts."""
+    """The process group whose ranks hold the same dense parameters, or the same experts."""
 
     def __init__(self, ctx: ParallelContext, *, experts: bool = False) -> None:
         self.axis = ctx.edp if experts else ctx.join("cp", "dp")
         self._weight = 1.0 / ctx.dp.size
 
     def _weighted(self, grads: Tensor) -> Tensor:
-        """Divided before the sum, which so overflows no sooner than one gradient does (gloo has no mean)."""
+        """Divide before the sum, so that the sum overflows no sooner than one gradient does (gloo has no mean)."""
         return grads if self._weight == 1.0 else grads.mul_(self._weight)
 
 
 class Replicated(_Replicas):
-    """Every rank updates everything."""
+    """Every rank updates all parameters (plain data parallelism)."""
 
-    divides = False
+    shards_update = False
 
     def owned(self, start: int, stop: int) -> tuple[int, int]:
-        """The part of a bucket [start, stop) that this rank updates."""
+        """Return the part of a bucket [start, stop) that this rank updates."""
         return start, stop
 
     def reduce(self, grads: Tensor) -> Pending:
-        """Start making the gradients of a bucket, 1-D, those of all replicas, in place, where this rank owns them."""
+        """Start reducing the gradients of a bucket, 1-D, over the replicas, in place, where this rank owns them."""
         return start_all_reduce(self._weighted(grads), self.axis)
 
     def gather(self, parameters: Tensor) -> Pending:
-        """Start collecting the parameters of a bucket, 1-D, in place, from their owners."""
+        """Start gathering the parameters of a bucket, 1-D, in place, from the ranks that updated them."""
         return Pending(parameters)
 
 
 class Zero1(_Replicas):
-    """Each rank updates an equal part of every bucket (Rajbhandari et al. 2020, arXiv:1910.02054, stage 1)."""
+    """Each rank updates an equal shard of every bucket (Rajbhandari et al. 2020, arXiv:1910.02054, stage 1)."""
 
     @property
-    def divides(self) -> bool:
-        """Whether a rank owns a part of a bucket only."""
+    def shards_update(self) -> bool:
+        """Whether a rank updates only a shard of each bucket."""
         return self.axis.size > 1
 
     def owned(self, start: int, stop: int) -> tuple[int, int]:
@@ -83,19 +83,19 @@ class Zero1(_Replicas):
 
 
 DataParallel = Replicated | Zero1
-"""How the replicas of a model share the work of an update."""
+"""How the replicas of a model divide the update."""
 
 
 @dataclass(frozen=True)
-class Copies:
-    """Rows of a parameter that several ranks of an axis hold alike, beside data parallelism.
+class ReplicaGroup:
+    """Rows of a parameter that several ranks of a non-data-parallel axis hold replicated.
 
     Attributes:
-        axis: these ranks.
+        axis: the process group.
         rows: [start, stop) along dimension 0 of the local tensor; None for all of it.
-        part, parts: the ranks of the axis hold `parts` different tensors in these rows; here is number `part`.
-        first: this rank is the first that holds it, and counts it in norms.
-        partial: each holder has its own share of the gradient; it is their sum.
+        part, parts: the ranks of the axis hold `parts` different tensors in these rows; this rank holds number `part`.
+        first: this rank is the first replica, which alone counts in norms.
+        partial: each replica has a partial gradient; the gradient is their sum.
     """
 
     axis: Axis
@@ -106,11 +106,11 @@ class Copies:
     partial: bool = False
 
 
-def kind_of(copies: Sequence[Copies]) -> tuple[str, ...]:
-    """What is to be done to a gradient beside the reduction over the replicas; () for nothing.
+def reduction_kind(copies: Sequence[ReplicaGroup]) -> tuple[str, ...]:
+    """Return which reduction a gradient needs besides the one over data-parallel replicas; () for none.
 
-    Parameters of one kind are the same on all ranks of the axis, in shape and order, so that a bucket of them is cut
-    alike everywhere and each rank sums the part that it owns.
+    Parameters of one kind have the same shapes in the same order on all ranks of the axis, so that their buckets are
+    sharded alike and each rank reduces the shard that it owns.
     """
     partial = [entry for entry in copies if entry.partial]
     if not partial:
@@ -121,38 +121,38 @@ def kind_of(copies: Sequence[Copies]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class CopiedPart:
-    """The elements [start, stop) of a flat part of memory that belong to `copies`; may be empty."""
+class ReplicaSlice:
+    """The elements [start, stop) of a flat buffer that belong to the replicated rows `copies`; may be empty."""
 
-    copies: Copies
+    copies: ReplicaGroup
     start: int
     stop: int
 
 
-def partial_parts(
-    copies: Sequence[Copies], shape: Sequence[int], first: int, start: int, stop: int, origin: int = 0
-) -> list[CopiedPart]:
-    """What of a parameter is partial among the elements [start, stop) of flat memory, in which it begins at `first`.
+def partial_slices(
+    copies: Sequence[ReplicaGroup], shape: Sequence[int], first: int, start: int, stop: int, origin: int = 0
+) -> list[ReplicaSlice]:
+    """Return the partial-gradient slices of a parameter within the elements [start, stop) of flat memory.
 
-    Element `start` is element `origin` of the flat part.
+    The parameter begins at element `first` of that memory, and element `start` is element `origin` of the result.
     """
     width, parts = prod(shape[1:]), []
     for entry in copies:
         if entry.partial:
             rows = entry.rows or (0, shape[0])
             ends = (min(max(first + row * width, start), stop) - start + origin for row in rows)
-            parts.append(CopiedPart(entry, *ends))
+            parts.append(ReplicaSlice(entry, *ends))
     return parts
 
 
-def sum_copies(flat: Tensor, parts: Sequence[CopiedPart]) -> None:
-    """Sum partial gradients over their holders, in place; one collective.
+def reduce_partial_grads(flat: Tensor, parts: Sequence[ReplicaSlice]) -> None:
+    """Sum partial gradients over their replicas, in place, in one all-reduce.
 
-    Where all is held alike `flat`, the owned part of a bucket, is summed itself. Else each rank puts its own into its
-    row of a table with a row for each different tensor, the table is summed, and the rank takes its row back.
+    If all ranks hold the same rows, `flat`, the owned shard of a bucket, is all-reduced itself. Else each rank copies
+    its gradient into its row of a table with one row per different tensor, all-reduces the table and reads its row.
     """
     axis = parts[0].copies.axis
-    if kind_of([part.copies for part in parts])[1] == "whole":
+    if reduction_kind([part.copies for part in parts])[1] == "whole":
         all_reduce(flat, axis)
         return
     tables = [flat.new_zeros(part.copies.parts, part.stop - part.start) for part in parts]

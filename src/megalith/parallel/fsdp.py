@@ -111,8 +111,8 @@ class FullyShard:
             for name, parameter in self._parameters.items()
         }
 
-    def let_go(self) -> None:
-        """Let gathered parameters go, which an update of the shards makes stale."""
+    def reshard(self) -> None:
+        """Free gathered parameters, which an update of the shards makes stale."""
         for part in self._parts:
             part.reshard()
 

@@ -4,8 +4,8 @@ A program says what to compute, what to send and receive and in which order; a `
 process that is a pipeline by itself (one stage, one chunk) run through the same loop; its steps need no schedule
 (train/step.py).
 
-What is in memory for a micro-batch between its forward and its backward pass is the input and the graph; the output
-is let go when it has been sent, for the graph is kept by its end (Megatron's `deallocate_pipeline_outputs`).
+Between forward and backward pass a micro-batch keeps its input and its graph in memory; the output is freed when it
+has been sent, since its gradient edge keeps the graph alive (Megatron's `deallocate_pipeline_outputs`).
 Receives are posted an operation ahead and sends are not awaited before the one after the next, so that both travel
 beside the computation: in gloo's threads, in NCCL's streams.
 """
@@ -27,42 +27,44 @@ from megalith.nn.sink import GradientSink
 from megalith.schedules.pipeline import Message, Op, Program, Step
 
 Timed = Callable[[str], AbstractContextManager[None]]
-"""Measures a block by the name of what is done in it: `COMPUTATIONS`, or the wait for a message."""
+"""Returns a context manager that times a block under a name: one of `COMPUTATIONS`, or the wait for a message."""
 
 COMPUTATIONS = {"F": "forward-compute", "B": "backward-compute", "W": "weight-gradient-compute"}
 
 
-def untimed(name: str) -> AbstractContextManager[None]:
-    """No one wants to know."""
+def no_timer(name: str) -> AbstractContextManager[None]:
+    """Measure nothing."""
     return nullcontext()
 
 
 class StageRunner(Protocol):
-    """What a stage computes, and what it wants to know.
+    """The computation of a pipeline stage.
 
-    Each micro-batch is first mentioned (`border`, `before`) in order, so that its data may be drawn then.
+    Micro-batches are first named (`activation_shape`, `before`) in order, so that the runner can load their data then.
     """
 
-    def border(self, micro_batch: int) -> tuple[Sequence[int], torch.dtype]:
-        """Shape and dtype of the hidden states between two stages, [S, B, D] for a transformer; may differ by
-        micro-batch, and is the same between all stages."""
+    def activation_shape(self, micro_batch: int) -> tuple[Sequence[int], torch.dtype]:
+        """Return shape and dtype of the activations sent between stages, [S, B, D] for a transformer.
+
+        They may differ by micro-batch, and are the same between all stages.
+        """
         ...
 
     def before(self, op: Op) -> None:
-        """`op` is next; it may have to wait for its input."""
+        """Prepare for `op`, which is next; its input may not have arrived yet."""
         ...
 
     def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         """Compute one chunk of this stage for one micro-batch; `hidden` is None for the first chunk of all.
 
         Returns:
-            Hidden states for the part after; from the last of all the scalar to differentiate, scaled as the gradients
-            are to be. In an evaluation what the last part returns is left to itself.
+            Hidden states for the next stage; from the last chunk the scalar to differentiate, scaled as the gradients
+            should be. In an evaluation the last chunk may return anything.
         """
         ...
 
-    def end(self, micro_batch: int) -> None:
-        """This stage is done with a micro-batch."""
+    def release(self, micro_batch: int) -> None:
+        """Free the inputs of a micro-batch after its last use on this stage."""
         ...
 
 
@@ -71,14 +73,14 @@ def run(
     runner: StageRunner,
     links: PipelineLinks | None = None,
     deferred: DeferredSink | None = None,
-    timed: Timed = untimed,
+    timed: Timed = no_timer,
 ) -> None:
-    """Run all micro-batches of a step, or of an evaluation, through this stage. All stages call it at the same time.
+    """Run all micro-batches of a step or an evaluation through this stage; all stages call it together.
 
     Args:
         links: to the other stages; None where there is one.
         deferred: the sink of its layers, for a program that splits the backward pass.
-        timed: measures what is computed, and how long messages are waited for.
+        timed: times computations and waits for messages.
     """
     assert deferred is not None or not program.is_split, "a program with W operations needs a DeferredSink"
     worker = _Worker(program, runner, links, deferred, timed)
@@ -89,7 +91,7 @@ def run(
 
 
 class _Worker:
-    """A stage in the course of a program: messages under way, and the graphs that wait for their backward pass."""
+    """State of a stage while it runs a program: messages in flight, and graphs awaiting their backward pass."""
 
     def __init__(
         self,
@@ -111,16 +113,16 @@ class _Worker:
         for message in step.receives:
             self._arriving[message] = self._receive(message)
         self._runner.before(step.op)
-        arrived = self._take(step.needs)
+        arrived = self._wait_for(step.needs)
         with self._timed(COMPUTATIONS[step.op.kind]):
             made = self._compute(step.op, arrived)
         if step.settles is not None:
             self._leaving.pop(step.settles).wait()
         if step.makes is not None:
             assert made is not None
-            self._give(step.makes, made)
+            self._send(step.makes, made)
         if step.ends_micro_batch:
-            self._runner.end(step.op.micro_batch)
+            self._runner.release(step.op.micro_batch)
 
     def finish(self) -> None:
         """Wait until everything is sent."""
@@ -134,7 +136,7 @@ class _Worker:
         if op.kind == "B":
             return self._backward(op, arrived)
         assert self._deferred is not None
-        self._deferred.play((op.chunk, op.micro_batch))
+        self._deferred.run_deferred((op.chunk, op.micro_batch))
         return None
 
     def _forward(self, op: Op, hidden: Tensor | None) -> Tensor:
@@ -160,11 +162,11 @@ class _Worker:
 
     def _receive(self, message: Message) -> Pending:
         assert self._links is not None, "a pipeline of several stages needs links"
-        shape, dtype = self._runner.border(message.micro_batch)
+        shape, dtype = self._runner.activation_shape(message.micro_batch)
         edge = self._links.from_next if message.gradient else self._links.from_previous
         return receive(edge, shape, dtype, self._links.device)
 
-    def _take(self, message: Message | None) -> Tensor | None:
+    def _wait_for(self, message: Message | None) -> Tensor | None:
         if message is None:
             return None
         if message.is_local:
@@ -172,7 +174,7 @@ class _Worker:
         with self._timed("backward-recv" if message.gradient else "forward-recv"):
             return self._arriving.pop(message).wait()
 
-    def _give(self, message: Message, tensor: Tensor) -> None:
+    def _send(self, message: Message, tensor: Tensor) -> None:
         if message.is_local:
             self._kept[message] = tensor
             return
@@ -181,27 +183,28 @@ class _Worker:
         self._leaving[message] = send(tensor, edge)
 
 
-class _Gift(NamedTuple):
-    """A gradient that is not yet computed."""
+class _DeferredGradient(NamedTuple):
+    """A weight gradient whose product is deferred: the sink method to call and its arguments."""
 
-    give: Callable[[Parameter, Tensor, Tensor], None]
+    accumulate: Callable[[Parameter, Tensor, Tensor], None]
     parameter: Parameter
     factors: tuple[Tensor, Tensor]
     versions: tuple[int, int]
 
 
 class DeferredSink:
-    """Passes everything on to another sink: at once, or when it is told to."""
+    """Gradient sink that forwards to another sink: at once, or deferred until `run_deferred` (zero-bubble
+    schedules)."""
 
     def __init__(self, sink: GradientSink) -> None:
         self._sink = sink
-        self._queues: dict[Hashable, list[_Gift]] = {}
-        self._open: list[_Gift] | None = None
+        self._queues: dict[Hashable, list[_DeferredGradient]] = {}
+        self._open: list[_DeferredGradient] | None = None
 
     @contextmanager
     def collect(self, key: Hashable) -> Iterator[None]:
-        """Put off what is given inside, until `play(key)`."""
-        assert self._open is None and key not in self._queues, f"weight gradients of {key} are put off already"
+        """Defer the weight gradients computed inside until `run_deferred(key)`."""
+        assert self._open is None and key not in self._queues, f"weight gradients of {key} are deferred already"
         self._open = self._queues[key] = []
         try:
             yield
@@ -209,36 +212,40 @@ class DeferredSink:
             self._open = None
 
     @torch.no_grad()
-    def play(self, key: Hashable) -> None:
-        """Pass on what was put off under `key`, in the order in which it came."""
-        for gift in self._queues.pop(key):
-            assert gift.versions == _versions(*gift.factors), (
+    def run_deferred(self, key: Hashable) -> None:
+        """Accumulate the weight gradients deferred under `key`, in the order in which they came."""
+        for item in self._queues.pop(key):
+            assert item.versions == _versions(*item.factors), (
                 "a factor of a weight gradient was overwritten before the weight gradient was computed; "
-                "whoever uses its memory again must lend it (GradientSink.matmul)"
+                "pass lent=True where its memory is reused (GradientSink.matmul)"
             )
-            gift.give(gift.parameter, *gift.factors)
+            item.accumulate(item.parameter, *item.factors)
 
     def matmul(self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor, *, lent: bool = False) -> None:
-        """As `GradientSink.matmul`; what is only lent cannot be put off."""
+        """As `GradientSink.matmul`; lent factors are never deferred."""
         if self._open is None or lent:
             self._sink.matmul(parameter, grad_TO, x_TI)
         else:
-            self._put_off(self._sink.matmul, parameter, grad_TO, x_TI)
+            self._defer(self._sink.matmul, parameter, grad_TO, x_TI)
 
     def rows(self, parameter: Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
         """As `GradientSink.rows`."""
         if self._open is None:
             self._sink.rows(parameter, ids_T, grad_TD)
         else:
-            self._put_off(self._sink.rows, parameter, ids_T, grad_TD)
+            self._defer(self._sink.rows, parameter, ids_T, grad_TD)
 
-    def _put_off(
-        self, give: Callable[[Parameter, Tensor, Tensor], None], parameter: Parameter, first: Tensor, second: Tensor
+    def _defer(
+        self,
+        accumulate: Callable[[Parameter, Tensor, Tensor], None],
+        parameter: Parameter,
+        first: Tensor,
+        second: Tensor,
     ) -> None:
         assert self._open is not None
-        self._open.append(_Gift(give, parameter, (first, second), _versions(first, second)))
+        self._open.append(_DeferredGradient(accumulate, parameter, (first, second), _versions(first, second)))
 
 
 def _versions(first: Tensor, second: Tensor) -> tuple[int, int]:
-    """How often the memory of each was written to by torch."""
+    """Return torch's version counters of both tensors."""
     return version_of(first), version_of(second)

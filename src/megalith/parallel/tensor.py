@@ -1,13 +1,13 @@
 """Tensor and sequence parallelism: the regions in which the ranks of one axis share each layer.
 
-| region             | hidden states between layers | `spread`   | `collect`      | source                         |
+| region             | hidden states between layers | `gather`   | `reduce`       | source                         |
 |--------------------|------------------------------|------------|----------------|--------------------------------|
 | `TensorParallel`   | whole, alike on all ranks    | identity   | all-reduce     | arXiv:1909.08053, section 3    |
 | `SequenceParallel` | a part of the sequence each  | all-gather | reduce-scatter | arXiv:2205.05198, section 4    |
 
-Which rows of a parameter are where is said by its placement (nn.placement), how the movements overlap the products by
-nn.linear and nn.loss. Here is what moves. What is left for the end of the backward passes, the sum of gradients of rows
-that several ranks hold and of which each has computed a part, is in optim.copies.
+The placement of a parameter (nn.placement) says which rows are on which rank; nn.linear and nn.loss overlap the
+communication with their products. Gradients of rows that several ranks hold, of which each has computed a partial sum,
+are reduced after the backward passes (`parallel.data.reduce_partial_grads`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from megalith.nn.region import Pending, Region
 class TensorParallel(Region):
     """Each rank computes a part of every layer for the whole sequence.
 
-    `stream` is where dropout of what only this rank computes draws from; needed where there is any.
+    `stream` is the random stream for dropout in the shards of this rank, such as its attention heads; required if
+    the dropout probability is not 0.
     """
 
     def __init__(self, axis: Axis, stream: Stream | None = None) -> None:
@@ -38,16 +39,16 @@ class TensorParallel(Region):
     def shard(self, extent: int, *, even: bool = True, share: bool = False) -> Shard:
         return shard(extent, self.size, self.index, even=even, share=share)
 
-    def collect(self, x: Tensor) -> Pending:
+    def reduce(self, x: Tensor) -> Pending:
         return comm.start_all_reduce(x.contiguous(), self.axis)
 
-    def largest(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         return comm.all_reduce(x.clone(memory_format=torch.contiguous_format), self.axis, "max")
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
         return comm.sum_out(x, self.axis)
 
-    def own_draws(self, dropout: float) -> AbstractContextManager[None]:
+    def local_rng(self, dropout: float) -> AbstractContextManager[None]:
         if dropout == 0.0:
             return nullcontext()
         if self.stream is None:
@@ -64,21 +65,21 @@ class SequenceParallel(TensorParallel):
     Norms, residuals and dropout work on that part only; the gradients of their weights are parts of the whole ones.
     """
 
-    partial_gradients = True
+    needs_grad_reduce = True
 
-    def spread(self, x: Tensor) -> Pending:
+    def gather(self, x: Tensor) -> Pending:
         return comm.start_all_gather(x, self.axis)
 
-    def collect(self, x: Tensor) -> Pending:
+    def reduce(self, x: Tensor) -> Pending:
         self._check(x.shape[0])
         return comm.start_reduce_scatter(x, self.axis)
 
-    def own_sequence(self, x: Tensor, dim: int = 0) -> Tensor:
+    def local_sequence(self, x: Tensor, dim: int = 0) -> Tensor:
         self._check(x.shape[dim])
         return comm.own_part(x, self.axis, dim)
 
-    def hidden_draws(self, dropout: float) -> AbstractContextManager[None]:
-        return self.own_draws(dropout)
+    def hidden_rng(self, dropout: float) -> AbstractContextManager[None]:
+        return self.local_rng(dropout)
 
     def _check(self, length: int) -> None:
         if length % self.size:

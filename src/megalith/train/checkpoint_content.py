@@ -182,7 +182,7 @@ def _replicas(state: TrainState) -> Axis:
 
 def _groups(groups: Sequence[Mapping[str, Any]], state: TrainState) -> list[Mapping[str, Any]]:
     """The groups of the optimizer, with those that Megatron has for experts that are spread over ranks."""
-    if not state.context.experts_apart:
+    if not state.context.has_expert_axes:
         return list(groups)
     kinds = {decays(name, tensor.shape) for name, tensor, _ in _parameters(state) if EXPERTS in name}
     return with_expert_groups(groups, kinds)

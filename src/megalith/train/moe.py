@@ -120,7 +120,7 @@ def expert_load(chunks: Sequence[LanguageModel], context: ParallelContext) -> Te
 def _of_all_layers(sums: Tensor, chunks: Sequence[LanguageModel], context: ParallelContext) -> Tensor:
     """Sums of the layers and tokens here, put together with those of other stages and of other parts of a sequence."""
     sums = sums.to(context.device)
-    if chunks[0].region.partial_gradients:
+    if chunks[0].region.needs_grad_reduce:
         sums = comm.all_reduce(sums, context.tp)
     return comm.all_reduce(sums, context.pp)
 

@@ -86,7 +86,7 @@ def train_step(
                 work.before(Op("B", 0, micro_batch))
                 with timers.time("backward-compute", level=2):
                     loss.backward()
-                work.end(micro_batch)
+                work.release(micro_batch)
                 del loss  # and what its graph still holds
         else:
             run_pipeline(state, work, schedule or default_schedule(len(state.chunks)), num_micro_batches, timers)
@@ -210,7 +210,7 @@ def run_pipeline(
     """Run the micro-batches of a step or an evaluation through the stages, in the order of a schedule."""
     context = state.context
     order = make_schedule(schedule, context.pp.size, len(state.chunks), num_micro_batches)
-    timed = pipeline.untimed if timers is None else partial(timers.time, level=2)
+    timed = pipeline.no_timer if timers is None else partial(timers.time, level=2)
     pipeline.run(order.program(context.pp.index), work, context.links, state.deferred, timed)
 
 
@@ -245,9 +245,9 @@ class StageWork:
     _drawn: int = field(default=0, init=False)
     _unmasked: list[Tensor] = field(default_factory=list, init=False)
 
-    def border(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
+    def activation_shape(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
         """Shape [S, B, D] and dtype of the hidden states that go from stage to stage."""
-        return self.chunks[0].border(self._batch(micro_batch))
+        return self.chunks[0].activation_shape(self._batch(micro_batch))
 
     def before(self, op: Op) -> None:
         """Draw the data of a forward pass, and call the hooks of that point of the step."""
@@ -291,8 +291,8 @@ class StageWork:
             counts = comm.all_reduce(counts, self.context.cp)
         return (summed / counts.clamp(min=1.0)).sum() / self.num_micro_batches * self.loss_scale
 
-    def end(self, micro_batch: int) -> None:
-        """Free the inputs of a micro-batch, which this rank has finished."""
+    def release(self, micro_batch: int) -> None:
+        """Free the inputs of a micro-batch after its last use on this rank."""
         del self._held[micro_batch]
 
     def total(self) -> Tensor:

@@ -20,17 +20,17 @@ RECIPE = Recipe("Kind-train", "what it is", ("order",), lambda: {"order": np.ara
 
 
 class Barriers:
-    """A `Crew` of threads."""
+    """A `RankGroup` of threads."""
 
     def __init__(self, rank: int, barrier: threading.Barrier) -> None:
         self._rank, self._barrier = rank, barrier
 
-    def first(self, act: Callable[[], Any]) -> None:
+    def run_on_first(self, act: Callable[[], Any]) -> None:
         if self._rank == 0:
             act()
         self._barrier.wait(30)
 
-    def all(self, act: Callable[[], Any]) -> None:
+    def run_on_all(self, act: Callable[[], Any]) -> None:
         act()
         self._barrier.wait(30)
 
@@ -54,7 +54,7 @@ def test_ranks_of_a_machine_with_its_own_disk_wait_for_its_check(
         return load_or_build(config.folder, RECIPE, is_checked=cache_is_checked).arrays["order"]
 
     monkeypatch.setattr(training, "build_datasets", build)
-    monkeypatch.setattr(training, "Crew", lambda world: Barriers(*world))
+    monkeypatch.setattr(training, "RankGroup", lambda world: Barriers(*world))
     barrier, found = threading.Barrier(3), dict[int, Any]()
 
     def run(rank: int, machine: str, local_rank: int) -> None:

@@ -21,7 +21,7 @@ from megalith.models.initialise import initialise, seeded
 from megalith.models.language_model import Inputs, LanguageModel, Stage
 from megalith.models.plain import PlainModel, require_tokens_alone
 from megalith.models.saved import saved_tensors
-from megalith.nn.attention import LocalMixer
+from megalith.nn.attention import LocalAttention
 from megalith.nn.linear import Linear
 from megalith.nn.placement import Replicated
 from megalith.nn.recompute import Recompute
@@ -128,7 +128,7 @@ class Two(Solo):
     size = 2
 
 
-class Half(LocalMixer):
+class Half(LocalAttention):
     parts = 2
 
 

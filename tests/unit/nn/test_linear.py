@@ -84,10 +84,10 @@ class Recording(Solo):
 
         return Noted()
 
-    def spread(self, x: Tensor) -> Pending:
+    def gather(self, x: Tensor) -> Pending:
         return self._moved("spread", x)
 
-    def collect(self, x: Tensor) -> Pending:
+    def reduce(self, x: Tensor) -> Pending:
         return self._moved("collect", x)
 
     def matmul(self, parameter: torch.nn.Parameter, grad_TO: Tensor, x_TI: Tensor, *, lent: bool = False) -> None:

@@ -114,9 +114,9 @@ def _drops(region: TensorParallel) -> Callable[[Tensor], Tensor]:
 
     def compute(x: Tensor) -> Tensor:
         y = torch.dropout(x.tanh(), 0.5, True)
-        with region.own_draws(0.5):
+        with region.local_rng(0.5):
             y = torch.dropout(y.tanh(), 0.5, True)
-        with region.own_draws(0.5):
+        with region.local_rng(0.5):
             y = y * torch.rand(())
         return torch.dropout(y.exp(), 0.5, True) * y
 
@@ -152,7 +152,7 @@ def test_both_streams_are_replayed_and_go_on_as_without() -> None:
         compute = _drops(region)
         ys = [recomputed(compute, x, region=region) if again else compute(x) for x in xs]
         grads = [torch.autograd.grad(y.sum(), x)[0] for x, y in reversed(list(zip(xs, ys, strict=True)))]
-        with region.own_draws(0.5):
+        with region.local_rng(0.5):
             own = torch.rand(3)
         results.append([*(y.detach() for y in ys), *grads, own, torch.rand(3)])
     assert all(torch.equal(wanted, found) for wanted, found in zip(*results, strict=True))

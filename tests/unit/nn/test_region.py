@@ -17,19 +17,19 @@ TWO = Axis("tp", (0, 1), 1)
 def test_a_sequence_that_does_not_divide_is_refused() -> None:
     region = SequenceParallel(TWO)
     with pytest.raises(LayoutError, match="7 tokens .* 2 "):
-        region.own_sequence(torch.ones(7, 3))
+        region.local_sequence(torch.ones(7, 3))
     with pytest.raises(LayoutError, match="7 tokens"):
-        region.collect(torch.ones(7, 3))
-    assert region.own_sequence(torch.arange(6)).tolist() == [3, 4, 5]
-    assert region.own_sequence(torch.arange(6).expand(2, 6), dim=1).tolist() == [[3, 4, 5]] * 2
+        region.reduce(torch.ones(7, 3))
+    assert region.local_sequence(torch.arange(6)).tolist() == [3, 4, 5]
+    assert region.local_sequence(torch.arange(6).expand(2, 6), dim=1).tolist() == [[3, 4, 5]] * 2
 
 
 def test_dropout_on_several_ranks_needs_a_stream_of_each() -> None:
-    with pytest.raises(LayoutError, match="random stream"), TensorParallel(TWO).own_draws(0.1):
+    with pytest.raises(LayoutError, match="random stream"), TensorParallel(TWO).local_rng(0.1):
         pass
     with pytest.raises(LayoutError, match="random stream"):
         HiddenDropout(0.1, SequenceParallel(TWO))(torch.ones(3))
-    with TensorParallel(TWO).own_draws(0.0):
+    with TensorParallel(TWO).local_rng(0.0):
         pass
 
 

@@ -10,7 +10,7 @@ from megalith.layout import Layout
 from megalith.models.gpt import GPT
 from megalith.models.language_model import Stage
 from megalith.optim.build import copies_of
-from megalith.parallel.data import Copies
+from megalith.parallel.data import ReplicaGroup
 from megalith.parallel.tensor import SequenceParallel, TensorParallel
 
 CONFIG = ModelConfig(
@@ -25,7 +25,7 @@ TP = Axis("tp", (2, 3), 1)
 ENDS = Axis("ends", (1, 3), 1)
 
 
-def _copies(region: TensorParallel, stage: Stage, ends: Axis | None = None) -> dict[str, tuple[Copies, ...]]:
+def _copies(region: TensorParallel, stage: Stage, ends: Axis | None = None) -> dict[str, tuple[ReplicaGroup, ...]]:
     solo = ParallelContext.solo()
     context = ParallelContext(Layout(tp=2, pp=2), 3, solo.device, {**solo.axes, frozenset(("tp",)): TP}, ends)
     return copies_of([GPT(CONFIG, 16, region=region, stage=stage, device=torch.device("meta"))], context)
@@ -34,7 +34,7 @@ def _copies(region: TensorParallel, stage: Stage, ends: Axis | None = None) -> d
 def test_replicated_parameters_are_parts_under_sequence_parallelism_only() -> None:
     for region, partial in ((TensorParallel(TP), False), (SequenceParallel(TP), True)):
         table = _copies(region, Stage(range(1)))
-        wanted = (Copies(TP, first=False, partial=partial),)
+        wanted = (ReplicaGroup(TP, first=False, partial=partial),)
         assert table["decoder.layers.0.input_layernorm.weight"] == wanted
         assert table["embedding.position_embeddings.weight"] == wanted
         assert table["decoder.layers.0.mlp.linear_fc2.bias"] == wanted
@@ -46,14 +46,14 @@ def test_shared_key_and_value_heads_are_always_parts() -> None:
     queries, keys = 4, 4  # rows: two heads of size 2; the key and the value head
     table = _copies(TensorParallel(TP), Stage(range(1)))
     for name in ("weight", "bias"):
-        wanted = (Copies(TP, rows=(queries, queries + keys), part=0, parts=1, first=False, partial=True),)
+        wanted = (ReplicaGroup(TP, rows=(queries, queries + keys), part=0, parts=1, first=False, partial=True),)
         assert table[f"decoder.layers.0.self_attention.linear_qkv.{name}"] == wanted
 
 
 def test_a_last_stage_without_layers() -> None:
     table = _copies(SequenceParallel(TP), Stage(range(1, 1), embeds=False), ENDS)
     assert table == {
-        "decoder.final_layernorm.weight": (Copies(TP, first=False, partial=True),),
-        "decoder.final_layernorm.bias": (Copies(TP, first=False, partial=True),),
-        "output_layer.weight": (Copies(ENDS, first=False, partial=True),),
+        "decoder.final_layernorm.weight": (ReplicaGroup(TP, first=False, partial=True),),
+        "decoder.final_layernorm.bias": (ReplicaGroup(TP, first=False, partial=True),),
+        "output_layer.weight": (ReplicaGroup(ENDS, first=False, partial=True),),
     }

@@ -54,9 +54,9 @@ def test_what_is_collected_waits_for_its_own_key() -> None:
     with sink.collect(2):
         sink.matmul(WEIGHT, *second)
     assert notes.gifts == []
-    sink.play(2)
+    sink.run_deferred(2)
     assert [gift[0] for gift in notes.gifts] == ["matmul"] and notes.gifts[0][1] is second[0]
-    sink.play(1)
+    sink.run_deferred(1)
     assert [gift[0] for gift in notes.gifts[1:]] == ["matmul", "rows"] and notes.gifts[1][2] is first[1]
 
 
@@ -74,7 +74,7 @@ def test_what_is_lent_is_not_put_off() -> None:
     with sink.collect(0):
         sink.matmul(WEIGHT, *_factors(), lent=True)
         assert len(notes.gifts) == 1
-    sink.play(0)
+    sink.run_deferred(0)
     assert len(notes.gifts) == 1
 
 
@@ -88,7 +88,7 @@ def test_a_factor_that_is_overwritten_is_an_error(which: int) -> None:
         sink.matmul(WEIGHT, *factors)
     torch.mul(memory[50 * which :], 2.0, out=memory[50 * which :])
     with pytest.raises(AssertionError, match="overwritten before the weight gradient"):
-        sink.play(0)
+        sink.run_deferred(0)
 
 
 def test_one_collection_at_a_time_and_each_key_once() -> None:
@@ -105,7 +105,7 @@ class WholeModel:
     def __init__(self, model: GPT, lengths: list[int]) -> None:
         self.model, self.lengths = model, lengths
 
-    def border(self, micro_batch: int) -> tuple[tuple[int, ...], torch.dtype]:
+    def activation_shape(self, micro_batch: int) -> tuple[tuple[int, ...], torch.dtype]:
         raise AssertionError("one stage has no border")
 
     def before(self, op: Op) -> None:
@@ -117,7 +117,7 @@ class WholeModel:
         loss: Tensor = self.model(tokens, labels_BS=labels).mean()
         return loss
 
-    def end(self, micro_batch: int) -> None:
+    def release(self, micro_batch: int) -> None:
         pass
 
 

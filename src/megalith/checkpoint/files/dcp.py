@@ -10,7 +10,7 @@ and load are not:
 - a tensor of the checkpoint that covers only part of what is asked is an error, not a half-filled tensor;
 - an error on one of DCP's ranks leaves the others waiting: here each rank plans (`RankWriter`), the first one merges
   the plans (`merged_metadata`), each writes, and the first one writes `.metadata` (`write_metadata`). Who gathers what
-  in between is `crew`'s business. A load needs no coordination: each rank reads for itself.
+  in between is `rank_group`'s business. A load needs no coordination: each rank reads for itself.
 
 Rank r writes `__r_0.distcp` and `__r_1.distcp`.
 """

@@ -7,7 +7,7 @@
     the first           .metadata, common.pt, ..., manifest.json; rename; tracker      pre_commit, mid_commit
     every rank                                                                         post_commit
 
-Between two lines the ranks agree that the line succeeded everywhere (`crew`), so that an error of one is an error
+Between two lines the ranks agree that the line succeeded everywhere (`rank_group`), so that an error of one is an error
 of all, and the first rank then removes the folder. A rank that is killed breaks the next agreement, with the same
 effect; killed after its files are complete it stops nobody, since the first rank needs it no more.
 
@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any
 
 from megalith.checkpoint.content import CheckpointContent
-from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.files.commit import (
     Building,
     begin_building,
@@ -49,6 +48,7 @@ from megalith.checkpoint.files.commit import (
 from megalith.checkpoint.files.dcp import Written
 from megalith.checkpoint.files.folder import TorchDistWriter
 from megalith.checkpoint.files.hashing import WritingCancelled
+from megalith.checkpoint.rank_group import RankGroup
 from megalith.checkpoint.sources.source import refuse_model_folder
 from megalith.checkpoint.store.owner import check_claim
 from megalith.checkpoint.store.staging import Staging
@@ -77,7 +77,7 @@ class SaveReport:
 class Saving:
     """A save under way."""
 
-    crew: Crew  # the ranks that save
+    ranks: RankGroup  # the ranks that save
     final: Path  # where the folder is to appear
     content: CheckpointContent  # what this rank writes; the common state counts on the first rank only
     files: Mapping[str, bytes]  # further files of the first rank, name -> bytes
@@ -106,24 +106,24 @@ class Saving:
 
     def begin(self) -> None:
         """Plan what each rank writes, and make the folder; all ranks call it together."""
-        parts = self.crew.all(self._prepare)
+        parts = self.ranks.run_on_all(self._prepare)
         self._needed = sum(nbytes for _, nbytes in parts)
         with self._abandoned_on_failure():
-            self._name = self.crew.first(lambda: self._begin([plan for plan, _ in parts]))
+            self._name = self.ranks.run_on_first(lambda: self._begin([plan for plan, _ in parts]))
             if isinstance(writer := self._writer, PerRankWriter):
-                self.crew.all(lambda: self._lay_out(writer))
+                self.ranks.run_on_all(lambda: self._lay_out(writer))
         if self.staging is not None:
             self.staging.begin()
 
     def gathered(self, write: Callable[[], Written]) -> list[Written]:
         """What all ranks have written; all call it together. `write` is ours, or has its result."""
         with self._abandoned_on_failure():
-            return self.crew.all(write)
+            return self.ranks.run_on_all(write)
 
     def agreed(self, commit: Callable[[], int], written: Sequence[Written]) -> SaveReport:
         """See that the folder is in its place; all ranks call it together. `commit` is ours, or has its result."""
         with self._abandoned_on_failure():
-            sizes = self.crew.all(commit)
+            sizes = self.ranks.run_on_all(commit)
         self.on_point("post_commit")
         seconds = time.perf_counter() - self._started
         return SaveReport(seconds, sizes[0], self.final, 0.0, max(part.seconds for part in written))
@@ -154,7 +154,7 @@ class Saving:
         """Plan what this rank writes, and count its bytes."""
         if self.staging is not None:
             self.content = replace(self.content, chunks=self.staging.plan(self.content.chunks))
-        self._writer = self.make_writer(self.content, self.files, self.crew.axis.index)
+        self._writer = self.make_writer(self.content, self.files, self.ranks.axis.index)
         self.on_point("pre_save")
         return self._writer.plan, self._writer.nbytes
 
@@ -199,20 +199,20 @@ class Saving:
         return sealed
 
     def _written(self) -> None:
-        if not self.crew.axis.is_first:
+        if not self.ranks.axis.is_first:
             self.on_point("pre_commit")
 
     @contextmanager
     def _in_folder(self) -> Iterator[Path]:
         """The folder, when it is seen here."""
         path = self.final.parent / self._name
-        with naming_full_disk(self.final.parent, self._needed, claimed=self.claimed and self.crew.axis.is_first):
+        with naming_full_disk(self.final.parent, self._needed, claimed=self.claimed and self.ranks.axis.is_first):
             _wait_for(path)
             yield path
 
     def commit(self, written: Sequence[Written]) -> int:
         """Put the folder in its place; the first rank does that, and needs no other. Returns its bytes, elsewhere 0."""
-        if not self.crew.axis.is_first:
+        if not self.ranks.axis.is_first:
             self.on_point("mid_commit")
             return 0
         assert self._new is not None

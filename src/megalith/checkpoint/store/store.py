@@ -26,7 +26,6 @@ import torch
 
 import megalith
 from megalith.checkpoint.content import CheckpointContent, LoadedContent
-from megalith.checkpoint.crew import Crew
 from megalith.checkpoint.files import manifest as manifests
 from megalith.checkpoint.files.commit import (
     claimed,
@@ -41,6 +40,7 @@ from megalith.checkpoint.files.dcp import METADATA_FILE
 from megalith.checkpoint.files.folder import CheckpointFolder, Reading, Signature, TorchDistWriter, damaged
 from megalith.checkpoint.files.hashing import Prefetch, require_file
 from megalith.checkpoint.files.manifest import MANIFEST_FILE
+from megalith.checkpoint.rank_group import RankGroup
 from megalith.checkpoint.sources.source import TRACKER_FILE as TRACKER_FILE
 from megalith.checkpoint.sources.source import Contents, is_huggingface, keys_of, no_save_folder
 from megalith.checkpoint.store.owner import check_claim
@@ -114,9 +114,9 @@ class DirectoryStore:
     What has no iteration is iteration 0 here, and weights only: Megatron's `release/`, where the tracker says so, and a
     Hugging Face model folder, which is a checkpoint itself rather than a folder of them.
 
-    With several ranks they act together: every rank calls the same methods in the same order and with the same
-    iterations, each with its own content, and an error of one is an error of all (`crew`). What is read off the folder
-    is what the first rank sees. The chunks to save are each in the content of one rank only.
+    Every rank calls the same methods in the same order and with the same iterations, each with its own content; an
+    error on one rank is raised on all (`rank_group`). The first rank lists the folder for all. The chunks to save are
+    each in the content of one rank only.
 
     Args:
         path: the save folder; it is made by the first save.
@@ -139,7 +139,7 @@ class DirectoryStore:
             raise CheckpointError(f"{path}: {problem}")
         ctx = ctx or ParallelContext.solo()
         self.path, self._retention, self._claimed = Path(path), retention, claimed
-        self._layout, self._crew = ctx.layout, Crew(ctx.world)
+        self._layout, self._ranks = ctx.layout, RankGroup(ctx.world)
         self._writer: MakeWriter = TorchDistWriter
         if save_format == "torch":
             self._writer = partial(PerRankWriter, layout=self._layout)
@@ -164,9 +164,9 @@ class DirectoryStore:
     @contextmanager
     def claim(self) -> Iterator[None]:
         """Hold the store for this run, so that no second run saves into it."""
-        self._crew.first(self._refuse_newer)
+        self._ranks.run_on_first(self._refuse_newer)
         with ExitStack() as stack:
-            self._crew.first(lambda: stack.enter_context(claimed(self.path)))
+            self._ranks.run_on_first(lambda: stack.enter_context(claimed(self.path)))
             yield
 
     def _refuse_newer(self) -> None:
@@ -237,7 +237,7 @@ class DirectoryStore:
 
         self._sound.pop(iteration, None)
         what = (self.folder(iteration), content, files, facts, on_point, publish)
-        return Saving(self._crew, *what, staging, self._writer, claimed=self._claimed)
+        return Saving(self._ranks, *what, staging, self._writer, claimed=self._claimed)
 
     def _is_complete(self, iteration: int) -> bool:
         """Whether every file of a checkpoint is there with its size; to hash them all would take too long."""
@@ -250,7 +250,7 @@ class DirectoryStore:
 
     def delete_after(self, iteration: int) -> None:
         """Delete the checkpoints of later iterations, which a run that went back has left behind."""
-        self._crew.first(lambda: self._delete([other for other in self._iterations() if other > iteration]))
+        self._ranks.run_on_first(lambda: self._delete([other for other in self._iterations() if other > iteration]))
 
     def _delete(self, iterations: Sequence[int], *, beside: bool = False) -> None:
         """Delete checkpoints but links, with `beside` in a thread; log failures unless the claim was lost."""
@@ -284,13 +284,13 @@ class DirectoryStore:
         """
         if verify and (problems := self.verify(iteration, deferred=True)):
             raise damaged(self.folder(iteration), problems)
-        asked = frozenset[str]().union(*self._crew.all(lambda: keys_of(content)))
+        asked = frozenset[str]().union(*self._ranks.run_on_all(lambda: keys_of(content)))
         readings: list[Reading] = []
-        self._crew.all(lambda: readings.append(self._existing(iteration).open(content, asked)))
-        signature = self._crew.first(lambda: self._existing(iteration).signature())
+        self._ranks.run_on_all(lambda: readings.append(self._existing(iteration).open(content, asked)))
+        signature = self._ranks.run_on_first(lambda: self._existing(iteration).signature())
         if not verify or self._sound.get(iteration) == signature:
             return self._loaded(lambda: readings[0].load({}))
-        rank, size = self._crew.axis.index, self._crew.axis.size
+        rank, size = self._ranks.axis.index, self._ranks.axis.size
         self._stop_fetching()  # the load reads the same files now
         try:
             loaded = self._loaded(lambda: readings[0].load(self._existing(iteration).read_through(rank, size)))
@@ -305,49 +305,49 @@ class DirectoryStore:
     def _loaded(self, load: Callable[[], LoadedContent]) -> LoadedContent:
         """What a load gives on this rank, if it gives something on all; it may be too large to tell the others."""
         loaded: list[LoadedContent] = []
-        self._crew.all(lambda: loaded.append(load()))
+        self._ranks.run_on_all(lambda: loaded.append(load()))
         self._opened = None  # a run needs it no more
         return loaded[0]
 
     def contents(self, iteration: int) -> Contents:
         """What a checkpoint holds, without reading the tensors."""
-        return self._crew.first(lambda: self._existing(iteration).source.contents())
+        return self._ranks.run_on_first(lambda: self._existing(iteration).source.contents())
 
     def common(self, iteration: int) -> dict[str, Any]:
         """The common state alone."""
-        return self._crew.first(lambda: self._existing(iteration).source.common())
+        return self._ranks.run_on_first(lambda: self._existing(iteration).source.common())
 
     def manifest(self, iteration: int) -> dict[str, Any] | None:
         """The manifest, or None for a checkpoint of another program."""
-        return self._crew.first(lambda: self._existing(iteration).manifest())
+        return self._ranks.run_on_first(lambda: self._existing(iteration).manifest())
 
     def iterations(self) -> list[int]:
         """All the checkpoints that are there, ascending, sound or not."""
-        return self._crew.first(self._iterations)
+        return self._ranks.run_on_first(self._iterations)
 
     def latest(self) -> int | None:
         """What the tracker says, or None if there is none or it is not a number."""
-        return self._crew.first(self._latest)
+        return self._ranks.run_on_first(self._latest)
 
     def format(self, iteration: int) -> str:
         """The format of a checkpoint: torch_dist, torch or huggingface."""
-        return self._crew.first(lambda: self._existing(iteration).source.format)
+        return self._ranks.run_on_first(lambda: self._existing(iteration).source.format)
 
     def weights_only(self, iteration: int) -> bool:
         """Whether a checkpoint is weights to begin from, rather than the state of a run to continue."""
-        return self._crew.first(lambda: iteration == 0 and self._released() is not None)
+        return self._ranks.run_on_first(lambda: iteration == 0 and self._released() is not None)
 
     def verify(self, iteration: int, *, deferred: bool = False) -> list[str]:
         """Everything that is wrong with a checkpoint, empty if it is sound; `deferred` as of `newest_verified`."""
-        signature = self._crew.first(lambda: self._existing(iteration).signature())
+        signature = self._ranks.run_on_first(lambda: self._existing(iteration).signature())
         if signature in (self._sound.get(iteration), self._begun.get(iteration) if deferred else None):
             return []  # verified before, and no file has changed since
-        rank, size = self._crew.axis.index, self._crew.axis.size
-        found = self._crew.all(lambda: self._existing(iteration).problems(rank, size, deferred=deferred))
+        rank, size = self._ranks.axis.index, self._ranks.axis.size
+        found = self._ranks.run_on_all(lambda: self._existing(iteration).problems(rank, size, deferred=deferred))
         problems = list(dict.fromkeys(problem for part in found for problem in part))
         if not problems:
             self._begun[iteration] = signature
-            if not (deferred and self._crew.first(lambda: self._existing(iteration).read_through())):
+            if not (deferred and self._ranks.run_on_first(lambda: self._existing(iteration).read_through())):
                 self._sound[iteration] = signature
             else:
                 self._fetch(iteration)
@@ -358,7 +358,7 @@ class DirectoryStore:
         self._stop_fetching()
         folder = self._existing(iteration)
         self._fetching = Prefetch(
-            [folder.path / name for name in folder.read_through(self._crew.axis.index, self._crew.axis.size)]
+            [folder.path / name for name in folder.read_through(self._ranks.axis.index, self._ranks.axis.size)]
         )
 
     def _stop_fetching(self) -> None:
@@ -373,11 +373,11 @@ class DirectoryStore:
         sound so far as is seen without reading what a load reads; `load` says whether the rest is. A NewerFormatError
         if a checkpoint of a later version would be passed over.
         """
-        candidates, notes = self._crew.first(self._candidates)
+        candidates, notes = self._ranks.run_on_first(self._candidates)
         for iteration in candidates:
             problems = self.verify(iteration, deferred=deferred)
             if not problems:
-                if self.manifest(iteration) is None and not self._crew.first(lambda: is_huggingface(self.path)):
+                if self.manifest(iteration) is None and not self._ranks.run_on_first(lambda: is_huggingface(self.path)):
                     notes.append(f"{self.folder(iteration)} has no {MANIFEST_FILE}: taken without hashes")
                 return iteration, notes
             notes += problems

@@ -104,7 +104,7 @@ class MoE(nn.Module):
         experts_TK = choice.experts_TK if kept_TK is None else choice.experts_TK.where(kept_TK, rule.experts)
         whole_SBD = enter(x_SBD if self.fc1_latent_proj is None else self.fc1_latent_proj(x_SBD), self.region)
         weights_TK = enter(choice.weights_TK, self.region)
-        experts_TK = self.region.spread(experts_TK).wait()
+        experts_TK = self.region.gather(experts_TK).wait()
         whole_TD = whole_SBD.reshape(-1, whole_SBD.shape[-1])
         delivery = self.dispatcher.deliver(whole_TD, experts_TK, weights_TK, rule.experts)
         rows_ND = self.experts(delivery.rows_ND, delivery.counts, delivery.weights_N)

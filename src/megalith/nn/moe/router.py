@@ -115,11 +115,11 @@ class Router(nn.Module):
         learning = self.training and torch.is_grad_enabled()
         x_TD = x_SBD.reshape(-1, x_SBD.shape[-1])
         if settings.jitter is not None and self.training:
-            with self.region.hidden_draws(settings.jitter):
+            with self.region.hidden_rng(settings.jitter):
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1.0 - settings.jitter, 1.0 + settings.jitter)
         logits_TE = self.logits(x_TD)
         if settings.random:
-            with self.region.hidden_draws(1.0):
+            with self.region.hidden_rng(1.0):
                 logits_TE = logits_TE + (torch.randn_like(logits_TE) - logits_TE).detach()
         if learning and settings.z_coefficient is not None:
             part = z_loss(logits_TE) / self.peers.sharing

@@ -1,9 +1,9 @@
-"""Ranks that act together: what one of them cannot do is an error on all of them, at the same call.
+"""Run an action on every rank of a group, and raise the same error on all of them if any rank fails.
 
 Without this a rank with a full disk would leave the others waiting in their next collective. Every rank makes the
-same calls in the same order; alone, an act is just done.
+same calls in the same order. With one rank the action is called directly.
 
-KeyboardInterrupt and SystemExit are not agreed on: whoever is told to leave at once leaves.
+KeyboardInterrupt and SystemExit are not agreed on: a rank that is interrupted ends at once.
 """
 
 from __future__ import annotations
@@ -24,45 +24,48 @@ _NAMED_CAUSES = 4  # different messages in one error; a thousand ranks mostly ha
 
 @dataclass(frozen=True)
 class _Outcome(Generic[T]):
-    """What came of an act on one rank."""
+    """Result or error of an action on one rank."""
 
-    acted: bool  # whether the rank had anything to do
+    acted: bool  # whether the rank ran an action
     result: T | None
     cause: str | None  # why it failed; None where it succeeded
-    kind: type[MegalithError]  # as what it failed
+    kind: type[MegalithError]  # type of the error to raise
     host: str
 
 
-class Crew:
-    """The ranks of an axis, which share a store."""
+class RankGroup:
+    """The ranks of a process group, which agree on the outcome of each action."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
-    def all(self, act: Callable[[], T]) -> list[T]:
-        """Do something on every rank; returns the results by rank, which are pickled on the way.
+    def run_on_all(self, action: Callable[[], T]) -> list[T]:
+        """Call `action` on every rank and return the results by rank; they are pickled on the way.
 
         Raises:
-            MegalithError: it failed on a rank; the message, equal on all, names that rank and the cause. It is of the
-                kind raised there, a CheckpointError where that was none of ours or ranks differ. Alone, or where it was
-                no MegalithError, this rank's own exception is raised.
+            MegalithError: the action failed on a rank. The message, equal on all ranks, names that rank and the cause.
+                Its type is the one raised there, or CheckpointError if that is no MegalithError or the types differ. A
+                rank whose own exception is no MegalithError raises that one, as does a group of one rank.
         """
-        results: list[Any] = self._agreed(act)
+        results: list[Any] = self._run(action)
         return results
 
-    def first(self, act: Callable[[], T]) -> T:
-        """Do something on the first rank only and return its result, or raise its error, on every rank; as `all`."""
-        results: list[Any] = self._agreed(act if self.axis.is_first else None)
+    def run_on_first(self, action: Callable[[], T]) -> T:
+        """Call `action` on the first rank, and return its result or raise its error on every rank.
+
+        Errors are those of `run_on_all`.
+        """
+        results: list[Any] = self._run(action if self.axis.is_first else None)
         found: T = results[0]
         return found
 
-    def _agreed(self, act: Callable[[], T] | None) -> list[T | None]:
+    def _run(self, action: Callable[[], T] | None) -> list[T | None]:
         if self.axis.size == 1:
-            assert act is not None
-            return [act()]
+            assert action is not None
+            return [action()]
         result, error = None, None
         try:
-            result = act() if act is not None else None
+            result = action() if action is not None else None
         except Exception as caught:
             error = caught
         cause: str | None = None
@@ -71,18 +74,18 @@ class Crew:
             cause, kind = str(error), type(error)
         elif error is not None:  # its type too, as its message alone may say nothing
             cause = f"{type(error).__name__}: {error}"
-        own = _Outcome(act is not None, result, cause, kind, socket.gethostname())
+        own = _Outcome(action is not None, result, cause, kind, socket.gethostname())
         outcomes: Sequence[_Outcome[T]] = comm.all_gather_objects(own, self.axis)
         if all(outcome.cause is None for outcome in outcomes):
             return [outcome.result for outcome in outcomes]
         if error is not None and not isinstance(error, MegalithError):
             raise error
         kinds = {outcome.kind for outcome in outcomes if outcome.cause is not None}
-        raise (kinds.pop() if len(kinds) == 1 else CheckpointError)(_together(outcomes)) from error
+        raise (kinds.pop() if len(kinds) == 1 else CheckpointError)(_message(outcomes)) from error
 
 
-def _together(outcomes: Sequence[_Outcome[Any]]) -> str:
-    """One message for what went wrong, each cause once; ranks are named unless all that acted have the same."""
+def _message(outcomes: Sequence[_Outcome[Any]]) -> str:
+    """Return one message with each cause once; ranks are named unless all that ran the action failed alike."""
     ranks_of: dict[str, list[int]] = {}
     for rank, outcome in enumerate(outcomes):
         if outcome.cause is not None:
