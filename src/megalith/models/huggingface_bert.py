@@ -70,21 +70,11 @@ class _Bert(Family):
         )
 
     def unlike(self, model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
-        wanted = {
-            "apply_residual_connection_post_layernorm": self.published,
-            "position_embedding_type": "learned_absolute",
-            "normalization": "LayerNorm",
-            "gated": False,
-            "add_bias_linear": True,
-            "head_norm": "",
-            "untie_embeddings_and_output_weights": False,
-        }
-        fits = {
-            "one key and value head for each query head": model.query_groups == model.num_attention_heads,
-            "the exact GELU": model.activation == "gelu_erf",
-            "heads that make up the hidden size": model.head_size * model.num_attention_heads == model.hidden_size,
-            "types of tokens": model.has_token_types,
-        }
+        wanted, fits = self.unlike_gpt2(model)
+        wanted["apply_residual_connection_post_layernorm"] = self.published
+        wanted["untie_embeddings_and_output_weights"] = False
+        fits["the exact GELU"] = model.activation == "gelu_erf"
+        fits["types of tokens"] = model.has_token_types
         return wanted, fits
 
     def config_of(self, model: ModelConfig, eod: int | None, special: Mapping[str, int]) -> dict[str, Any]:

@@ -133,6 +133,15 @@ class Family(ABC):
     def tensors(self, model: ModelConfig, vocab_size: int) -> Iterator[TheirTensor]:
         """Yield all tensors in the order of the `state_dict`; `vocab_size` counts the rows of the embedding."""
 
+    @staticmethod
+    def unlike_gpt2(model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
+        """What `unlike` says of families with GPT-2's layers."""
+        wanted: dict[str, Any] = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"}
+        return wanted | {"gated": False, "add_bias_linear": True, "head_norm": ""}, {
+            "one key and value head for each query head": model.query_groups == model.num_attention_heads,
+            "heads that make up the hidden size": model.head_size * model.num_attention_heads == model.hidden_size,
+        }
+
     def settled(self, model: ModelConfig, names: Collection[str]) -> ModelConfig:
         """The architecture with what config.json does not say, by the names of the tensors in the files."""
         return model

@@ -44,18 +44,8 @@ class _GPT2(Family):
         )
 
     def unlike(self, model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
-        wanted = {
-            "position_embedding_type": "learned_absolute",
-            "normalization": "LayerNorm",
-            "gated": False,
-            "add_bias_linear": True,
-            "head_norm": "",
-        }
-        fits = {
-            "one key and value head for each query head": model.query_groups == model.num_attention_heads,
-            "GELU": model.activation in ("gelu_tanh", "gelu_erf"),
-            "heads that make up the hidden size": model.head_size * model.num_attention_heads == model.hidden_size,
-        }
+        wanted, fits = self.unlike_gpt2(model)
+        fits["GELU"] = model.activation in ("gelu_tanh", "gelu_erf")
         return wanted, fits | fits_windows(model, self.model_type)
 
     def config_of(self, model: ModelConfig, eod: int | None, special: Mapping[str, int]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ A window of W tokens there is the token itself and W - 1 before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -146,28 +146,19 @@ def _llama3(reading: Reading, found: Mapping[str, Any]) -> dict[str, Any]:
 # --- writing ---
 
 
-_WINDOWS_OF = {
-    "gpt2": "attention to the whole sequence",
-    "llama": "attention to the whole sequence",
-    "mistral": "the same window in all layers",
-    "mixtral": "the same window in all layers",
-    "qwen3_moe": "attention to the whole sequence",
-    "qwen2": "windows in the last layers",
-    "qwen3": "windows in the last layers",
+_WHOLE = ("attention to the whole sequence", lambda slides: not any(slides))
+_ALIKE = ("the same window in all layers", lambda slides: all(slides) or not any(slides))
+_LAST = ("windows in the last layers", lambda slides: slides == sorted(slides))
+_WINDOWS: dict[str, tuple[str, Callable[[list[bool]], bool]]] = {
+    **{"gpt2": _WHOLE, "llama": _WHOLE, "qwen3_moe": _WHOLE},
+    **{"mistral": _ALIKE, "mixtral": _ALIKE, "qwen2": _LAST, "qwen3": _LAST},
 }
-"""What windows a family has, in words."""
 
 
 def fits_windows(model: ModelConfig, kind: str) -> dict[str, bool]:
     """What windows a family has, in words -> whether a model has them too."""
-    slides = [window is not None for window in model.windows]
-    if kind in ("gpt2", "llama", "qwen3_moe"):
-        fits = not any(slides)
-    elif kind in ("mistral", "mixtral"):
-        fits = all(slides) or not any(slides)
-    else:
-        fits = slides == sorted(slides)
-    return {_WINDOWS_OF[kind]: fits}
+    words, fits = _WINDOWS[kind]
+    return {words: fits([window is not None for window in model.windows])}
 
 
 def rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
