@@ -220,14 +220,11 @@ fused_attention_needs_no_layer_scaling = note(
 )
 
 
-@notice
-def gates_are_given(draft: Draft) -> str:
-    model = draft.run.model
-    names = [name for name in ("glu_linear_offset", "activation_func_clamp_value") if getattr(model, name)]
-    if not names or model.gated:
-        return ""
-    shown = " and ".join(show(draft, name) for name in names)
-    return f"{shown} {'have' if len(names) > 1 else 'has'} no effect: the feed-forward layers are not gated"
+gates_are_given = idle(
+    ("glu_linear_offset", "activation_func_clamp_value"),
+    lambda run: run.model.gated,
+    lambda draft: ": the feed-forward layers are not gated",
+)
 
 
 patterns_are_of_layers = (

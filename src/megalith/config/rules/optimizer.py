@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalith.config.rules.rule import Draft, Rule, exclusive, forbid, idle, idle_without, note, notice, rule, show
+from megalith.config.rules.rule import Draft, Rule, exclusive, forbid, idle, idle_without, note, rule, show
 from megalith.config.run import RunConfig
 from megalith.registry import Registered
 
@@ -254,10 +254,8 @@ def growing_weight_decay_has_two_ends(draft: Draft) -> str:
     return ""
 
 
-@notice
-def wsd_settings_without_wsd(draft: Draft) -> str:
-    names = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
-    shown = [show(draft, name) for name in names if name in draft.given]
-    if draft.run.schedule.lr_decay_style == "WSD" or not shown:
-        return ""
-    return f"{', '.join(shown)}: no effect without --lr-decay-style WSD"
+wsd_settings_without_wsd = idle(
+    ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    lambda run: run.schedule.lr_decay_style == "WSD",
+    lambda draft: " without --lr-decay-style WSD",
+)

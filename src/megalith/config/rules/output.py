@@ -11,7 +11,6 @@ from megalith.config.rules.rule import (
     idle_without,
     multiples,
     note,
-    notice,
     rule,
     show,
 )
@@ -151,19 +150,14 @@ a_project_of_wandb_has_a_run_name = forbid(
 )
 
 
-@notice
-def records_without_a_place(draft: Draft) -> str:
-    names = (
-        "log_timers_to_tensorboard",
-        "log_validation_ppl_to_tensorboard",
-        "log_memory_to_tensorboard",
-        "log_world_size_to_tensorboard",
-        "tensorboard_log_interval",
-    )
-    shown = [show(draft, name) for name in names if name in draft.given and getattr(draft.run.log, name)]
-    if draft.run.log.tensorboard_dir or draft.run.log.wandb_project or not shown:
-        return ""
-    return f"{', '.join(shown)}: no effect without --tensorboard-dir or --wandb-project (metrics.jsonl has it all)"
+records_without_a_place = idle(
+    (
+        *("log_timers_to_tensorboard", "log_validation_ppl_to_tensorboard", "log_memory_to_tensorboard"),
+        *("log_world_size_to_tensorboard", "tensorboard_log_interval"),
+    ),
+    lambda run: run.log.tensorboard_dir or run.log.wandb_project,
+    lambda draft: " without --tensorboard-dir or --wandb-project (metrics.jsonl has it all)",
+)
 
 
 log_settings_are_read = (
