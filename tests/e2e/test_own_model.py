@@ -71,6 +71,9 @@ WORDS = """--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 
     --mock-data --tokenizer-type NullTokenizer --vocab-size 30 --make-vocab-size-divisible-by 2 --import own_models
     --attention-dropout 0 --hidden-dropout 0 --log-interval 1"""
 
+AGAIN = """--import own_models --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-style constant
+    --eval-iters 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 30"""
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path) -> Path:
@@ -115,7 +118,13 @@ def test_a_plain_module_with_dropout_resumes_bit_for_bit_and_generates(folder: P
     answer = run(folder, "generate", "whole", "--import", "own_models", "--prompt", "1 2 3", "--max-new-tokens", "4")
     assert answer.returncode == 0 and answer.stdout.startswith("1 2 3 ")
     without = run(folder, "generate", "whole", "--prompt", "1 2 3")
-    assert without.returncode == 2 and "--import own_models" in without.stderr
+    assert without.returncode == 4 and "--import own_models" in without.stderr
+    (folder / "text.txt").write_text(" ".join(str(number % 30) for number in range(100)))
+    words = ("whole", "--import", "own_models", "--task", "text", "--data", "text.txt", "--json", "scored.json")
+    scored = run(folder, "evaluate", *words)
+    assert scored.returncode == 0, scored.stderr
+    again = run(folder, "train", "--use-checkpoint-args", *AGAIN.split(), "--load", "whole", "--train-iters", "5")
+    assert again.returncode == 0, again.stderr
 
 
 def test_a_plain_module_is_refused_by_name_over_tensor_parallel_ranks(folder: Path) -> None:

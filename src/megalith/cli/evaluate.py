@@ -158,7 +158,7 @@ def _configuration(request: Request) -> RunConfig:
             f"--task {request.task} is for {' and '.join(wanted)}, and {request.checkpoint} holds a {fits.title}; use "
             f"--task {fits.objective if fits.objective in MASKED_TASKS else 'text or cloze'}"
         )
-    wrong = contradictions(request.stated, args)
+    wrong = contradictions(request.stated, args, request.registry)
     if request.task in ("wikitext103", "text"):
         wrong += request.windows(model.max_position_embeddings)[2]
     if request.task in MASKED_TASKS and model.position_embedding_type == "learned_absolute":

@@ -284,7 +284,7 @@ def _configuration(launch: _Launch) -> RunConfig:
     args = saved_args(launch.flags.checkpoint, launch.flags.iteration)
     model = model_in(args, launch.flags.checkpoint, launch.flags.registry)
     require_text_model(model, launch.flags.checkpoint, "a server", or_answers=True)
-    if wrong := contradictions(launch.flags.stated, args):
+    if wrong := contradictions(launch.flags.stated, args, launch.flags.registry):
         raise ConfigError(wrong)
     return ranks_of(model, launch.flags.settings, os.environ)
 

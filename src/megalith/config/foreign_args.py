@@ -166,14 +166,14 @@ _LAYOUT = (
 )
 
 
-def settings_from(args: Mapping[str, Any], *, layout: bool) -> dict[str, Any]:
+def settings_from(args: Mapping[str, Any], registry: Registry = EMPTY, *, layout: bool) -> dict[str, Any]:
     """The settings that a checkpoint decides, name -> value; with `layout` the tensor and pipeline sizes too.
 
     Raises:
         CheckpointError: its model has a part that this version has not.
         KeyError: an argument that no model is without is missing.
     """
-    model, tokenizer = model_of(args), tokenizer_of(args)
+    model, tokenizer = model_of(args, registry), tokenizer_of(args, registry)
     values = {name: getattr(model, name) for name in MODEL_SETTINGS}
     if model.apply_query_key_layer_scaling:  # of fp16 runs of 2023, whose scores may overflow without it
         values["apply_query_key_layer_scaling"] = True

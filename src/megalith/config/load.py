@@ -65,7 +65,7 @@ def load(
     readings: tuple[Reading, ...] = (launch, recipe, flags)
     asked = {name: value for reading in readings for name, value in reading.values.items()}
     if saved_args is not None:
-        readings += (_read_checkpoint({**recipe.values, **flags.values}, saved_args),)
+        readings += (_read_checkpoint({**recipe.values, **flags.values}, saved_args, registry),)
     given = asked | readings[-1].values
     faulty = set().union(*(reading.faulty for reading in readings)) - _overridden(flags)
     problems = [problem for reading in readings for problem in reading.problems]
@@ -102,7 +102,7 @@ def _refuse_untrusted(recipe: str, imports: Sequence[str], registry: Registry) -
         )
 
 
-def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader) -> Reading:
+def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader, registry: Registry) -> Reading:
     """What `--use-checkpoint-args` takes from the checkpoint of `--load`; nothing without that flag."""
     reading, folder = Reading(), given.get("load") or given.get("pretrained_checkpoint")
     layout = bool(given.get("use_mp_args_from_checkpoint_args"))
@@ -115,7 +115,7 @@ def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader) -> Readin
     if args is None:
         reading.notes.append(f"--use-checkpoint-args: {folder} holds no checkpoint yet: the flags count")
         return reading
-    reading.values = settings_from(args, layout=layout)
+    reading.values = settings_from(args, registry, layout=layout)
     if not given.get("use_tokenizer_model_from_checkpoint_args", True):
         reading.values.pop("tokenizer_model", None)
         if "tokenizer_type" in given:

@@ -19,6 +19,7 @@ from megalith.config.tokenizer_flags import TOKENIZER_SETTINGS, tokenizer_from
 from megalith.config.values import local_path
 from megalith.errors import ConfigError
 from megalith.evaluate.request import DEFAULT_BATCH, Request
+from megalith.registry import EMPTY, Registry
 
 TASKS = {"LAMBADA": "lambada", "WIKITEXT103": "wikitext103"}
 """Megatron's name -> ours."""
@@ -176,9 +177,9 @@ def stated_architecture(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def contradictions(stated: Mapping[str, Any], args: Mapping[str, Any]) -> list[str]:
+def contradictions(stated: Mapping[str, Any], args: Mapping[str, Any], registry: Registry = EMPTY) -> list[str]:
     """Where a command line and a checkpoint disagree on the architecture, each naming both."""
-    model, settings = model_of(args), all_settings()
+    model, settings = model_of(args, registry), all_settings()
     resolved = {
         "ffn_hidden_size": model.ffn_size,
         "kv_channels": model.head_size,
