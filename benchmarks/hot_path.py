@@ -13,6 +13,7 @@ import argparse
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -47,7 +48,7 @@ def stack_at_first_product() -> list[Place]:
         while above is not None:
             file = Path(above.f_code.co_filename)
             if file.is_relative_to(SOURCE):
-                places.append((file.relative_to(SOURCE).as_posix(), above.f_code.co_qualname))
+                places.append((file.relative_to(SOURCE).as_posix(), name_of(above)))
             above = above.f_back  # type: ignore[assignment]
         if ("train/step.py", "train_step") in places:
             found.extend(reversed(places))
@@ -61,18 +62,34 @@ def stack_at_first_product() -> list[Place]:
     return found
 
 
+@cache
+def functions(file: Path) -> dict[tuple[str, int], tuple[str, int]]:
+    """Return the name and first line of each function of a file -> its qualified name and number of lines."""
+    found: dict[tuple[str, int], tuple[str, int]] = {}
+
+    def search(parent: ast.AST, prefix: str) -> None:
+        for node in ast.iter_child_nodes(parent):
+            if isinstance(node, ast.ClassDef):
+                search(node, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.FunctionDef):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                length = (node.end_lineno or node.lineno) - first + 1
+                found[node.name, first] = f"{prefix}{node.name}", length
+
+    search(ast.parse(file.read_text("utf-8")), "")
+    return found
+
+
+def name_of(frame: FrameType) -> str:
+    """Return the qualified name of the function of a frame (`co_qualname`, which Python 3.10 lacks)."""
+    code = frame.f_code
+    return functions(Path(code.co_filename)).get((code.co_name, code.co_firstlineno), (code.co_name, 0))[0]
+
+
 def length_of(place: Place) -> int:
     """Return the lines of a function, decorators and docstring included; 0 for one inside another that counts."""
     file, name = place
-    nodes: list[ast.AST] = [ast.parse((SOURCE / file).read_text("utf-8"))]
-    for part in name.split("."):
-        nodes = [
-            node
-            for parent in nodes
-            for node in ast.iter_child_nodes(parent)
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == part
-        ]
-    return sum(node.end_lineno - node.lineno + 1 for node in nodes)  # type: ignore[attr-defined]
+    return dict(functions(SOURCE / file).values()).get(name, 0)
 
 
 def rows(places: list[Place]) -> list[str]:
