@@ -119,7 +119,8 @@ class Quickstart:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.out, self.console = options, options.out, Console(highlight=False)
-        self.script, self.status = self.out / "commands.sh", self.console.status("")
+        self.script, self.training = self.out / "commands.sh", self.out / "checkpoints" / "run"
+        self.status = self.console.status("")
 
     def run(self) -> None:
         """Go from text to a trained model."""
@@ -179,11 +180,10 @@ class Quickstart:
             "device": self.options.device,
             "workers": os.cpu_count() or 1,
             "iterations": iterations,
-            "min_lr": size.learning_rate / 20,
-            "warmup": iterations // 25 + 1,
+            "min_lr": f"{size.learning_rate / 20:g}",
             "eval_interval": iterations // 6,
             "eval_iters": max(2, min(32_768 // size.tokens_per_step, iterations // 40)),
-            "save_interval": plan.save_interval,
+            "save_interval": iterations // 4,
             "prompt": prompt,
         }
         quoted = {name: shlex.quote(str(value)) for name, value in values.items()}
@@ -226,10 +226,6 @@ class Quickstart:
             error.exit_code = code if code >= 0 else 128 - code
             raise error
         return log
-
-    def history(self) -> History:
-        """Return what the training recorded."""
-        return read_history(self.out / "checkpoints" / "run")
 
     def collect(self) -> Corpus:
         """Gather the documents to train on."""
@@ -286,7 +282,7 @@ class Quickstart:
             show(f"killed with SIGKILL after step {plan.kill_step - 1}; the same command again:")
         with self.step("resume") as show:
             self.call(arguments)
-            resume = compare_repeated_steps(self.history())
+            resume = compare_repeated_steps(read_history(self.training))
             equal = f"{resume['num_equal']} of {resume['num_repeated']} repeated steps equal bit for bit"
             if resume["num_equal"] < resume["num_repeated"]:
                 equal += f", losses within {resume['largest_difference']:.1e}"
@@ -301,7 +297,7 @@ class Quickstart:
 
     def evaluate(self, characters_per_token: float) -> dict[str, Any]:
         """Report how well the model predicts text that it has not seen."""
-        evaluations = [event.record for event in self.history().events if event.kind == "evaluation"]
+        evaluations = [event.record for event in read_history(self.training).events if event.kind == "evaluation"]
         losses = {record["split"]: record["loss"] for record in evaluations}
         perplexity = {split: math.exp(loss) for split, loss in losses.items()}
         loss = losses["validation"]
@@ -321,7 +317,7 @@ class Quickstart:
 
     def draw(self, plan: Plan, killed_at: int) -> None:
         """Show the losses of training as bars, each the mean of a part of the run, and save all of them as a PNG."""
-        curves = self.history().curves
+        curves = read_history(self.training).curves
         title = f"Megalith quickstart: GPT of {plan.size.num_parameters / 1e6:.1f} M parameters, {plan.machine.name}"
         try:
             save_png(curves, killed_at, path := self.out / "loss.png", title)
@@ -346,7 +342,7 @@ class Quickstart:
         self.console.print(f"[bold]Done in {seconds / 60.0:.1f} minutes; {where}. Next:[/]")
         for about, command in (
             ("ask the model", f"{program()} {shlex.join(generate)}"),
-            ("read, change and run again what was run, with Megatron's flags", f"cat {self.script}"),
+            ("read, change and run again what was run, with Megatron's flags", f"cat {shlex.quote(str(self.script))}"),
             ("the same on your own text", f"{program()} quickstart --data FILE.jsonl --out my-model"),
         ):
             self.console.print(f"  [dim]# {about}[/]\n  {escape(command)}", soft_wrap=True)

@@ -12,7 +12,7 @@ cd {folder}
     --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights \
     --attention-dropout 0 --hidden-dropout 0 --device {device} {precision} \
     --micro-batch-size {batch_size} --global-batch-size {batch_size} --train-iters {iterations} \
-    --lr {learning_rate} --min-lr {min_lr} --lr-decay-style cosine --lr-warmup-iters {warmup} \
+    --lr {learning_rate} --min-lr {min_lr} --lr-decay-style cosine --lr-warmup-fraction 0.04 \
     --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 \
     --eval-interval {eval_interval} --eval-iters {eval_iters} \
     --save {out}/checkpoints --load {out}/checkpoints --save-interval {save_interval} --log-interval 10 \

@@ -92,13 +92,9 @@ class Plan:
     step_seconds: float = 0.0  # of one training step, as measured
 
     @property
-    def save_interval(self) -> int:
-        return self.iterations // 4
-
-    @property
     def kill_step(self) -> int:
-        """The step half-way that the kill interrupts, far enough behind a checkpoint that some steps are lost."""
-        return 2 * self.save_interval + max(3, self.iterations // 40) + 1
+        """The step that the kill interrupts, some steps behind the checkpoint half-way."""
+        return self.iterations // 2 + max(3, self.iterations // 40) + 1
 
 
 def measure_machine(wanted: str, seconds: float) -> Machine:
