@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,12 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from .warm import WarmProcess
+
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
 SECTIONS = {part.splitlines()[0]: part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]}
 
+WITH_A_SUPERVISOR = "An optimizer"
+"""The section whose line with `--nproc` runs as it is typed; those of others start their ranks from the template."""
+
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_a_program_of_the_page(title: str, tmp_path: Path) -> None:
+def test_a_program_of_the_page(title: str, tmp_path: Path, warm: WarmProcess) -> None:
     section = SECTIONS[title]
     for name, source in re.findall(r"```python\n# (\S+\.py)\n(.*?)```", section, re.DOTALL):
         (tmp_path / name).write_text(source, encoding="utf-8")
@@ -28,6 +34,13 @@ def test_a_program_of_the_page(title: str, tmp_path: Path) -> None:
     for line in block.splitlines():
         words = line.removeprefix("$ ")
         command, _, rest = words.partition(" ")
+        ranks = re.search(r"--nproc (\d+) ", rest)
+        if command == "megalith" and (ranks is None or title != WITH_A_SUPERVISOR):
+            name, *arguments = shlex.split(rest.replace(ranks[0], "") if ranks else rest)
+            ended = warm.run_ranks(int(ranks[1]), arguments, tmp_path) if ranks else []
+            ended = ended or [warm.run(arguments, tmp_path, command=name)]
+            assert [one.code for one in ended] == [0] * len(ended), f"{words}\n{ended[0].text[-2000:]}"
+            continue
         done = subprocess.run(
             ["bash", "-c", f"{tools.get(command, command)} {rest}"],
             cwd=tmp_path,
