@@ -31,15 +31,16 @@ class Work:
 
 
 @pytest.fixture(scope="module")
-def work(warm: WarmProcess, repository: Path, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Work:
+def work(warm: WarmProcess, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Work:
     data = shared / "data"
     folder = tmp_path_factory.mktemp("evaluate")
     text = (data / "tinyshakespeare/input.txt").read_text()[:60_000]
     (folder / "text.txt").write_text(text)
     files = ["--vocab-file", str(data / "gpt2/gpt2-vocab.json"), "--merge-file", str(data / "gpt2/gpt2-merges.txt")]
-    words = ["--input", str(folder / "text.txt"), "--output-prefix", str(folder / "data"), "--append-eod"]
-    command = [sys.executable, str(repository / "tools/preprocess_data.py"), *words, "--workers", "1", *files]
-    subprocess.run([*command, "--tokenizer-type", "GPT2BPETokenizer"], check=True, capture_output=True)
+    words = ["--input", folder / "text.txt", "--output-prefix", folder / "data", "--append-eod", "--workers", 1]
+    words += ["--tokenizer-type", "GPT2BPETokenizer", *files]
+    prepared = warm.run(words, folder, command="preprocess")
+    assert prepared.code == 0, prepared.text
     train = shlex.split(
         f"{ARCHITECTURE} --seq-length 64 --micro-batch-size 4 --lr 0.01 --eval-iters 0 --num-workers 0 "
         f"--hidden-dropout 0 --attention-dropout 0 --data-path {folder / 'data_text_document'}"

@@ -22,7 +22,7 @@ TEXT = "the king said to the queen that the crown of the kingdom is heavy\n\n" *
 
 
 @pytest.fixture(scope="module")
-def saved(warm: WarmProcess, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(warm: WarmProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A save folder; the files that trained it are gone."""
     folder = tmp_path_factory.mktemp("generate")
     work = folder / "work"
@@ -30,17 +30,9 @@ def saved(warm: WarmProcess, repository: Path, tmp_path_factory: pytest.TempPath
     (work / "text.txt").write_text(TEXT)
     vocab, merges = train_byte_level_bpe([TEXT], 300, work)
     tokenizer = ["--vocab-file", str(vocab), "--merge-file", str(merges)]
-    preprocess = [sys.executable, str(repository / "tools/preprocess_data.py"), "--input", str(work / "text.txt")]
-    words = [
-        "--output-prefix",
-        str(work / "data"),
-        "--tokenizer-type",
-        "GPT2BPETokenizer",
-        "--append-eod",
-        "--workers",
-        "1",
-    ]
-    subprocess.run([*preprocess, *words, *tokenizer], check=True, capture_output=True)
+    words = ["--input", work / "text.txt", "--output-prefix", work / "data", "--tokenizer-type", "GPT2BPETokenizer"]
+    done = warm.run([*words, "--append-eod", "--workers", 1, *tokenizer], work, command="preprocess")
+    assert done.code == 0, done.text
     train = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
         "--micro-batch-size 8 --train-iters 120 --lr 0.005 --eval-iters 0 --save-interval 60 --hidden-dropout 0 "

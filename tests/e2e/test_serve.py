@@ -37,7 +37,7 @@ JSON = {"Content-Type": "application/json; charset=UTF-8"}
 
 
 @pytest.fixture(scope="module")
-def saved(warm: WarmProcess, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(warm: WarmProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A save folder, with the files of its tokenizer beside it."""
     folder = tmp_path_factory.mktemp("serve")
     text = f"{SENTENCE}\n\n" * 200
@@ -45,8 +45,8 @@ def saved(warm: WarmProcess, repository: Path, tmp_path_factory: pytest.TempPath
     vocab, merges = train_byte_level_bpe([text], 300, folder)
     tokenizer = ["--vocab-file", str(vocab), "--merge-file", str(merges)]
     words = ["--input", folder / "text.txt", "--output-prefix", folder / "data", "--tokenizer-type", "GPT2BPETokenizer"]
-    preprocess = [sys.executable, repository / "tools/preprocess_data.py", *words, "--append-eod", "--workers", "1"]
-    subprocess.run([*map(str, preprocess), *tokenizer], check=True, capture_output=True)
+    done = warm.run([*words, "--append-eod", "--workers", 1, *tokenizer], folder, command="preprocess")
+    assert done.code == 0, done.text
     train = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 4096 "
         "--micro-batch-size 8 --train-iters 80 --lr 0.005 --eval-iters 0 --save-interval 80 --hidden-dropout 0 "
