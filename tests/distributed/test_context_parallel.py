@@ -21,7 +21,7 @@ from megalith.nn.region import Solo
 from megalith.nn.rope import rotation
 from megalith.parallel import context as context_parallel
 from megalith.parallel.context import RingAttention, UlyssesAttention, ring_blocks
-from megalith.serve.cache import BlockCache
+from megalith.serve.cache import PagedKVCache
 from megalith.serve.runner import Batch, Piece
 
 BATCH, HEADS, SIZE = 2, 8, 4
@@ -141,7 +141,7 @@ def test_a_length_that_does_not_divide_names_its_neighbours() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_is_refused(kind: str) -> None:
     layer = _new_layer(KINDS[kind](Axis("cp", (0, 1), 0)))
-    cache = BlockCache(1, 4, 2, 2, 6, dtype=torch.float64, device=torch.device("cpu"))
+    cache = PagedKVCache(1, 4, 2, 2, 6, dtype=torch.float64, device=torch.device("cpu"))
     (layer_cache,) = cache.read(Batch([Piece([0] * 4, 0, [0, 1])])).layers
     with pytest.raises(LayoutError, match="generate with --context-parallel-size 1"):
         layer(torch.zeros(4, 1, 24, dtype=torch.float64), None, layer_cache)
@@ -364,8 +364,8 @@ def _layer(mixer: ContextParallelAttention, compiled: bool = False) -> tuple[lis
     if compiled:
         layer.compile(backend="aot_eager")
     x, grad = torch.randn(2, 16, BATCH, 24, dtype=torch.float64)
-    turn = rotation(mixer.positions(16), 6, 10000, interleaved=False, dtype=torch.float64)
-    output = layer(mixer.own(x, 0), turn)
+    rope = rotation(mixer.positions(16), 6, 10000, interleaved=False, dtype=torch.float64)
+    output = layer(mixer.own(x, 0), rope)
     output.backward(mixer.own(grad, 0))
     gradients = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
     return gradients, output.detach()

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalith.distributed import comm
 from megalith.distributed.context import Axis, ParallelContext
 from megalith.layout import Layout
-from megalith.nn.moe.dispatch import HERE, Dispatcher
+from megalith.nn.moe.dispatch import LOCAL_DISPATCHER, Dispatcher
 from megalith.parallel.experts import DISPATCHERS
 
 from .test_parity import Case, _run
@@ -34,10 +34,10 @@ def _tensors(rank: int) -> tuple[Tensor, Tensor]:
 
 def _computed(dispatcher: Dispatcher, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, list[int]]:
     """Expert e multiplies by e + 1 and by the weight."""
-    delivery = dispatcher.deliver(x_TD, experts_TK, weights_TK, EXPERTS)
-    numbers = torch.arange(1.0, EXPERTS + 1, dtype=torch.float64)[dispatcher.here(EXPERTS)]
-    factors = numbers.repeat_interleave(torch.tensor(delivery.counts)) * delivery.weights_N
-    return delivery.home(delivery.rows_ND * factors.unsqueeze(1)), delivery.counts
+    dispatched = dispatcher.dispatch(x_TD, experts_TK, weights_TK, EXPERTS)
+    numbers = torch.arange(1.0, EXPERTS + 1, dtype=torch.float64)[dispatcher.local_experts(EXPERTS)]
+    factors = numbers.repeat_interleave(torch.tensor(dispatched.counts)) * dispatched.weights_N
+    return dispatched.combine(dispatched.rows_ND * factors.unsqueeze(1)), dispatched.counts
 
 
 class _Rows:
@@ -91,7 +91,7 @@ def test_tokens_meet_their_experts_and_come_home(kind: str, chosen: str, dispatc
         x_TD, weights_TK = _tensors(rank)
         experts_TK = torch.tensor(CHOSEN[chosen](rank))
         loads += torch.bincount(experts_TK.flatten(), minlength=EXPERTS + 1)
-        y_TD, _ = _computed(HERE, x_TD, experts_TK, weights_TK)
+        y_TD, _ = _computed(LOCAL_DISPATCHER, x_TD, experts_TK, weights_TK)
         y_TD.sin().sum().backward()
         for mine, wanted in zip(found, (y_TD.detach(), x_TD.grad, weights_TK.grad), strict=True):
             assert torch.allclose(mine, wanted, rtol=1e-13, atol=1e-13)

@@ -26,7 +26,7 @@ from megalith.models.language_model import Stage
 from megalith.models.t5 import T5
 from megalith.parallel.tensor import TensorParallel
 from megalith.serve.engine import Engine, Limits
-from megalith.serve.model_runner import ModelRunner, Opening, RankRunner, unpacked
+from megalith.serve.model_runner import DecoderPrompt, ModelRunner, RankRunner, unpacked
 from megalith.serve.request import Beams, Event, Request, Sampling, Token
 
 from ..unit.serve import models
@@ -61,7 +61,7 @@ def _requests(*, answers: bool) -> list[Request]:
 
 
 def _answers(engine: Engine) -> list[Any]:
-    tickets = [engine.submit(request) for request in _requests(answers=engine.opening is not None)]
+    tickets = [engine.submit(request) for request in _requests(answers=engine.decoder_prompt is not None)]
     events: dict[Any, list[Event]] = {ticket: [] for ticket in tickets}
     while engine.has_work:
         for ticket, event in engine.step():
@@ -84,8 +84,8 @@ def _alone(style: str) -> list[Any]:
 
 
 def _engine(runner: ModelRunner | RankRunner, style: str) -> Engine:
-    opening = Opening(1, 0) if style in models.ANSWERING else None
-    return Engine(runner, cast("Any", Numbers()), Limits(step_tokens=9), opening=opening)
+    opening = DecoderPrompt(1, 0) if style in models.ANSWERING else None
+    return Engine(runner, cast("Any", Numbers()), Limits(step_tokens=9), decoder_prompt=opening)
 
 
 def _model(style: str, context: ParallelContext) -> GPT | T5:

@@ -23,7 +23,7 @@ from megalith.models.huggingface import config_of_model, family_for, model_of_co
 from megalith.models.saved import saved_tensors
 from megalith.models.t5 import T5
 from megalith.serve.engine import Engine, Limits
-from megalith.serve.model_runner import ModelRunner, Opening
+from megalith.serve.model_runner import DecoderPrompt, ModelRunner
 from megalith.serve.request import Request, Sampling, Token
 
 transformers = pytest.importorskip("transformers")
@@ -176,7 +176,9 @@ def test_answers_are_those_of_generate(tmp_path: Path, options: dict[str, Any]) 
         for name, tensor, _ in saved_tensors(ours):
             tensor.copy_(Weights(source).read(name, tensor.shape, space))
     tokenizer = SimpleNamespace(vocab_size=ROWS, eod=1, decode=lambda ids: "".join(f"<{token}>" for token in ids))
-    engine = Engine(ModelRunner(ours, 60, 4), cast("Any", tokenizer), Limits(step_tokens=9), opening=Opening(0, 1))
+    engine = Engine(
+        ModelRunner(ours, 60, 4), cast("Any", tokenizer), Limits(step_tokens=9), decoder_prompt=DecoderPrompt(0, 1)
+    )
     texts = [[5, 9, 30, 2, 7, 1], [3, 1], [8] * 11 + [1], [4, 4, 21, 17, 1]]
     requests = [Request(tuple(text), 10, Sampling(0.0)) for text in texts]
     tickets = [engine.submit(request) for request in requests]

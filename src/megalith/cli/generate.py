@@ -137,7 +137,7 @@ def _answer(
     Where several processes share the layers, all of them call this.
     """
     from megalith.serve.engine import Engine
-    from megalith.serve.model_runner import RankRunner, blocks_for, opening_of, runner_of, text_ids
+    from megalith.serve.model_runner import RankRunner, blocks_for, decoder_prompt_of, runner_of, text_ids
 
     try:
         ids = text_ids(trained.tokenizer, text)
@@ -156,7 +156,9 @@ def _answer(
             shared.follow()
             return
     runner = runner_of(model, blocks, context_length=length) if context is None else shared
-    engine = Engine(runner, trained.tokenizer, _limits(options), opening=opening_of(model, trained.tokenizer))
+    engine = Engine(
+        runner, trained.tokenizer, _limits(options), decoder_prompt=decoder_prompt_of(model, trained.tokenizer)
+    )
     try:
         _write(engine, _request(ids, sampling, options), "")
     finally:

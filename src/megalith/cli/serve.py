@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from megalith.distributed.context import ParallelContext
     from megalith.distributed.watch import Watch
     from megalith.serve.engine import Engine
-    from megalith.serve.model_runner import ModelRunner, Opening
+    from megalith.serve.model_runner import DecoderPrompt, ModelRunner
 
 _KEY_VARIABLE = "MEGALITH_API_KEY"
 _FORWARDED_WITHIN_SECONDS = 1.0
@@ -222,7 +222,7 @@ def _on_rank(launch: _Launch, context: ParallelContext, listener: socket.socket 
         _say(memory)
     if engine is not None and listener is not None:
         if context.world.size == 1 and context.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            _settle_threads(runner, engine.opening)
+            _settle_threads(runner, engine.decoder_prompt)
         _try_out(trained, engine)
         sys.setswitchinterval(_SECONDS_BETWEEN_THREADS)
         return asyncio.run(_answer(launch, trained, engine, listener, watch if context.world.size > 1 else None))
@@ -250,7 +250,7 @@ def _span(sizes: Sequence[int]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _settle_threads(runner: ModelRunner, opening: Opening | None) -> None:
+def _settle_threads(runner: ModelRunner, decoder_prompt: DecoderPrompt | None) -> None:
     """Take fewer threads than cores where that is faster, and say so."""
     import torch
 
@@ -258,7 +258,7 @@ def _settle_threads(runner: ModelRunner, opening: Opening | None) -> None:
     from megalith.serve.runner import decoding_step
 
     most = torch.get_num_threads()
-    step = partial(runner.run, decoding_step(runner, encodes=opening is not None))
+    step = partial(runner.run, decoding_step(runner, encodes=decoder_prompt is not None))
     chosen = fastest_count(step, most, torch.set_num_threads)
     if chosen < most:
         _say(
@@ -293,7 +293,7 @@ def _load(launch: _Launch, context: ParallelContext) -> tuple[Trained, Engine | 
     """The model, and on the first rank the engine."""
     from megalith.serve.engine import Engine
     from megalith.serve.engine import Limits as EngineLimits
-    from megalith.serve.model_runner import RankRunner, opening_of, runner_of
+    from megalith.serve.model_runner import RankRunner, decoder_prompt_of, runner_of
 
     flags = launch.flags
     trained = load_model(
@@ -305,7 +305,11 @@ def _load(launch: _Launch, context: ParallelContext) -> tuple[Trained, Engine | 
     if context.rank != 0:
         return trained, None, runner
     limits = EngineLimits(running=launch.max_batch, waiting=launch.server.limits.waiting)
-    return trained, Engine(runner, trained.tokenizer, limits, opening=opening_of(model, trained.tokenizer)), runner
+    return (
+        trained,
+        Engine(runner, trained.tokenizer, limits, decoder_prompt=decoder_prompt_of(model, trained.tokenizer)),
+        runner,
+    )
 
 
 def _num_blocks(launch: _Launch, trained: Trained, context: ParallelContext) -> int:
@@ -337,7 +341,7 @@ async def _answer(
     from megalith.serve.http.chat_template import read_template, stop_ids_beside, template_beside
     from megalith.serve.http.metrics import RequestLog
     from megalith.serve.http.server import serve, url_of
-    from megalith.serve.http.service import Answering, Service
+    from megalith.serve.http.service import EncoderInput, Service
     from megalith.serve.model_runner import text_ids
     from megalith.serve.worker import Worker, look_after
 
@@ -353,7 +357,9 @@ async def _answer(
         template=template,
         stop_ids=stop_ids_beside(tokenizer, template),
         first_seed=launch.flags.seed,
-        answering=None if engine.opening is None else Answering(partial(text_ids, tokenizer), engine.room),
+        encoder_input=None
+        if engine.decoder_prompt is None
+        else EncoderInput(partial(text_ids, tokenizer), engine.room),
     )
     app = build_app(service, launch.flags.defaults)
     peers = asyncio.ensure_future(look_after(watch, worker)) if watch is not None else None

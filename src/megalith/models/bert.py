@@ -226,8 +226,8 @@ class Bert(DenoisingModel):
         if self.embedding is not None:
             types_BS = types_BS if self.config.has_token_types else None
             hidden_SBD = self.embedding(tokens_BS, positions_S.expand_as(tokens_BS), types_BS)
-        turn = None if self._rotations is None else self._rotations(positions_S, length)
-        states_SBD: Tensor = self.encoder(hidden_SBD, turn, mask=self._mask(padding_BS))
+        rope = None if self._rotations is None else self._rotations(positions_S, length)
+        states_SBD: Tensor = self.encoder(hidden_SBD, rope, mask=self._mask(padding_BS))
         return states_SBD
 
     def _mask(self, padding_BS: Tensor | None) -> Mask | None:

@@ -42,11 +42,11 @@ class FrozenLayers:
         self._layers = [_layer(cast("Block", block)) for block in decoder.layers.values()]
         self._norm = None if decoder.final_layernorm is None else _norm(decoder.final_layernorm)
 
-    def __call__(self, x_S1D: Tensor, turn: Rotation | None, cache: KVCache) -> Tensor:
+    def __call__(self, x_S1D: Tensor, rope: Rotation | None, cache: KVCache) -> Tensor:
         """Hidden states behind the layers, [S, 1, D] -> [S, 1, D]; other arguments as of `Transformer.forward`."""
         x_SD, caches = x_S1D.squeeze(1), cache.layers
         for layer, own in zip(self._layers, caches, strict=True):
-            x_SD = layer(x_SD, turn, own)
+            x_SD = layer(x_SD, rope, own)
         return (x_SD if self._norm is None else self._norm(x_SD)).unsqueeze(1)
 
 
@@ -57,13 +57,13 @@ def frozen(decoder: Transformer) -> FrozenLayers | None:
 
 def _layer(block: Block) -> _Step:
     if block.residual_of_norm or block.cross_attention is not None:
-        return lambda x_SD, turn, cache: cast("Tensor", block(x_SD.unsqueeze(1), turn, cache).squeeze(1))
+        return lambda x_SD, rope, cache: cast("Tensor", block(x_SD.unsqueeze(1), rope, cache).squeeze(1))
     first, attention = _norm(block.input_layernorm), _attention(block.self_attention)
     second, feed = _norm(block.pre_mlp_layernorm), _feed_forward(block.mlp)
     rotated = block.rotated
 
-    def through(x_SD: Tensor, turn: Rotation | None, cache: LayerCache) -> Tensor:
-        x_SD = x_SD + attention(first(x_SD), turn if rotated else None, cache)
+    def through(x_SD: Tensor, rope: Rotation | None, cache: LayerCache) -> Tensor:
+        x_SD = x_SD + attention(first(x_SD), rope if rotated else None, cache)
         return x_SD + feed(second(x_SD))
 
     return through
@@ -93,7 +93,7 @@ def _norm(norm: nn.Module) -> _Map:
 
 def _attention(layer: nn.Module) -> _Step:
     if not isinstance(layer, SelfAttention) or not _is_plain(layer):
-        return lambda x_SD, turn, cache: cast("Tensor", layer(x_SD.unsqueeze(1), turn, cache).squeeze(1))
+        return lambda x_SD, rope, cache: cast("Tensor", layer(x_SD.unsqueeze(1), rope, cache).squeeze(1))
     project, back = _linear(layer.linear_qkv), _linear(layer.linear_proj)
     groups, size, queries = layer.num_groups, layer.shape.head_size, layer.num_heads // layer.num_groups
     constant = layer.rule if layer.shape.softmax_type == "vanilla" else None
@@ -107,10 +107,10 @@ def _attention(layer: nn.Module) -> _Step:
         q, k, v = parts.split_with_sizes((queries, 1, 1), 3)
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
-    def attend(x_SD: Tensor, turn: Rotation | None, cache: LayerCache) -> Tensor:
+    def attend(x_SD: Tensor, rope: Rotation | None, cache: LayerCache) -> Tensor:
         q, k, v = heads(project(x_SD))
-        if turn is not None:
-            q, k = turned(q, turn), turned(k, turn)
+        if rope is not None:
+            q, k = turned(q, rope), turned(k, rope)
         return back(cache.attend(q, k, v, constant or layer.rule_for(q)).flatten(1))
 
     return attend

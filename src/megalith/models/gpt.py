@@ -135,16 +135,16 @@ class GPT(GenerativeModel):
             does not predict, hidden states [S, B, D] for the next one. With `ahead` the losses of this and all further
             depths [1 + depths, B, S]. Without `predicts` the `head_input` [S, B, D].
         """
-        positions_S, turn = self._positions(tokens_BS, cache)
+        positions_S, rope = self._positions(tokens_BS, cache)
         if self.stage.embeds:
             assert self.embedding is not None
             places_BS = positions_S.expand_as(tokens_BS) if position_ids_BS is None else position_ids_BS
             hidden_SBD = self.embedding(tokens_BS, places_BS)
         if layers is None or cache is None:
-            states_SBD: Tensor = self.decoder(hidden_SBD, turn, cache, documents)
+            states_SBD: Tensor = self.decoder(hidden_SBD, rope, cache, documents)
         else:
             assert hidden_SBD is not None and documents is None
-            states_SBD = layers(hidden_SBD, turn, cache)
+            states_SBD = layers(hidden_SBD, rope, cache)
         if not self.stage.predicts:
             return states_SBD
         states_SBD = self.head_input(states_SBD)
@@ -153,7 +153,7 @@ class GPT(GenerativeModel):
         if labels_BS is None:
             return whole_logits(states_SBD, self.output_weight, self.region, self.vocab_size).transpose(0, 1)
         loss_BS = self._loss(states_SBD, labels_BS, mask_BS, self._logits[0])
-        return self._losses_ahead(loss_BS, states_SBD, ahead, turn, documents) if ahead else loss_BS
+        return self._losses_ahead(loss_BS, states_SBD, ahead, rope, documents) if ahead else loss_BS
 
     def hidden_states(self, tokens_BS: Tensor, **options: Any) -> Tensor:
         """Compute the `head_input` [S, B, D] alone; arguments as of `forward`."""
@@ -172,7 +172,7 @@ class GPT(GenerativeModel):
         loss_BS: Tensor,
         states_SBD: Tensor,
         ahead: Sequence[Ahead],
-        turn: Rotation | None,
+        rope: Rotation | None,
         documents: Documents | None,
     ) -> Tensor:
         """Stack the loss of the next token and those of the layers of multi-token prediction: [1 + depths, B, S]."""
@@ -180,7 +180,7 @@ class GPT(GenerativeModel):
         losses = [loss_BS]
         for layer, seen, logits in zip(self.mtp.layers, ahead, self._logits[1:], strict=True):
             embedded_SBD = self.embedding(seen.tokens_BS, seen.position_ids_BS)
-            states_SBD = layer(states_SBD, embedded_SBD, turn, documents)
+            states_SBD = layer(states_SBD, embedded_SBD, rope, documents)
             losses.append(self._loss(states_SBD, seen.labels_BS, seen.mask_BS, logits))
         return torch.stack(losses)
 
@@ -196,7 +196,7 @@ class GPT(GenerativeModel):
         return loss_SB.t()
 
     def _positions(self, tokens_BS: Tensor, cache: KVCache | None) -> tuple[Tensor, Rotation | None]:
-        """The positions [S] of the tokens, and how they turn heads."""
+        """Return the positions [S] of the tokens and their rotary cosines and sines."""
         if cache is None:
             length = tokens_BS.shape[1] * self.mixer.parts
             positions_S = self.mixer.positions(length, tokens_BS.device)

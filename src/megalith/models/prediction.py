@@ -100,18 +100,20 @@ class PredictionLayer(nn.Module):
         self.final_layernorm = layer_norm(config, **factory)
 
     def forward(
-        self, hidden_SBD: Tensor, embedded_SBD: Tensor, turn: Rotation | None, documents: Documents | None
+        self, hidden_SBD: Tensor, embedded_SBD: Tensor, rope: Rotation | None, documents: Documents | None
     ) -> Tensor:
         """Compute one depth further: from the normed output of the depth before and the embedding of its label."""
 
         def through(hidden_SBD: Tensor, embedded_SBD: Tensor) -> Tensor:
             x_SBD: Tensor = self.transformer_layer(
-                self._joined(hidden_SBD, embedded_SBD), turn=turn, documents=documents
+                self._joined(hidden_SBD, embedded_SBD), rope=rope, documents=documents
             )
             return x_SBD
 
         if self.again and self.training and torch.is_grad_enabled():
-            x_SBD = recomputed(through, hidden_SBD, embedded_SBD, region=self.region, told=self.auxiliary.repeated)
+            x_SBD = recomputed(
+                through, hidden_SBD, embedded_SBD, region=self.region, context_fn=self.auxiliary.repeated
+            )
         else:
             x_SBD = through(hidden_SBD, embedded_SBD)
         state_SBD: Tensor = self.final_layernorm(x_SBD)

@@ -29,7 +29,7 @@ from megalith.nn.moe.balance import Auxiliary, Peers
 from megalith.nn.moe.layer import MoE
 from megalith.nn.own_attention import OwnAttention
 from megalith.nn.precision import FactoryKwargs
-from megalith.nn.recompute import Group, OutputAgain, Recompute, recomputed
+from megalith.nn.recompute import Group, Recompute, RecomputedNorm, recomputed
 from megalith.nn.region import Region
 from megalith.nn.rope import Rotation
 from megalith.registry import Registered
@@ -136,14 +136,14 @@ class Block(nn.Module):
     def forward(
         self,
         x_SBD: Tensor,
-        turn: Rotation | None,
+        rope: Rotation | None,
         cache: LayerCache | None = None,
         documents: Documents | None = None,
         mask: Mask | None = None,
         encoded: Encoded | EncodedCache | None = None,
     ) -> Tensor:
-        turn = turn if self.rotated else None
-        attention = partial(self.self_attention, turn=turn, cache=cache, documents=documents, mask=mask)
+        rope = rope if self.rotated else None
+        attention = partial(self.self_attention, rope=rope, cache=cache, documents=documents, mask=mask)
         branches: list[tuple[_Layer, _Layer]] = [(self.input_layernorm, attention)]
         if self.cross_attention is not None:
             assert encoded is not None, "there is nothing to attend to"
@@ -154,7 +154,7 @@ class Block(nn.Module):
             branches.append((self.pre_mlp_layernorm, self._feed_forward))
         for norm, layer in branches:  # x + dropout(layer(norm(x))), in the dtype of x
             if norms_again:
-                again = OutputAgain(norm, x_SBD)
+                again = RecomputedNorm(norm, x_SBD)
                 with again.not_kept():
                     found = layer(again.output)
                 start = again.output if self.residual_of_norm else x_SBD
@@ -176,7 +176,7 @@ class Block(nn.Module):
         return found
 
     def _again(self, compute: Callable[[Tensor], Tensor], x_SBD: Tensor) -> Tensor:
-        return recomputed(compute, x_SBD, region=self.region, told=self.auxiliary.repeated)
+        return recomputed(compute, x_SBD, region=self.region, context_fn=self.auxiliary.repeated)
 
     def _backward_follows(self) -> bool:
         return self.training and torch.is_grad_enabled()
@@ -217,7 +217,7 @@ class Transformer(nn.Module):
     def forward(
         self,
         x_SBD: Tensor,
-        turn: Rotation | None,
+        rope: Rotation | None,
         cache: KVCache | None = None,
         documents: Documents | None = None,
         mask: Mask | None = None,
@@ -227,25 +227,25 @@ class Transformer(nn.Module):
 
         Args:
             x_SBD: Hidden states of the positions that are here.
-            turn: Their rotary cosines and sines, or None.
+            rope: their rotary cosines and sines, or None.
             cache: Keys and values of earlier positions, for generation.
             documents: Those of the whole sequences, if attention stays inside of them.
             mask: Of the attention to themselves, or None.
             encoded: What an encoder gave, for layers that attend to it.
         """
-        told = {"turn": turn, "documents": documents, "mask": mask, "encoded": encoded}
+        options = {"rope": rope, "documents": documents, "mask": mask, "encoded": encoded}
         backward_follows = self.training and torch.is_grad_enabled() and cache is None
         blocks = tuple(self.layers.values())
         for group in self._in_training if backward_follows else self._at_once:
             if group.again:
-                through = partial(self._through, blocks[group.layers.start : group.layers.stop], told)
-                x_SBD = recomputed(through, x_SBD, region=self.region, told=self.auxiliary.repeated)
+                through = partial(self._through, blocks[group.layers.start : group.layers.stop], options)
+                x_SBD = recomputed(through, x_SBD, region=self.region, context_fn=self.auxiliary.repeated)
                 continue
             for index in group.layers:
-                x_SBD = blocks[index](x_SBD, cache=None if cache is None else cache.layers[index], **told)
+                x_SBD = blocks[index](x_SBD, cache=None if cache is None else cache.layers[index], **options)
         return x_SBD if self.final_layernorm is None else self.final_layernorm(x_SBD)
 
-    def _through(self, blocks: Sequence[nn.Module], told: Mapping[str, Any], x_SBD: Tensor) -> Tensor:
+    def _through(self, blocks: Sequence[nn.Module], options: Mapping[str, Any], x_SBD: Tensor) -> Tensor:
         for block in blocks:
-            x_SBD = block(x_SBD, **told)
+            x_SBD = block(x_SBD, **options)
         return x_SBD

@@ -217,7 +217,7 @@ class SelfAttention(Attention):
     def forward(
         self,
         x_SBD: Tensor,
-        turn: Rotation | None,
+        rope: Rotation | None,
         cache: LayerCache | None = None,
         documents: Documents | None = None,
         mask: Mask | None = None,
@@ -234,8 +234,8 @@ class SelfAttention(Attention):
         q, k, v, gate = self._heads(qkv)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        if turn is not None:
-            q, k = (rotate(x, turn, interleaved=self.shape.rotary_interleaved) for x in (q, k))
+        if rope is not None:
+            q, k = (rotate(x, rope, interleaved=self.shape.rotary_interleaved) for x in (q, k))
         context = (
             self.context(q, k, v, self.rule_for(q, documents, mask))
             if cache is None

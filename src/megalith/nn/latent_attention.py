@@ -1,17 +1,17 @@
-"""Multi-latent attention (DeepSeek-V2, arXiv:2405.04434): heads out of small latent vectors of each position.
+"""Multi-latent attention, MLA (DeepSeek-V2, arXiv:2405.04434): heads are projected from latent vectors per position.
 
-Shapes: S sequence, B batch, D hidden, H heads, R ranks of the latent vectors, N and P channels of a query or key head
-that positions leave and turn, V channels of a value head, K = max(N + P, V).
+Shapes: S sequence, B batch, D hidden, H heads, R size of the latent vectors; of a query or key head N channels without
+position (nope) and P rotated channels (rope); V channels of a value head, K = max(N + P, V).
 
     queries:         x [D] -> latent [Rq] -> norm -> heads [H, N + P]        (or from x at once)
     keys, values:    x [D] -> latent [R]  -> norm -> heads [H, N] and [H, V]
-                           -> [P], turned, the same for all heads
+                           -> [P], rotated, shared by all heads
 
-Latent vectors are whole on every rank of the region, the heads are divided. Where the region holds parts of the
-sequence, the latent vectors of a part are made there and gathered, which is less than to gather hidden states.
+Latent vectors are replicated over tensor-parallel ranks, heads are divided. Under sequence parallelism each rank
+computes the latent vectors of its part of the sequence and gathers them, which is less than gathering hidden states.
 
-Kernels and caches see heads of equal size K, the shorter ones filled up with zeros, so that every way that a rank
-shares its work (`ContextParallelAttention`) serves this attention too. Neighbouring channels are turned as pairs.
+Kernels and caches see heads of equal size K, padded with zeros, so that every `ContextParallelAttention` works with it.
+Rotation is interleaved: neighbouring channels are pairs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megalith.nn.linear import Linear, column, row
 from megalith.nn.norm import build_norm
 from megalith.nn.placement import Replicated, Split
 from megalith.nn.precision import FactoryKwargs
-from megalith.nn.recompute import OutputsAgain, recomputed
+from megalith.nn.recompute import RecomputedOutputs, recomputed
 from megalith.nn.region import Region, enter
 from megalith.nn.rope import Rotation, rotate
 
@@ -43,7 +43,7 @@ class LatentShape:
 
     Attributes:
         query_rank, rank: Rq (None: queries come from hidden states at once) and R.
-        still_size, turned_size, value_size: N, P and V.
+        nope_dim, rope_dim, value_size: N, P and V.
         latent_norm: kind of norm of the latent vectors (nn.norm), "" for none.
     """
 
@@ -51,8 +51,8 @@ class LatentShape:
     num_heads: int
     query_rank: int | None
     rank: int
-    still_size: int
-    turned_size: int
+    nope_dim: int
+    rope_dim: int
     value_size: int
     dropout: float = 0.0
     latent_norm: str = ""
@@ -62,7 +62,7 @@ class LatentShape:
     @property
     def query_size(self) -> int:
         """N + P."""
-        return self.still_size + self.turned_size
+        return self.nope_dim + self.rope_dim
 
 
 class LatentAttention(Attention):
@@ -105,8 +105,8 @@ class LatentAttention(Attention):
         else:
             self.linear_q_down_proj = to_latent(shape.query_rank)
             self.linear_q_up_proj = to_heads(shape.query_rank, shape.query_size)
-        self.linear_kv_down_proj = to_latent(shape.rank + shape.turned_size)
-        self.linear_kv_up_proj = to_heads(shape.rank, shape.still_size + shape.value_size)
+        self.linear_kv_down_proj = to_latent(shape.rank + shape.rope_dim)
+        self.linear_kv_up_proj = to_heads(shape.rank, shape.nope_dim + shape.value_size)
         if shape.query_rank is not None:  # after the linears, as Megatron's buffers of the optimizer have them
             self.q_layernorm = self._norm(shape.query_rank, **factory)
         self.kv_layernorm = self._norm(shape.rank, **factory)
@@ -118,46 +118,46 @@ class LatentAttention(Attention):
         return build_norm(shape.latent_norm, size, shape.norm_epsilon, around_one=shape.norm_around_one, **factory)
 
     def _latents(self, x_SBD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[S, B, D] -> what queries come from [S, B, Rq] (or x), latent vectors [S, B, R], keys to be turned [S, B, P].
+        """Return the normed latent vectors of queries [S, B, Rq] (or x) and of keys and values [S, B, R], and k_rope.
 
-        Of the positions that are here; the norms of the latent vectors are taken.
+        k_rope [S, B, P] is not rotated yet. All are of the positions on this rank.
         """
         shape = self.shape
         of_queries = x_SBD if shape.query_rank is None else self.q_layernorm(self.linear_q_down_proj(x_SBD))
-        latent, turned = self.linear_kv_down_proj(x_SBD).split((shape.rank, shape.turned_size), dim=-1)
-        return of_queries, self.kv_layernorm(latent.contiguous()), turned
+        latent, k_rope = self.linear_kv_down_proj(x_SBD).split((shape.rank, shape.rope_dim), dim=-1)
+        return of_queries, self.kv_layernorm(latent.contiguous()), k_rope
 
     def _heads(
-        self, of_queries: Tensor, latent: Tensor, turned: Tensor, *, turn: Rotation | None
+        self, of_queries: Tensor, latent: Tensor, k_rope: Tensor, *, rope: Rotation | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, turned and filled up: 3 x [S, B, H, K]."""
+        """Return queries, keys and values, rotated and padded: 3 x [S, B, H, K]."""
         shape = self.shape
         (q,) = column(
             of_queries, self.region, self.linear_q_proj if shape.query_rank is None else self.linear_q_up_proj
         )
         q = q.view(*q.shape[:2], self.num_heads, shape.query_size)
         (heads,) = column(latent, self.region, self.linear_kv_up_proj)
-        heads = heads.view(*heads.shape[:2], self.num_heads, shape.still_size + shape.value_size)
-        still, v = heads.split((shape.still_size, shape.value_size), dim=-1)
-        turned = enter(turned, self.region).unsqueeze(2)
-        if turn is not None:
-            q_still, q_turned = q.split((shape.still_size, shape.turned_size), dim=-1)
-            q = torch.cat((q_still, rotate(q_turned, turn, interleaved=True)), dim=-1)
-            turned = rotate(turned, turn, interleaved=True)
-        k = torch.cat((still, turned.expand(-1, -1, self.num_heads, -1)), dim=-1)
+        heads = heads.view(*heads.shape[:2], self.num_heads, shape.nope_dim + shape.value_size)
+        k_nope, v = heads.split((shape.nope_dim, shape.value_size), dim=-1)
+        k_rope = enter(k_rope, self.region).unsqueeze(2)
+        if rope is not None:
+            q_nope, q_rope = q.split((shape.nope_dim, shape.rope_dim), dim=-1)
+            q = torch.cat((q_nope, rotate(q_rope, rope, interleaved=True)), dim=-1)
+            k_rope = rotate(k_rope, rope, interleaved=True)
+        k = torch.cat((k_nope, k_rope.expand(-1, -1, self.num_heads, -1)), dim=-1)
         size = max(shape.query_size, shape.value_size)
         return _filled(q, size), _filled(k, size), _filled(v, size)
 
     def forward(
         self,
         x_SBD: Tensor,
-        turn: Rotation | None,
+        rope: Rotation | None,
         cache: LayerCache | None = None,
         documents: Documents | None = None,
         mask: Mask | None = None,
     ) -> Tensor:
         """Attend to this and earlier positions; arguments as of `SelfAttention.forward`."""
-        latents, heads = self._latents(x_SBD), partial(self._heads, turn=turn)
+        latents, heads = self._latents(x_SBD), partial(self._heads, rope=rope)
         if cache is None:
             context = self._mixed(heads, latents, replace(self.rule, documents=documents, mask=mask))
         else:
@@ -175,7 +175,7 @@ class LatentAttention(Attention):
             return self.context(*heads(*latents), rule)
         if self.recompute_core:  # which would keep them
             return recomputed(lambda *x: self.context(*heads(*x), rule), *latents, region=self.region)
-        again = OutputsAgain(heads, *latents)
+        again = RecomputedOutputs(heads, *latents)
         q, k, v = again.outputs
         with again.not_kept():
             return self.context(q, k, v, rule)

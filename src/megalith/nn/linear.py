@@ -13,9 +13,9 @@ before the product that does not need it and awaited behind it:
 
 | pass            | `column`                                         | `row`                           |
 |-----------------|--------------------------------------------------|---------------------------------|
-| forward         | spread x; y_i = x W_i^T + b_i                    | y = x W^T; collect y; y + b     |
-| backward        | spread x again under the dgrad;                  | spread dy under db;             |
-|                 | collect dx = sum_i dy_i W_i under the wgrads     | dx = dy W; dW                   |
+| forward         | gather x; y_i = x W_i^T + b_i                    | y = x W^T; reduce y;  y + b     |
+| backward        | gather x again under the dgrad;                  | gather dy under db;             |
+|                 | reduce dx  = sum_i dy_i W_i under the wgrads     | dx = dy W; dW                   |
 
 x, as it came in, is the only activation saved: under sequence parallelism a part of the sequence, gathered again for
 the wgrad; the linears of one `column` share the gathers. The bias of `row` is added once, to the sum. In half
@@ -63,7 +63,7 @@ def _input_gradient(grads_TO: list[Tensor], weights: list[Tensor], wanted: torch
 
 
 class _Column(torch.autograd.Function):
-    """y_i = spread(x) W_i^T + b_i. The tensors are the weight and the bias of each layer, in turn."""
+    """y_i = gather(x) W_i^T + b_i. The tensors are the weight and the bias of each layer, in turn."""
 
     @staticmethod
     def forward(
@@ -97,7 +97,7 @@ class _Column(torch.autograd.Function):
 
 
 class _Row(torch.autograd.Function):
-    """y = collect(x W^T) + b."""
+    """y = reduce(x W^T) + b."""
 
     @staticmethod
     def forward(

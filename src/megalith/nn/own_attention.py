@@ -74,7 +74,7 @@ class OwnAttention(Attention):
     def forward(
         self,
         x_SBD: Tensor,
-        turn: Rotation | None,
+        rope: Rotation | None,
         cache: LayerCache | None = None,
         documents: Documents | None = None,
         mask: Mask | None = None,
@@ -84,7 +84,7 @@ class OwnAttention(Attention):
         Raises:
             ConfigError: The layer has not called `attend`, on which what the run asks for depends.
         """
-        attend = Attend(self, turn, cache, replace(self.rule, documents=documents, mask=mask))
+        attend = Attend(self, rope, cache, replace(self.rule, documents=documents, mask=mask))
         y_SBD: Tensor = self.layer(x_SBD, attend)
         if not attend.called:
             needs: dict[str, Callable[[], bool]] = {

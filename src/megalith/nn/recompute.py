@@ -9,8 +9,8 @@ Of the layers of a stage (with virtual stages, of each of them), as Megatron's `
 
 Selective recomputation (`--recompute-modules`) instead names parts of every layer: core_attn, the scores and weights of
 attention, where they are kept; mlp, the feed-forward layer; moe, the one that has experts; shared_experts, those of
-these that take every token; layernorm, the output of the norms (`OutputAgain`); moe_act, what lies between the two
-projections of experts, and mla_up_proj, the heads of multi-latent attention (`OutputsAgain`).
+these that take every token; layernorm, the output of the norms (`RecomputedNorm`); moe_act, what lies between the two
+projections of experts, and mla_up_proj, the heads of multi-latent attention (`RecomputedOutputs`).
 
 While a group is recomputed its activations are there too. The second computation is exactly the first: it draws the
 same random numbers, from torch's streams and from the region's own, and all ranks of a region call their collectives
@@ -71,15 +71,17 @@ class Recompute:
 
 
 class _Repetition(AbstractContextManager[None]):
-    """Around a second computation, and each further one where a graph is used again; `told` is made anew each time."""
+    """Context of each recomputation: replayed random draws, and a new context from `context_fn`."""
 
-    def __init__(self, replay: AbstractContextManager[None], told: Callable[[], AbstractContextManager[None]]) -> None:
-        self._replay, self._told, self._entered = replay, told, ExitStack()
+    def __init__(
+        self, replay: AbstractContextManager[None], context_fn: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._replay, self._context_fn, self._entered = replay, context_fn, ExitStack()
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(self._replay)
-            stack.enter_context(self._told())
+            stack.enter_context(self._context_fn())
             self._entered = stack.pop_all()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -90,45 +92,46 @@ def recomputed(
     compute: Callable[..., Tensor],
     *inputs: Tensor,
     region: Region,
-    told: Callable[[], AbstractContextManager[None]] = nullcontext,
+    context_fn: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
-    """`compute(*inputs)`, of which the inputs alone are kept for the backward pass; `told` is around the repetition.
+    """Return `compute(*inputs)` and recompute it in the backward pass, as `torch.utils.checkpoint` does.
 
-    Of compiled layers the parts that are computed again run as they are; whole layers may be inside.
+    Only the inputs are saved; the recomputation runs in the context that `context_fn` returns. Recomputed parts of
+    compiled layers run uncompiled; whole compiled layers may be inside.
 
-    Custom autograd functions inside must take tensors for their backward passes from `ctx.saved_tensors`, which are
-    others then than those that they saved: nothing may go by their identity.
+    Custom autograd functions inside must take tensors for their backward passes from `ctx.saved_tensors`, and must not
+    compare their identity: they are not the tensors that were saved.
     """
     if torch.compiler.is_compiling():
         from megalith.nn.outside_graphs import keep_inputs_outside  # it loads the compiler, which takes a second
 
-        return keep_inputs_outside(compute, *inputs, region=region, told=told)
-    return keep_inputs(compute, *inputs, region=region, told=told)
+        return keep_inputs_outside(compute, *inputs, region=region, context_fn=context_fn)
+    return keep_inputs(compute, *inputs, region=region, context_fn=context_fn)
 
 
 def keep_inputs(
     compute: Callable[..., Tensor],
     *inputs: Tensor,
     region: Region,
-    told: Callable[[], AbstractContextManager[None]],
+    context_fn: Callable[[], AbstractContextManager[None]],
 ) -> Tensor:
-    """The work of `recomputed`."""
+    """Implement `recomputed`."""
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _Repetition(region.replay(), told)
+        return nullcontext(), _Repetition(region.replay(), context_fn)
 
-    # Shapes need no comparison: what is computed again is the same code on the same input.
+    # Shapes need no comparison: the recomputation is the same code on the same input.
     y: Tensor = checkpoint(compute, *inputs, use_reentrant=False, context_fn=contexts, determinism_check="none")
     return y
 
 
-class OutputAgain:
-    """The output of a norm, which is computed again from its input where the layer behind it wants it backward.
+class RecomputedNorm:
+    """Output of a norm, recomputed from its input when the next layer needs it in the backward pass.
 
     A norm keeps its input for its own backward pass, so that its output, which the linear layer behind it keeps, is
     memory for what takes a moment to compute. Around that layer:
 
-        normed = OutputAgain(norm, x)
+        normed = RecomputedNorm(norm, x)
         with normed.not_kept():
             y = layer(normed.output)
     """
@@ -162,16 +165,16 @@ class _Place(NamedTuple):
     offset: int
 
 
-class OutputsAgain:
-    """Tensors that are computed again from the inputs where the layer behind them wants them backward.
+class RecomputedOutputs:
+    """Outputs of a function that are recomputed from its inputs when the next layer needs them in the backward pass.
 
-    Neither they nor what lies between them and the inputs is kept for the backward pass:
+    Neither they nor the intermediate tensors are saved for the backward pass:
 
-        heads = OutputsAgain(project, latent)
+        heads = RecomputedOutputs(project, latent)
         with heads.not_kept():
             y = attend(*heads.outputs)
 
-    They are computed again once, with a graph, which their own backward pass then uses. `compute` draws no random
+    They are recomputed once, with a graph, which their own backward pass then uses. `compute` draws no random
     numbers; all ranks of a region call its collectives again in the same order.
     """
 
@@ -179,7 +182,7 @@ class OutputsAgain:
         self._compute = compute
         self._inputs = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
         self._found: tuple[Tensor, ...] | None = None
-        self.outputs: tuple[Tensor, ...] = _OutputsAgain.apply(self, *inputs)
+        self.outputs: tuple[Tensor, ...] = _RecomputedOutputsFunction.apply(self, *inputs)
 
     def _again(self) -> tuple[Tensor, ...]:
         if self._found is None:
@@ -206,18 +209,18 @@ class OutputsAgain:
         return torch.autograd.graph.saved_tensors_hooks(keep, found)
 
 
-class _OutputsAgain(torch.autograd.Function):
+class _RecomputedOutputsFunction(torch.autograd.Function):
     """The outputs, without a graph; backward through the one of the second computation."""
 
     @staticmethod
-    def forward(ctx: Any, owner: OutputsAgain, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, owner: RecomputedOutputs, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.owner = owner
         ctx.save_for_backward(*inputs)
         return owner._compute(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        owner: OutputsAgain = ctx.owner
+        owner: RecomputedOutputs = ctx.owner
         _ = ctx.saved_tensors  # where torch raises if they were changed in place
         outputs, owner._found = owner._again(), None
         torch.autograd.backward(outputs, grads)

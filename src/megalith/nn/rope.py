@@ -176,9 +176,9 @@ class RotationTable:
         return cos[positions_S], sin[positions_S]
 
 
-def rotate(x_SBHK: Tensor, turn: Rotation, *, interleaved: bool) -> Tensor:
+def rotate(x_SBHK: Tensor, rope: Rotation, *, interleaved: bool) -> Tensor:
     """Rotate the first R elements of each head. [S, B, H, K], 2 x [S, 1, 1, R] -> [S, B, H, K]."""
-    cos, sin = turn
+    cos, sin = rope
     size = cos.shape[-1]
     head, rest = x_SBHK[..., :size], x_SBHK[..., size:]
     if interleaved:

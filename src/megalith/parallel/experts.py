@@ -1,16 +1,16 @@
-"""Expert parallelism: the ranks of one axis hold a part of the experts each, the adapters of `nn.moe.dispatch`.
+"""Expert parallelism: token dispatchers for ranks that each hold a part of the experts (port: `nn.moe.dispatch`).
 
 The ranks of the axis are data- and context-parallel ones (`layout`), with tokens of their own. Each holds an equal
-range of the experts, E / n of n ranks. Two ways for the tokens, T of each rank with K choices, rows of D numbers:
+range of the experts, E / n of n ranks. Two exchanges, for T tokens of each rank with K choices, rows of D elements:
 
-| dispatcher  | forward, there                        | forward, back         | rows received, both ways |
+| dispatcher  | dispatch (forward)                    | combine (forward)     | rows received in both    |
 |-------------|---------------------------------------|-----------------------|--------------------------|
 | `AllGather` | all tokens to all ranks               | sums reduce-scattered | 2 (n - 1) T              |
-| `AllToAll`  | to the ranks that have experts of it  | sums of each rank     | 2 T min(K, n - 1) at most |
+| `AllToAll`  | to the ranks that hold its experts    | sums of each rank     | 2 T min(K, n - 1) at most |
 
-Backward the same rows move the other way. `AllToAll` sends a token once to each other rank that has experts of it,
-however many these are, and gets one sum back: no dispatcher can do with fewer rows. With many choices and few ranks
-both send nearly all to all, and `AllGather` needs no numbers on the host first.
+The backward pass sends the same rows in the other direction. `AllToAll` sends a token once to each other rank that
+holds any of its experts and receives one sum back, the fewest rows possible. With many choices and few ranks
+both send nearly all rows to all ranks, and `AllGather` needs no synchronisation with the host for the row counts.
 
 Under tensor parallelism the layer's region is entered before and left behind: the ranks of the axis hold equal shards
 of their experts then, and rows travel between ranks of the same shard.
@@ -33,19 +33,19 @@ from megalith.distributed.context import Axis, ParallelContext
 from megalith.errors import LayoutError
 from megalith.layout import cut
 from megalith.nn.moe.balance import Peers
-from megalith.nn.moe.dispatch import HERE, Delivery, Dispatcher
+from megalith.nn.moe.dispatch import LOCAL_DISPATCHER, DispatchedTokens, Dispatcher
 from megalith.nn.moe.permutation import Order, from_experts, order_by_expert, to_experts
 from megalith.nn.region import SOLO
 from megalith.parallel.tensor import SequenceParallel
 
 
-class _Divided(Dispatcher):
+class _ExpertParallelDispatcher(Dispatcher):
     """Each rank of an axis has an equal range of the experts."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
 
-    def here(self, experts: int) -> range:
+    def local_experts(self, experts: int) -> range:
         if experts % self._axis.size:
             raise LayoutError(
                 f"--num-experts {experts} is not divisible by --expert-model-parallel-size {self._axis.size}"
@@ -53,15 +53,15 @@ class _Divided(Dispatcher):
         return range(*cut(experts, self._axis.size, self._axis.index))
 
 
-class AllGather(_Divided):
-    """Every rank sees all tokens and computes what its experts give to them."""
+class AllGather(_ExpertParallelDispatcher):
+    """Gather all tokens on every rank; reduce-scatter the outputs of its experts."""
 
-    def deliver(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: int) -> Delivery:
+    def dispatch(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: int) -> DispatchedTokens:
         axis = self._axis
         arriving = comm.start_all_gather(experts_TK, axis)
         x_TD, weights_TK = comm.gather_in(x_TD, axis), comm.gather_in(weights_TK, axis)
-        order = _order_here(arriving.wait(), self.here(experts))
-        return Delivery(
+        order = _order_local(arriving.wait(), self.local_experts(experts))
+        return DispatchedTokens(
             to_experts(x_TD, order),
             order.rows_of(weights_TK),
             order.counts_E,
@@ -69,11 +69,11 @@ class AllGather(_Divided):
         )
 
 
-class AllToAll(_Divided):
-    """Every token travels to the ranks that have experts of it, once to each."""
+class AllToAll(_ExpertParallelDispatcher):
+    """Send every token to the ranks that hold its experts, once to each."""
 
-    def deliver(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: int) -> Delivery:
-        axis, here = self._axis, self.here(experts)
+    def dispatch(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: int) -> DispatchedTokens:
+        axis, here = self._axis, self.local_experts(experts)
         ranks_TK = experts_TK // len(here)  # a choice that is dropped has the number behind the last rank's
         again_TK = (ranks_TK.unsqueeze(2) == ranks_TK.unsqueeze(1)).tril(-1).any(2)
         leaving = order_by_expert(ranks_TK.masked_fill(again_TK, axis.size), axis.size)
@@ -83,8 +83,8 @@ class AllToAll(_Divided):
         numbers_RK = comm.all_to_all_rows(experts_TK.index_select(0, leaving.token_N), axis, going, coming)
         weights_RK = comm.exchange_rows(to_experts(weights_TK, leaving), axis, going, coming)
         rows_RD = comm.exchange_rows(to_experts(x_TD, leaving), axis, going, coming)
-        order = _order_here(numbers_RK, here)
-        return Delivery(
+        order = _order_local(numbers_RK, here)
+        return DispatchedTokens(
             to_experts(rows_RD, order),
             order.rows_of(weights_RK),
             order.counts_E,
@@ -92,8 +92,8 @@ class AllToAll(_Divided):
         )
 
 
-def _order_here(experts_TK: Tensor, here: range) -> Order:
-    """The choices of experts that are here, in their order; the others are left out."""
+def _order_local(experts_TK: Tensor, here: range) -> Order:
+    """Sort the choices of local experts by expert; drop the others."""
     own_TK = experts_TK - here.start
     return order_by_expert(own_TK.where((own_TK >= 0) & (own_TK < len(here)), len(here)), len(here))
 
@@ -108,8 +108,8 @@ DISPATCHERS: Mapping[str, Callable[[Axis], Dispatcher]] = {
 
 
 def dispatcher(kind: str, axis: Axis) -> Dispatcher:
-    """How tokens reach the experts that the ranks of an axis share."""
-    return HERE if axis.size == 1 else DISPATCHERS[kind](axis)
+    """Return the dispatcher of `--moe-token-dispatcher-type` for an expert-parallel group."""
+    return LOCAL_DISPATCHER if axis.size == 1 else DISPATCHERS[kind](axis)
 
 
 class TokenPeers(Peers):

@@ -1,13 +1,14 @@
-"""Keys and values of all sequences, in blocks of one buffer for each layer, and attention over them.
+"""Paged KV cache: keys and values of all sequences in blocks of one buffer per layer, and attention over them.
 
-Shapes: T new tokens of all pieces, H query heads, G key-value heads, K head size, R rows (tokens) of the buffer.
+Shapes: T new tokens of all pieces (parts of sequences) of a batch, H query heads, G key-value heads, K head size, R
+rows (tokens) of the buffer.
 
-Attention goes piece by piece, so that the lengths of other sequences neither cost anything nor change a digit. The
-blocks of a sequence mostly follow one another (serve.scheduler sees to it): then its keys are a view of the buffer, and
-only otherwise are they gathered. Heads come before rows, so that the keys of a head are one stretch of memory.
+Attention runs piece by piece, so that other sequences in the batch change neither its cost nor its result. The
+scheduler mostly gives a sequence consecutive blocks: its keys are then a view of the buffer, otherwise they are
+gathered. Heads come before rows, so that the keys of a head are contiguous.
 
-Where the model has an encoder, the first blocks of a sequence hold what the layers of the decoder attend to of its
-text: as many keys and values for each token as the answer has behind them.
+In an encoder-decoder model the first blocks of a sequence hold the keys and values of cross attention, one per token
+of the encoder input; those of the answer follow.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megalith.serve.runner import Batch, Piece
 from megalith.serve.scheduler import filled_blocks
 
 
-class BlockCache:
+class PagedKVCache:
     """The buffers: keys and values [G, num_blocks * block_size, K] for each layer."""
 
     def __init__(
@@ -58,23 +59,23 @@ class BlockCache:
             for buffer in (self.keys, self.values):
                 buffer[:, :, target * size : (target + 1) * size] = buffer[:, :, source * size : (source + 1) * size]
 
-    def read(self, batch: Batch) -> Reading:
+    def read(self, batch: Batch) -> CacheView:
         self.copy(batch.copies)
-        return Reading(self, batch.pieces)
+        return CacheView(self, batch.pieces)
 
 
 def block_bytes(config: ModelConfig, num_layers: int, groups: int, block_size: int, dtype: torch.dtype) -> int:
-    """The memory of one block of the layers and key-value heads that are here."""
+    """Return the bytes of one block over the layers and key-value heads of this rank."""
     return 2 * num_layers * groups * block_size * config.kernel_head_size * dtype.itemsize
 
 
-class Reading:
-    """The new tokens of one batch: where they go, and what each piece sees. The `KVCache` of a model's pass.
+class CacheView:
+    """The cache as one batch sees it: rows of its new tokens and visible keys of each piece; a model's `KVCache`.
 
-    Positions and lengths are those of the tokens behind the text of an encoder, where there is one.
+    Positions and lengths count from the first decoder token.
     """
 
-    def __init__(self, cache: BlockCache, pieces: Sequence[Piece]) -> None:
+    def __init__(self, cache: PagedKVCache, pieces: Sequence[Piece]) -> None:
         size, device = cache.block_size, cache.device
         self.spans: list[_Span] = []
         positions: list[int] = []
@@ -97,13 +98,13 @@ class Reading:
         self.rows: slice | Tensor = slice(rows[0], rows[-1] + 1) if together else torch.tensor(rows, device=device)
         self.masks: dict[tuple[int, int], Tensor] = {}
         self.layers = [
-            LayerReading(self, *buffers) for buffers in zip(cache.layer_keys, cache.layer_values, strict=True)
+            LayerCacheView(self, *buffers) for buffers in zip(cache.layer_keys, cache.layer_values, strict=True)
         ]
         if len(rows) == 1:
             self._read_one(cache, rows[0])
 
-    def _read_one(self, cache: BlockCache, row: int) -> None:
-        """One new token, if its sequence is one stretch: its views of all layers are made at once."""
+    def _read_one(self, cache: PagedKVCache, row: int) -> None:
+        """For one new token of a sequence in consecutive blocks, make the views of all layers at once."""
         place = self.spans[0].place
         if isinstance(place, slice) and product_dtype(cache.keys) == cache.keys.dtype:
             buffers = (cache.keys, cache.values)
@@ -113,7 +114,7 @@ class Reading:
                 layer.one = tuple(views)
 
     def mask(self, new: int, length: int) -> Tensor:
-        """[new, length], True where the last `new` positions may look; the same for all layers."""
+        """Return the causal mask [new, length] of the last `new` positions, True where visible; cached over layers."""
         if (new, length) not in self.masks:
             ones = torch.ones(new, length, dtype=torch.bool, device=self.positions_S.device)
             self.masks[new, length] = ones.tril(length - new)
@@ -143,22 +144,22 @@ def _place(blocks: Sequence[int], size: int, length: int, device: torch.device) 
     return (starts + torch.arange(size, device=device)).flatten()[:length]
 
 
-class LayerReading:
-    def __init__(self, reading: Reading, keys_GRK: Tensor, values_GRK: Tensor) -> None:
-        self.reading, self.keys, self.values = reading, keys_GRK, values_GRK
-        self.one: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # see Reading._read_one
+class LayerCacheView:
+    def __init__(self, view: CacheView, keys_GRK: Tensor, values_GRK: Tensor) -> None:
+        self.view, self.keys, self.values = view, keys_GRK, values_GRK
+        self.one: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # see CacheView._read_one
 
     def attend(self, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
         """See `nn.cache.LayerCache.attend`; B is 1."""
-        reading = self.reading
-        if self.one is not None and rule.sees_all(reading.length):
+        view = self.view
+        if self.one is not None and rule.sees_all(view.length):
             return self._attend_one(q_SBHK, k_SBGK, v_SBGK, rule.scale_of(q_SBHK.shape[3]))
         q_THK = q_SBHK.squeeze(1)
         for buffer, new in ((self.keys, k_SBGK), (self.values, v_SBGK)):
-            buffer[:, reading.rows] = new.squeeze(1).transpose(0, 1)
-        if len(reading.spans) == 1:
-            return self._attend(q_THK, reading.spans[0], rule).unsqueeze(1)
-        found = [self._attend(q_THK[span.begin : span.end], span, rule) for span in reading.spans]
+            buffer[:, view.rows] = new.squeeze(1).transpose(0, 1)
+        if len(view.spans) == 1:
+            return self._attend(q_THK, view.spans[0], rule).unsqueeze(1)
+        found = [self._attend(q_THK[span.begin : span.end], span, rule) for span in view.spans]
         return torch.cat(found).unsqueeze(1)
 
     def _attend_one(self, q_11HK: Tensor, k_11GK: Tensor, v_11GK: Tensor, scale: float) -> Tensor:
@@ -191,7 +192,7 @@ class LayerReading:
         if groups != heads:
             k, v = (x.repeat_interleave(heads // groups, dim=0) for x in (k, v))
         whole = new == span.length
-        mask = None if whole else self.reading.mask(new, span.length)
+        mask = None if whole else self.view.mask(new, span.length)
         context = scaled_dot_product_attention(
             q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, is_causal=whole, scale=scale
         )
@@ -205,7 +206,7 @@ class LayerReading:
 
     def keep_text(self, piece: int, k_EBGK: Tensor, v_EBGK: Tensor) -> None:
         """Keep what the layer attends to of the text of a piece, by its number in the batch; B is 1."""
-        place = self.reading.spans[piece].source
+        place = self.view.spans[piece].source
         assert place is not None, "it has no text"
         for buffer, new in ((self.keys, k_EBGK), (self.values, v_EBGK)):
             buffer[:, place] = new.squeeze(1).transpose(0, 1)
@@ -213,7 +214,7 @@ class LayerReading:
     def attend_text(self, q_SBHK: Tensor, rule: AttentionRule) -> Tensor:
         """Attend from each new token to the whole text of its sequence. [S, B, H, K] -> [S, B, H, K]; B is 1."""
         found = []
-        for span in self.reading.spans:
+        for span in self.view.spans:
             assert span.source is not None, "it has no text"
             k, v = (x.transpose(0, 1)[:, None] for x in self._held(span.source))
             found.append(attend_fused(q_SBHK[span.begin : span.end], k, v, 0.0, rule))
@@ -223,8 +224,8 @@ class LayerReading:
 class Texts:
     """What decoder layers attend to of the encoder's texts in a pass: a `nn.cross_attention.EncodedCache`."""
 
-    def __init__(self, reading: Reading, layers: Sequence[CrossAttention]) -> None:
-        self._layers = dict(zip(layers, reading.layers, strict=True))
+    def __init__(self, view: CacheView, layers: Sequence[CrossAttention]) -> None:
+        self._layers = dict(zip(layers, view.layers, strict=True))
 
     def attend_across(self, layer: CrossAttention, q_SBHK: Tensor) -> Tensor:
         """See the port."""

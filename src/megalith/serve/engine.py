@@ -10,7 +10,7 @@ from random import Random, SystemRandom
 import torch
 from torch import Tensor
 
-from megalith.serve.model_runner import Opening
+from megalith.serve.model_runner import DecoderPrompt
 from megalith.serve.request import (
     Beams,
     Busy,
@@ -113,13 +113,23 @@ Events = list[tuple[Ticket, Event]]
 class Engine:
     """Serves requests with a runner. Not thread-safe: one thread calls all methods (see `serve.worker`).
 
-    `opening` is of a model that reads the prompt with an encoder and answers it; None for one that continues it.
+    `decoder_prompt` is that of an encoder-decoder model; None for a model that continues its prompt.
     """
 
     def __init__(
-        self, runner: Runner, tokenizer: Tokenizer, limits: Limits | None = None, *, opening: Opening | None = None
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        limits: Limits | None = None,
+        *,
+        decoder_prompt: DecoderPrompt | None = None,
     ) -> None:
-        self.runner, self.tokenizer, self.limits, self.opening = runner, tokenizer, limits or Limits(), opening
+        self.runner, self.tokenizer, self.limits, self.decoder_prompt = (
+            runner,
+            tokenizer,
+            limits or Limits(),
+            decoder_prompt,
+        )
         self.vocab_size = min(tokenizer.vocab_size, runner.vocab_size)
         self._scheduler = Scheduler(
             Blocks(runner.num_blocks, runner.block_size),
@@ -137,12 +147,12 @@ class Engine:
         The cache may hold less than the model reads.
         """
         size = self.runner.block_size
-        answer = 0 if self.opening is None else filled_blocks(2, size)
+        answer = 0 if self.decoder_prompt is None else filled_blocks(2, size)
         return max(0, min(self.runner.context_length, size * self.runner.num_blocks - answer))
 
     def room(self, length: int) -> int:
         """How many tokens the answer to a prompt of so many may have; negative, by how many the prompt is too long."""
-        if self.opening is None or length > self.context_length:
+        if self.decoder_prompt is None or length > self.context_length:
             return self.context_length - length
         size = self.runner.block_size
         held = size * self.runner.num_blocks - filled_blocks(length, size) - 1
@@ -160,8 +170,8 @@ class Engine:
         if self._scheduler.waiting and waiting + width > self.limits.waiting:
             raise Busy(f"{waiting} sequences wait already and {self.limits.waiting} may; try again later")
         self._numbers += 1
-        ticket = Ticket(self._numbers, request, request.prompt if self.opening is None else ())
-        end = self.tokenizer.eod if self.opening is None else self.opening.end
+        ticket = Ticket(self._numbers, request, request.prompt if self.decoder_prompt is None else ())
+        end = self.tokenizer.eod if self.decoder_prompt is None else self.decoder_prompt.end
         stop_ids = (end,) if request.stop_ids is None else request.stop_ids
         first = self._sequence(request, width)
         first.owner = job = _Job(ticket, frozenset((*stop_ids, *request.more_stop_ids)), len(first.tokens))
@@ -183,9 +193,9 @@ class Engine:
         """What is read before there is an answer: the prompt, or a text for the encoder and the decoder's start."""
         length, tokens = len(request.prompt), list(request.prompt)
         new = min(request.max_new_tokens, self.room(length))
-        if self.opening is None:
+        if self.decoder_prompt is None:
             return Sequence(tokens, length + new, 0 if request.prompt_logprobs else length - 1, width)
-        tokens += [0] * (filled_blocks(length, self.runner.block_size) - length) + [self.opening.start]
+        tokens += [0] * (filled_blocks(length, self.runner.block_size) - length) + [self.decoder_prompt.start]
         table = Table(root=chained(b"text", request.prompt))
         return Sequence(tokens, len(tokens) + new, len(tokens) - 1, width, source=length, table=table)
 
@@ -270,7 +280,7 @@ class Engine:
                 raise RequestError(
                     name, f"{value} is not {f'{least} or more' if most is None else f'{least} to {most}'}"
                 )
-        together = self.opening is None
+        together = self.decoder_prompt is None
         longest = self.context_length - (1 if together and request.max_new_tokens else 0)
         if length > longest:
             raise RequestError(

@@ -19,7 +19,7 @@ from megalith.models.language_model import GenerativeModel, LanguageModel
 from megalith.models.plain import PlainModel
 from megalith.models.transformer import Block
 from megalith.nn.loss import whole_logits
-from megalith.serve.cache import BlockCache, Reading, Texts
+from megalith.serve.cache import CacheView, PagedKVCache, Texts
 from megalith.serve.runner import Batch, Piece
 from megalith.serve.scheduler import filled_blocks
 from megalith.tokenizers import Tokenizer
@@ -60,7 +60,7 @@ class ModelRunner:
         self.vocab_size = model.vocab_size
         self.context_length = context_length or model.config.max_position_embeddings
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.cache = BlockCache(
+        self.cache = PagedKVCache(
             len(model.decoder.layers),
             num_blocks,
             block_size,
@@ -79,15 +79,15 @@ class ModelRunner:
         """Hidden states of the new tokens behind what is here. -> [S, 1, D]."""
         with torch.inference_mode():
             tokens = [token for piece in batch.pieces for token in decoded(piece, self.block_size)]
-            tokens_1S, reading = torch.tensor([tokens], device=self.model.device), self.cache.read(batch)
+            tokens_1S, view = torch.tensor([tokens], device=self.model.device), self.cache.read(batch)
             more: dict[str, Any] = {"layers": self._layers} if self._layers is not None else {}
             if self._cross_attentions:
-                more = {"encoded": self._texts(batch, reading)}
-            return self.model.hidden_states(tokens_1S, hidden_SBD=hidden_S1D, cache=reading, **more)
+                more = {"encoded": self._texts(batch, view)}
+            return self.model.hidden_states(tokens_1S, hidden_SBD=hidden_S1D, cache=view, **more)
 
-    def _texts(self, batch: Batch, reading: Reading) -> Texts:
+    def _texts(self, batch: Batch, view: CacheView) -> Texts:
         """The texts of all pieces; those that are new are read, each by itself."""
-        texts, model = Texts(reading, self._cross_attentions), self.model
+        texts, model = Texts(view, self._cross_attentions), self.model
         for number, piece in enumerate(batch.pieces):
             if piece.start < piece.source:
                 assert piece.start == 0, "an encoder reads a text at once"
@@ -325,18 +325,18 @@ def _gone(error: RuntimeError) -> PeerError:
 
 
 @dataclass(frozen=True)
-class Opening:
-    """How a model answers that reads its prompts with an encoder."""
+class DecoderPrompt:
+    """Tokens that begin and end an answer of an encoder-decoder model."""
 
-    start: int  # the token that its decoder begins with
-    end: int  # the one that ends an answer
+    start: int  # first token of the decoder
+    end: int  # token that ends an answer
 
 
-def opening_of(model: LanguageModel, tokenizer: Tokenizer) -> Opening | None:
-    """Return how a model answers; None where it continues its prompt. `ConfigError` without a start token."""
+def decoder_prompt_of(model: LanguageModel, tokenizer: Tokenizer) -> DecoderPrompt | None:
+    """Return the decoder prompt of an encoder-decoder model, or None. `ConfigError` without a start token."""
     if not model.config.family.encoder_decoder:
         return None
-    return Opening(decoder_start(tokenizer), tokenizer.special.get("eos", tokenizer.eod))
+    return DecoderPrompt(decoder_start(tokenizer), tokenizer.special.get("eos", tokenizer.eod))
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -152,8 +152,8 @@ def _kept_by_the_decoder(recompute: Recompute | None, config: ModelConfig = GPT2
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        turn = None if config.rotary_size == 0 else rotations(config, torch.float32)(torch.arange(24), 24)
-        y = model.decoder(torch.randn(24, 3, 16, requires_grad=True), turn)
+        rope = None if config.rotary_size == 0 else rotations(config, torch.float32)(torch.arange(24), 24)
+        y = model.decoder(torch.randn(24, 3, 16, requires_grad=True), rope)
     assert y.requires_grad
     return sum(memory.values())
 

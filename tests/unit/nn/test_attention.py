@@ -180,8 +180,8 @@ def test_rotary_scores_depend_on_distance_only(interleaved: bool) -> None:
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
 
     def score(i: int, j: int) -> float:
-        turn = rotation(torch.tensor([i, j]), 8, 10000, interleaved=interleaved, dtype=torch.float64)
-        rotated = rotate(torch.cat((q, k)), turn, interleaved=interleaved)
+        rope = rotation(torch.tensor([i, j]), 8, 10000, interleaved=interleaved, dtype=torch.float64)
+        rotated = rotate(torch.cat((q, k)), rope, interleaved=interleaved)
         return float(rotated[0].flatten() @ rotated[1].flatten())
 
     assert score(3, 1) == pytest.approx(score(10, 8), rel=1e-12)

@@ -14,7 +14,7 @@ from megalith.distributed.context import Axis
 from megalith.distributed.rng import Stream
 from megalith.nn.linear import Linear
 from megalith.nn.placement import Split
-from megalith.nn.recompute import OutputAgain, Recompute, recomputed
+from megalith.nn.recompute import Recompute, RecomputedNorm, recomputed
 from megalith.nn.region import SOLO
 from megalith.parallel.tensor import TensorParallel
 
@@ -130,7 +130,7 @@ def test_the_output_of_a_norm_is_let_go_and_comes_again() -> None:
     for again in (False, True):
         norm = torch.nn.LayerNorm(4)
         if again:
-            normed = OutputAgain(norm, x)
+            normed = RecomputedNorm(norm, x)
             with normed.not_kept():
                 y = normed.output @ weight
             output = weakref.ref(normed.output)

@@ -16,9 +16,9 @@ from megalith.serve.engine import Limits as EngineLimits
 from megalith.serve.http.app import build_app
 from megalith.serve.http.chat_template import ChatTemplate
 from megalith.serve.http.metrics import RequestLog
-from megalith.serve.http.service import Answering, Service
+from megalith.serve.http.service import EncoderInput, Service
 from megalith.serve.http.settings import Defaults, ServerSettings
-from megalith.serve.model_runner import Opening
+from megalith.serve.model_runner import DecoderPrompt
 from megalith.serve.worker import Worker
 
 from ...fake_runner import FakeRunner
@@ -100,7 +100,7 @@ async def served(
     """Make a server, and take it down again; `answers`: of a model that reads prompts with an encoder."""
     tokenizer, lines = LetterTokenizer(), list[str]()
     runner = runner or FakeRunner(tokenizer.vocab_size, context_length, follow=follow, num_blocks=num_blocks)
-    engine = Engine(runner, tokenizer, limits, opening=Opening(EOD, EOD) if answers else None)
+    engine = Engine(runner, tokenizer, limits, decoder_prompt=DecoderPrompt(EOD, EOD) if answers else None)
     worker = Worker(engine, blame)
     settings = settings or ServerSettings(model_name="letters")
     service = Service(
@@ -110,7 +110,7 @@ async def served(
         settings,
         RequestLog(lines.append, prompts=True),
         template=template,
-        answering=Answering(tokenizer.encode, engine.room) if answers else None,
+        encoder_input=EncoderInput(tokenizer.encode, engine.room) if answers else None,
     )
     app = build_app(service, defaults)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=("127.0.0.1", 1234))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megalith.models.t5 import T5
 from megalith.serve.engine import Engine, Limits
-from megalith.serve.model_runner import ModelRunner, Opening
+from megalith.serve.model_runner import DecoderPrompt, ModelRunner
 from megalith.serve.request import Beams, Finished, Request, RequestError, Sampling, Token
 from megalith.serve.runner import Batch
 
@@ -28,7 +28,7 @@ from .models import (
 )
 
 START, END, LONGEST = 26, 27, 9
-OPENING = Opening(START, END)
+OPENING = DecoderPrompt(START, END)
 GREEDY = Sampling(temperature=0.0)
 POOL = [
     tuple((start * 7 + step * (start + 2)) % 26 for step in range(length))
@@ -37,7 +37,7 @@ POOL = [
 
 
 def _engine(model: T5, *, num_blocks: int = 200, block_size: int = 4, limits: Limits | None = None) -> Engine:
-    return Engine(ModelRunner(model, num_blocks, block_size), Letters(), limits, opening=OPENING)
+    return Engine(ModelRunner(model, num_blocks, block_size), Letters(), limits, decoder_prompt=OPENING)
 
 
 def _full_passes(model: T5, text: Sequence[int], count: int) -> list[int]:
@@ -153,7 +153,7 @@ def test_an_answer_ends_with_its_token_or_a_text_and_continues_nothing() -> None
     model, text, warm = answering_of("published"), POOL[4], {"sampling": Sampling(1.5), "seed": 3}
     whole = tokens_of(list(_engine(model).run(Request(text, 9, stop_ids=(), **warm))))
     end = next(index for index, token in enumerate(whole) if index and token not in whole[:index])
-    engine = Engine(ModelRunner(model, 20, 4), Letters(), opening=Opening(START, whole[end]))
+    engine = Engine(ModelRunner(model, 20, 4), Letters(), decoder_prompt=DecoderPrompt(START, whole[end]))
     ended = list(engine.run(Request(text, 9, **warm)))
     assert tokens_of(ended) == whole[: end + 1] and ended[-1] == Finished("stop", stop=whole[end])
     assert text_of(ended) == Letters().decode(whole[:end])

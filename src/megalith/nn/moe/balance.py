@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.nn.moe.dispatch import HERE, Dispatcher
+from megalith.nn.moe.dispatch import LOCAL_DISPATCHER, Dispatcher
 from megalith.nn.moe.routing import SEPARATE_SCORES, RoutingRule, at_least
 from megalith.nn.region import Region
 
@@ -44,7 +44,7 @@ class Peers:
 
     sharing = 1
     all = 1
-    dispatcher: Dispatcher = HERE
+    dispatcher: Dispatcher = LOCAL_DISPATCHER
     region_of_experts: Region | None = None
 
     def sum_of_micro_batch(self, x: Tensor) -> Tensor:

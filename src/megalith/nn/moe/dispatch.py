@@ -1,10 +1,10 @@
-"""The port through which experts on other ranks enter the layer: tokens go to their experts, results come home.
+"""Token dispatch, the port of expert parallelism: rows of tokens go to their experts and are combined again.
 
-A rank holds a range of the experts of every layer. What a dispatcher delivers are rows of tokens, its own and those of
-other ranks, in the order of the experts that are here; what these compute goes back to the ranks that the tokens came
-from, where the rows of a token are summed. `HERE` is the dispatcher of a rank that holds all experts.
+A rank holds a range of the experts of every layer. A dispatcher returns rows of tokens, its own and those of other
+ranks, in the order of the local experts; their outputs go back to the ranks that sent the tokens, where the rows of a
+token are summed. `LOCAL_DISPATCHER` is the dispatcher of a rank that holds all experts.
 
-Shapes: T tokens here, K experts for each, N rows that are delivered, D hidden size.
+Shapes: T tokens of this rank, K experts for each, N rows for the local experts, D hidden size.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from megalith.nn.moe.permutation import from_experts, order_by_expert, to_expert
 
 
 @dataclass(frozen=True)
-class Delivery:
-    """Rows of tokens in the order of the experts that are here.
+class DispatchedTokens:
+    """Rows of tokens in the order of the local experts.
 
     Attributes:
-        counts: rows of each expert; any of them may be 0.
-        home: what the experts made of the rows [N, D] -> for each token that was sent the sum of its rows [T, D].
+        counts: number of rows of each local expert; may be 0.
+        combine: outputs of the experts [N, D] -> for each token of this rank the sum of its rows [T, D].
     """
 
     rows_ND: Tensor
     weights_N: Tensor
     counts: list[int]
-    home: Callable[[Tensor], Tensor]
+    combine: Callable[[Tensor], Tensor]
 
 
 class Dispatcher:
-    """How tokens reach their experts, gradients the same ways back; here all experts are on this rank."""
+    """Exchange of tokens with the ranks that hold their experts; this base class has all experts on this rank."""
 
-    def here(self, experts: int) -> range:
-        """Return the numbers of the experts on this rank, of `experts` in all."""
+    def local_experts(self, experts: int) -> range:
+        """Return the indices of the experts on this rank, of `experts` in the layer."""
         return range(experts)
 
-    def deliver(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: int) -> Delivery:
-        """Bring tokens to their experts. Every rank that shares the experts calls this equally often.
+    def dispatch(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: int) -> DispatchedTokens:
+        """Send tokens to their experts. Collective: every rank of the expert-parallel group calls it.
 
         Args:
-            x_TD: hidden states of the tokens here.
-            experts_TK: numbers of their experts, `experts` where a choice is dropped.
-            weights_TK: of the choices.
-            experts: of the layer, on all ranks.
+            x_TD: hidden states of the tokens of this rank.
+            experts_TK: indices of their experts; `experts` where a choice is dropped.
+            weights_TK: router weights of the choices.
+            experts: number of experts of the layer, over all ranks.
         """
         order = order_by_expert(experts_TK, experts)
-        return Delivery(
+        return DispatchedTokens(
             to_experts(x_TD, order),
             order.rows_of(weights_TK),
             order.counts_E,
@@ -57,4 +57,4 @@ class Dispatcher:
         )
 
 
-HERE = Dispatcher()
+LOCAL_DISPATCHER = Dispatcher()

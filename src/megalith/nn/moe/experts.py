@@ -12,7 +12,7 @@ from megalith.nn.feed_forward import Activation, FeedForward
 from megalith.nn.moe.grouped import add_biases, grouped
 from megalith.nn.placement import Replicated
 from megalith.nn.precision import FactoryKwargs
-from megalith.nn.recompute import OutputsAgain
+from megalith.nn.recompute import RecomputedOutputs
 from megalith.nn.region import Region
 
 
@@ -66,7 +66,7 @@ class Experts(nn.Module):
             weights_N = torch.ones_like(weights_N)
         up_NF = add_biases(grouped(x_ND, counts, self._ups), counts, self._ups)
         if self.inner_again and self.training and torch.is_grad_enabled():
-            inner = OutputsAgain(self._inner, up_NF, weights_N)
+            inner = RecomputedOutputs(self._inner, up_NF, weights_N)
             (inner_NF,) = inner.outputs
             with inner.not_kept():
                 y_ND = grouped(inner_NF, counts, self._downs)

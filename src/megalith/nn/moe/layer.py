@@ -79,7 +79,7 @@ class MoE(nn.Module):
             self.fc2_latent_proj = projection(expert_input, hidden_size)
         total = settings.router.rule.experts
         self.experts = Experts(
-            self.dispatcher.here(total),
+            self.dispatcher.local_experts(total),
             total,
             expert_input,
             settings.ffn_size,
@@ -106,9 +106,9 @@ class MoE(nn.Module):
         weights_TK = enter(choice.weights_TK, self.region)
         experts_TK = self.region.gather(experts_TK).wait()
         whole_TD = whole_SBD.reshape(-1, whole_SBD.shape[-1])
-        delivery = self.dispatcher.deliver(whole_TD, experts_TK, weights_TK, rule.experts)
-        rows_ND = self.experts(delivery.rows_ND, delivery.counts, delivery.weights_N)
-        y_SBD = leave(delivery.home(rows_ND).view_as(whole_SBD), self.region)
+        dispatched = self.dispatcher.dispatch(whole_TD, experts_TK, weights_TK, rule.experts)
+        rows_ND = self.experts(dispatched.rows_ND, dispatched.counts, dispatched.weights_N)
+        y_SBD = leave(dispatched.combine(rows_ND).view_as(whole_SBD), self.region)
         y_SBD = y_SBD if self.fc2_latent_proj is None else self.fc2_latent_proj(y_SBD)
         return y_SBD if self.shared_experts is None else y_SBD + self._shared(self.shared_experts, x_SBD)
 

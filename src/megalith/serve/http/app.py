@@ -99,7 +99,7 @@ def _add_openai(api: FastAPI, service: Service) -> None:
         "owned_by": "megalith",
         "max_model_len": service.context_length,
         "chat_template": service.template is not None,
-        "continues_prompts": service.answering is None,
+        "continues_prompts": service.encoder_input is None,
     }
 
     @api.get("/v1/models", responses=_ERRORS)

@@ -182,7 +182,7 @@ async def answer(service: Service, asked: ApiRequest, defaults: Defaults, receiv
 
 async def _requests(service: Service, asked: ApiRequest, defaults: Defaults) -> list[Request]:
     """One request for each prompt. All texts end at one length, that of the longest prompt and its answer."""
-    answers = service.answering is not None
+    answers = service.encoder_input is not None
     if answers and asked.add_BOS:
         raise refusal("add_BOS", "the model answers the prompt, which begins no document")
     beginning = (service.tokenizer.eod,) if asked.add_BOS else ()
@@ -279,7 +279,7 @@ async def _until_two(answer: Answer, token: int, before: int | None) -> AsyncIte
 
 def _continued(service: Service, request: Request) -> tuple[int, ...]:
     """What a text of the answer begins with: the prompt, unless the model answers that."""
-    return () if service.answering else request.prompt
+    return () if service.encoder_input else request.prompt
 
 
 def _texts(

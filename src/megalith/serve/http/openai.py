@@ -128,11 +128,11 @@ def _head(service: Service, prefix: str, kind: str) -> dict[str, Any]:
 async def _plan_completion(service: Service, body: CompletionRequest) -> Plan:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise refusal("best_of", f"{body.best_of} is not n, and only then supported")
-    if body.echo and service.answering:
+    if body.echo and service.encoder_input:
         raise refusal("echo", "the model answers the prompt, it does not continue it")
     new_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if new_tokens == 0 and not body.echo:
-        rule = "is no answer; give 1 or more" if service.answering else "needs echo: true, which scores the prompt"
+        rule = "is no answer; give 1 or more" if service.encoder_input else "needs echo: true, which scores the prompt"
         raise refusal("max_tokens", f"0 {rule}")
     prompts = [await _prompt(service, given) for given in _prompts(body)]
     for ids, _ in prompts:

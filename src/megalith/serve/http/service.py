@@ -45,11 +45,11 @@ class Collected:
 
 
 @dataclass(frozen=True)
-class Answering:
-    """Of a model that reads the prompt with an encoder, and answers it."""
+class EncoderInput:
+    """How an encoder-decoder model takes prompts: the encoder reads them, and the answer is a text of its own."""
 
-    read: Callable[[str], list[int]]  # the ids of a text, for the encoder
-    room: Callable[[int], int]  # how many tokens the answer to a prompt of so many may have
+    encode: Callable[[str], list[int]]  # token ids of a text for the encoder
+    max_new_tokens: Callable[[int], int]  # number of prompt tokens -> longest answer, in tokens
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Service:
     stop_ids: tuple[int, ...] | None = None  # end a text; None: the tokenizer's end of a document
     first_seed: int | None = None  # where requests without a seed begin to count from; None: they are unpredictable
     draining: bool = False  # whether it takes no new work any more
-    answering: Answering | None = None  # how it does that; None where it continues the prompt
+    encoder_input: EncoderInput | None = None  # None: the model continues its prompt (decoder only)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class Service:
 
     async def encode(self, text: str, place: str) -> tuple[int, ...]:
         """Encode a text in a thread; `ApiError` 400 if it cannot be encoded, or is longer than any context."""
-        size, read = len(text), self.answering.read if self.answering else self.tokenizer.encode
+        size, read = len(text), self.encoder_input.encode if self.encoder_input else self.tokenizer.encode
         if size > self.context_length * _LONGEST_TOKEN:
             raise too_long(self, place, f"{size} characters")
         try:
@@ -100,11 +100,13 @@ class Service:
 
     def room(self, prompt: Sequence[int]) -> int:
         """How many tokens the answer to a prompt may have; negative where the prompt is too long."""
-        return self.answering.room(len(prompt)) if self.answering else self.context_length - len(prompt)
+        return (
+            self.encoder_input.max_new_tokens(len(prompt)) if self.encoder_input else self.context_length - len(prompt)
+        )
 
     def before(self, prompt: Sequence[int]) -> int | None:
         """The token that an answer continues; None where it continues nothing."""
-        return None if self.answering else prompt[-1]
+        return None if self.encoder_input else prompt[-1]
 
     async def submit(self, request: Request, field_of: Callable[[str], str] = str) -> Answer:
         """Hand a request to the engine; `field_of` maps a field of `Request` or `Sampling` to the client's name of it.
@@ -210,7 +212,7 @@ async def disconnected(receive: Receive) -> None:
 
 def too_long(service: Service, place: str, given: str) -> ApiError:
     """The refusal of a prompt that does not fit."""
-    together = "" if service.answering else " with the answer"
+    together = "" if service.encoder_input else " with the answer"
     return refusal(
         place,
         f"has {given}, and the model reads {service.context_length} tokens{together}; shorten it",
@@ -226,7 +228,7 @@ def request_violation(service: Service, prompt: Sequence[int], new_tokens: int, 
     if new_tokens > room:
         bound = (
             f"the {room} tokens that an answer may have"
-            if service.answering
+            if service.encoder_input
             else f"the {room} tokens that the context of {service.context_length} leaves after a prompt of "
             f"{len(prompt)}"
         )
