@@ -46,7 +46,6 @@ from megalith.train.consensus import NeverStop
 from megalith.train.evaluation import EvaluationSet
 from megalith.train.faults import Probe, no_probe
 from megalith.train.loop import Plan, TrainingRun
-from megalith.train.results import Hook
 from megalith.train.signals import StopSignals
 from megalith.train.state import TrainState
 from megalith.train.step_hooks import NaNInjector
@@ -93,10 +92,7 @@ def build_run(
     observer, began = observer or StartObserver(), time.monotonic() if began is None else began
     observer.configured(config, context.device)
     tokenizer = build_tokenizer(config.tokenizer)
-    identity = _identity(config, tokenizer)
-    refuse_unequal(content_facts(identity.tokenizer, identity.data), context.world)
-    for note in compare_tokenizers(config, identity.tokenizer):
-        observer.note(note)
+    identity = _identity(config, tokenizer, context, observer)
     store, found = find_start(config, context)
     _check_fits(config, found, identity, observer, context.device)
     changes = _changes(config, found, observer)
@@ -123,9 +119,8 @@ def build_run(
         None if valid_sets else loaders.valid,
         loaders.test,
         saver,
-        Hook(),
-        stop or NeverStop(),
-        probe,
+        stop=stop or NeverStop(),
+        probe=probe,
         started=began,
         background=_background_saver(config, saver, state),
         timers=timers,
@@ -235,12 +230,17 @@ def _background_saver(config: RunConfig, saver: CheckpointSaver | None, state: T
     return background
 
 
-def _identity(config: RunConfig, tokenizer: Tokenizer) -> Identity:
-    return Identity(
+def _identity(config: RunConfig, tokenizer: Tokenizer, context: ParallelContext, observer: StartObserver) -> Identity:
+    """Return the fingerprints of tokenizer and data, which all ranks must have alike."""
+    identity = Identity(
         tokenizer=tokenizer.card(),
         tokenizer_files={name: path.read_bytes() for name, path in tokenizer.files().items()},
         data=fingerprint(config.data, seed=config.train.seed),
     )
+    refuse_unequal(content_facts(identity.tokenizer, identity.data), context.world)
+    for note in compare_tokenizers(config, identity.tokenizer):
+        observer.note(note)
+    return identity
 
 
 def _check_fits(

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from megalith.assemble.training import BuiltRun
     from megalith.compat.megatron.screen import Screen
     from megalith.distributed.watch import Watch
-    from megalith.train.results import Ending
+    from megalith.train.loop import TrainingRun
 
 EXIT_FINISHED = 0
 EXIT_RESUME_ME = 75  # EX_TEMPFAIL of sysexits.h: try again later
@@ -196,11 +196,7 @@ def _train(
         except Exception:
             screen.note(traceback.format_exc())
             raise
-        ending = built.run.ending
-        assert ending is not None
-        if summary := built.run.anomalies.summary():
-            screen.say(summary)
-        return _last_words(ending, config, argv, screen, folder, learnt=not built.run.progress.none_applied)
+        return _last_words(built.run, config, argv, screen, folder)
 
 
 def _require_same_source(config: RunConfig, imports: Sequence[tuple[Import, ...]]) -> None:
@@ -322,15 +318,16 @@ def _words_to_resume(config: RunConfig, argv: Sequence[str], iteration: int, sav
     return words
 
 
-def _last_words(
-    ending: Ending, config: RunConfig, argv: Sequence[str], screen: Screen, folder: Path, *, learnt: bool
-) -> int:
-    """Say where things are and how to continue; returns the exit code. `learnt`: some step was applied."""
-    save = config.checkpoint.save
+def _last_words(run: TrainingRun, config: RunConfig, argv: Sequence[str], screen: Screen, folder: Path) -> int:
+    """Say where things are and how to continue; returns the exit code."""
+    if summary := run.anomalies.summary():
+        screen.say(summary)
+    ending, save = run.ending, config.checkpoint.save
+    assert ending is not None
     if ending.kind == "finished":
         screen.say(f"metrics and the full log are in {folder}")
         generates = config.tokenizer.tokenizer_type != "NullTokenizer" and config.model.family.generates
-        if save and generates and learnt:
+        if save and generates and not run.progress.none_applied:
             screen.say(f"try it: megalith generate {shlex.quote(save)} --prompt 'Once upon a time'")
         return EXIT_FINISHED
     if save is None:
