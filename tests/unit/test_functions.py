@@ -9,9 +9,7 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "megalith"
 MOST_LINES, MOST_PARAMETERS = 60, 8
 LONG = {
-    "assemble/training.py:build_run": "the order in which a run is built, once, from tokenizer to loop",
     "checkpoint/convert.py:adapted": "each decision about the result depends on those before it",
-    "cli/train.py:_train": "what is opened for a run is closed in the opposite order by one ExitStack",
     "distributed/launch.py:connect": "one generator: what is taken before the yield is given back behind it",
     "optim/build.py:build_optimizer": "documents eleven arguments",
 }
