@@ -340,8 +340,9 @@ class Quickstart:
         """End with what to try now; commands are never wrapped, so that they can be copied."""
         where = escape(f"everything is in {self.out}/")
         self.console.print(f"[bold]Done in {seconds / 60.0:.1f} minutes; {where}. Next:[/]")
+        longer = shlex.join(generate).replace("--max-new-tokens 120", "--max-new-tokens 200")
         for about, command in (
-            ("ask the model", f"{program()} {shlex.join(generate)}"),
+            ("ask the model", f"{program()} {longer}"),
             ("read, change and run again what was run, with Megatron's flags", f"cat {shlex.quote(str(self.script))}"),
             ("the same on your own text", f"{program()} quickstart --data FILE.jsonl --out my-model"),
         ):

@@ -19,5 +19,5 @@ cd {folder}
     --data-path {out}/data/corpus_text_document --split 94,4,2 \
     --tokenizer-type GPT2BPETokenizer --vocab-file {out}/tokenizer/vocab.json --merge-file {out}/tokenizer/merges.txt
 
-{megalith} generate {out}/checkpoints --prompt {prompt} --max-new-tokens 200 \
+{megalith} generate {out}/checkpoints --prompt {prompt} --max-new-tokens 120 \
     --temperature 0.6 --top-k 40 --seed 1 --device {device}
