@@ -1,4 +1,4 @@
-"""The port between the engine and whatever computes logits."""
+"""Port between the engine and the model: batches of tokens in, logits out."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of one sequence that are to be read."""
+    """New tokens of one sequence in a batch: a chunk of its prompt, or one decoded token."""
 
     tokens: Sequence[int]
-    start: int  # position of the first of them; the keys and values of all before it are in the blocks
-    blocks: Sequence[int]  # of the sequence: position p is in row p % block_size of blocks[p // block_size]
-    wanted: int = 1  # of how many of the last of these tokens logits are wanted
-    source: int = 0  # first tokens that an encoder reads, padded to whole blocks before those of the decoder
+    start: int  # position of the first new token; keys and values of all positions before it are in the cache
+    blocks: Sequence[int]  # block table: position p is in row p % block_size of blocks[p // block_size]
+    wanted: int = 1  # number of last tokens whose logits are returned
+    source: int = 0  # encoder tokens; they come first, padded to whole blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What is computed in one step."""
+    """One step of the model: new tokens of several sequences."""
 
     pieces: Sequence[Piece]
-    copies: Sequence[tuple[int, int]] = field(default=())  # (from, to): blocks that are copied before anything is read
+    copies: Sequence[tuple[int, int]] = field(default=())  # (from, to): blocks to copy first
 
 
 class Runner(Protocol):
-    """Reads tokens into blocks of keys and values, and computes the logits of what follows."""
+    """Computes a batch: writes keys and values into the paged KV cache and returns logits of next tokens."""
 
     vocab_size: int
-    context_length: int  # of the model; positions are below it, those of a text and of its answer alike
-    block_size: int  # tokens in a block
+    context_length: int  # maximum positions of the model, of encoder and decoder alike
+    block_size: int  # tokens per block
     num_blocks: int
 
     def run(self, batch: Batch) -> Tensor:
-        """Read the pieces; return the logits of the wanted tokens [wanted, V]. `PeerError` if a rank is gone."""
+        """Compute the batch; return the logits of the wanted tokens [wanted, V]. `PeerError` if a rank is gone."""
         ...
 
     def ping(self) -> None:
-        """Tell the other ranks that there is nothing to do; they take silence for death."""
+        """Send the other ranks a heartbeat; without one they assume that this rank has died."""
         ...
 
     def close(self) -> None:
-        """Release the other ranks."""
+        """End the loops of the other ranks."""
         ...
 
 
 def decoding_step(runner: Runner, *, encodes: bool = False) -> Batch:
-    """Return a typical step of decoding, one new token of each of eight sequences, after a text if the model `encodes`.
+    """Return a typical decoding step: one new token for each of eight sequences, with an encoder input if `encodes`.
 
-    It writes over the first blocks of the cache: run it before anything is served.
+    It overwrites the first blocks of the cache: run it before serving.
     """
     rows = range(min(8, runner.num_blocks))
     if not encodes:

@@ -1,17 +1,15 @@
-"""Who is read in the next step, and into which blocks of the KV cache: continuous batching as a policy of integers.
+"""Continuous batching: which tokens run in the next step, and in which blocks of the KV cache. Integers only.
 
-Each step reads at most `step_tokens` tokens. Those who arrived first come first; every sequence that lacks one token
-only (an answer under way) is sure of it, and prompts are read in chunks of what is left. When blocks run out, the
-youngest gives its up and is read again later: so the oldest always gets on, and nobody waits for ever.
+Each step computes at most `step_tokens` tokens, in order of arrival. Every decoding sequence gets its one token, and
+prompts take the rest in chunks (chunked prefill). When blocks run out, the youngest sequence is preempted and
+recomputed later, so that the oldest always progresses and no sequence starves.
 
-A block is shared by all sequences that begin alike up to its end (`refs` counts them). One that nobody needs keeps
-what it holds until it is given away, so that a later sequence with the same beginning finds it: full blocks are known
-by a digest of all tokens up to their end. What holds nothing of use is found by a hand that goes round and round, and
-passes over what was found useful since it last came by (the clock algorithm).
+Prefix caching: a block is shared by all sequences that are equal up to its end (`refs` counts them), and a full block
+is looked up by a digest of all tokens up to its end. A free block keeps its content until it is reused, so that a later
+sequence with the same prefix finds it. Blocks are evicted by the clock algorithm (second chance).
 
-Blocks that follow one another in memory are read faster than scattered ones (serve.cache). So a new sequence is given a
-place in front of free blocks, which are promised to it, and grows into them. A promise is only a wish: where there
-is no other room, it is broken.
+Consecutive blocks are read faster than scattered ones (serve.cache). So a new sequence starts in front of free blocks,
+which are reserved for it, and grows into them. Other sequences take reserved blocks when no others are free.
 """
 
 from __future__ import annotations
@@ -32,27 +30,27 @@ class Table:
 
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
-    promised: range = range(0)
+    reserved: range = range(0)
     root: bytes = b""  # begins the digests: sequences of different roots share no block, however alike
 
 
 def filled_blocks(tokens: int, size: int) -> int:
-    """The tokens of the blocks of `size` that so many tokens fill, the last one up to its end."""
+    """Return `tokens` rounded up to whole blocks of `size` tokens."""
     return -(-tokens // size) * size
 
 
 def chained(before: bytes, tokens: Seq[int]) -> bytes:
-    """The digest of a block: of its tokens and all before them. No two beginnings are taken for one another."""
+    """Return the digest of a block: a 128-bit hash of its tokens and of all tokens before them."""
     return blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 class Blocks:
-    """All blocks of a cache, of `size` tokens each; `free` of them are needed by no sequence."""
+    """Block allocator of a paged KV cache: `count` blocks of `size` tokens, `free` of them used by no sequence."""
 
     def __init__(self, count: int, size: int) -> None:
         self.count, self.size, self.free = count, size, count
         self.refs = [0] * count  # for each block, how many sequences need it
-        self._promised = [0] * count
+        self._reserved = [0] * count
         self._digest: list[bytes | None] = [None] * count
         self._useful = bytearray(count)
         self._known: dict[bytes, int] = {}
@@ -60,12 +58,12 @@ class Blocks:
 
     @property
     def used(self) -> int:
-        """How many are needed by a sequence."""
+        """Return the number of blocks in use."""
         return self.count - self.free
 
     def match(self, table: Table, tokens: Seq[int], limit: int) -> int:
-        """Give an empty table the blocks that hold the first of these tokens; return how many, at most `limit`."""
-        assert not table.blocks, "only a new table can begin with what is there"
+        """Fill an empty table with cached blocks of the longest prefix; return its tokens, at most `limit`."""
+        assert not table.blocks, "only a new table can take cached blocks"
         digest = table.root
         for start in range(0, limit - self.size + 1, self.size):
             digest = chained(digest, tokens[start : start + self.size])
@@ -79,7 +77,7 @@ class Blocks:
         return len(table.blocks) * self.size
 
     def extend(self, table: Table, count: int, room: int) -> None:
-        """Give a table `count` more blocks, of which as many are free; `room` is how many it may need in the end."""
+        """Append `count` free blocks to a table; `room` is how many it may need in the end."""
         assert count <= self.free, "the caller looks first"
         while count:
             follower = table.blocks[-1] + 1 if table.blocks else self.count
@@ -89,20 +87,20 @@ class Blocks:
             count, room = count - 1, room - 1
 
     def own(self, table: Table, index: int) -> tuple[int, int] | None:
-        """Make a table the only owner of its block of this index; return the copy (from, to) it takes, or None."""
+        """Make a table the only owner of its block `index` (copy on write); return the copy (from, to), or None."""
         old = table.blocks[index]
         if self.refs[old] == 1:
             return None
         assert self.free, "the caller looks first"
         scratch = Table()
         self._give(scratch, self._place(scratch, 1))
-        self._promise(scratch, range(0))
+        self._reserve(scratch, range(0))
         table.blocks[index] = scratch.blocks[0]
         self._drop(old)
         return old, table.blocks[index]
 
     def publish(self, table: Table, tokens: Seq[int], length: int) -> None:
-        """Let others find the full blocks of the first `length` tokens, whose keys and values are there now."""
+        """Add the full blocks of the first `length` tokens, whose keys and values are computed, to the prefix cache."""
         for index in range(len(table.digests), length // self.size):
             before = table.digests[-1] if table.digests else table.root
             digest = chained(before, tokens[index * self.size : (index + 1) * self.size])
@@ -117,10 +115,10 @@ class Blocks:
         return Table(list(table.blocks), list(table.digests), root=table.root)
 
     def release(self, table: Table) -> None:
-        """Take a table's blocks back; what they hold can be found until they are given away."""
+        """Free a table's blocks; their content stays in the prefix cache until they are reused."""
         for block in table.blocks:
             self._drop(block)
-        self._promise(table, range(0))
+        self._reserve(table, range(0))
         table.blocks.clear()
         table.digests.clear()
 
@@ -143,37 +141,37 @@ class Blocks:
         table.blocks.append(block)
 
     def _fit(self, block: int, table: Table) -> bool:
-        """Whether a block is free and promised to nobody else."""
-        return self.refs[block] == 0 and self._promised[block] == (block in table.promised)
+        """Whether a block is free and reserved for no other sequence."""
+        return self.refs[block] == 0 and self._reserved[block] == (block in table.reserved)
 
-    def _promise(self, table: Table, blocks: range) -> None:
-        for block in table.promised:
-            self._promised[block] -= 1
+    def _reserve(self, table: Table, blocks: range) -> None:
+        for block in table.reserved:
+            self._reserved[block] -= 1
         for block in blocks:
-            self._promised[block] += 1
-        table.promised = blocks
+            self._reserved[block] += 1
+        table.reserved = blocks
 
     def _place(self, table: Table, room: int) -> int:
-        """A free block, with as much room behind it as there can be, which is promised to the table."""
-        self._promise(table, range(0))
+        """Return a free block with `room` free blocks behind it if there are any, and reserve them for the table."""
+        self._reserve(table, range(0))
         for _ in range(2):  # the first round passes over what was useful, and forgets that it was
             start = self._run(room)
             if start is not None:
                 self._hand = (start + room) % self.count
-                self._promise(table, range(start, start + room))
+                self._reserve(table, range(start, start + room))
                 return start
         free = [block for block in self._round() if self.refs[block] == 0]
-        block = next((block for block in free if not self._promised[block]), free[0])
+        block = next((block for block in free if not self._reserved[block]), free[0])
         self._hand = (block + 1) % self.count
         return block
 
     def _run(self, length: int) -> int | None:
-        """The start of so many blocks in a row that are free and promised to nobody."""
+        """Return the start of `length` consecutive blocks that are free and not reserved, or None."""
         found = 0
         for block in self._round():
             if block == 0:
                 found = 0
-            fits = self.refs[block] == 0 and not self._promised[block] and not self._useful[block]
+            fits = self.refs[block] == 0 and not self._reserved[block] and not self._useful[block]
             self._useful[block] = 0
             found = found + 1 if fits else 0
             if found == length:

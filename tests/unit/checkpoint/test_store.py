@@ -120,7 +120,7 @@ def test_every_difference_is_listed_and_nothing_is_touched(store: DirectoryStore
         "dtype is float32 in the checkpoint and int32 here",
         "absent is not in the checkpoint",
         "thing is not in the checkpoint",
-        "in the checkpoint and not asked for: extra",
+        "not requested: extra",
     ):
         assert line in message
     assert "same" not in message

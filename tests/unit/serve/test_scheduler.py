@@ -132,7 +132,7 @@ def test_everyone_ends_and_nothing_leaks(
             world.end(world.chance.choice(world.open))
     world.finish()
     blocks = world.scheduler.blocks
-    assert blocks.free == blocks.count and not any(blocks.refs) and not any(blocks._promised)
+    assert blocks.free == blocks.count and not any(blocks.refs) and not any(blocks._reserved)
     assert not world.scheduler.running and not world.scheduler.waiting
 
 

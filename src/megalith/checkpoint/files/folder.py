@@ -130,7 +130,7 @@ class CheckpointFolder:
         """Check that the checkpoint fits `content`, for `Reading.load`; `asked` are the keys that all ranks ask for."""
         stored = self.source.contents()
         found = fitted(str(self.path), stored, content, asked)
-        return Reading(self.source, found, self.source.common(), stored.not_in(asked))
+        return Reading(self.source, found, self.source.common(), stored.unrequested(asked))
 
     def manifest(self) -> dict[str, Any] | None:
         """The manifest, or None for a checkpoint of another program."""

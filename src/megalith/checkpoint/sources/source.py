@@ -60,7 +60,7 @@ class Source(Protocol):
 
 
 def open_source(path: Path) -> Source:
-    """The reader for the format of a checkpoint folder; a NewerFormatError if a later version wrote it."""
+    """Return the reader for the format of a checkpoint folder. `NewerFormatError` if a later version wrote it."""
     from megalith.checkpoint.sources.torch_dist import TorchDistSource
 
     if not path.is_dir():
@@ -87,7 +87,7 @@ def refuse_model_folder(path: Path) -> None:
 
 
 def no_save_folder(path: Path) -> str | None:
-    """What a folder is that holds parts of a checkpoint where folders of checkpoints should be; None if it does not."""
+    """Return why a path is no save folder (a single checkpoint, an incomplete model), with the remedy; else None."""
     if any(any(path.glob(pattern)) for pattern in (".metadata", "__*_*.distcp", "mp_rank_*")):
         return "is the folder of one checkpoint under another name; rename it iter_0000100 or the like, its iteration"
     if _describes_a_model(path / "config.json"):
@@ -96,7 +96,7 @@ def no_save_folder(path: Path) -> str | None:
 
 
 def _describes_a_model(config: Path) -> bool:
-    """Whether a config.json is one of Hugging Face's; other programs that share the folder have such files too."""
+    """Return whether a config.json is one of Hugging Face's; other programs write files of that name too."""
     try:
         text = config.read_text("utf-8", "replace")
     except OSError:
@@ -125,25 +125,25 @@ class Contents:
     objects: frozenset[str]
     left_out: tuple[str, ...] = ()  # why tensors that are in the files cannot be read, such as those of an optimizer
 
-    def not_in(self, asked: Collection[str]) -> tuple[str, ...]:
-        """Keys that are stored and not asked for; the empty states of FP8 linears do not count."""
-        there = [*self.tensors, *sorted(self.objects)]
-        return tuple(key for key in there if key not in asked and not is_extra_state(key))
+    def unrequested(self, requested: Collection[str]) -> tuple[str, ...]:
+        """Return the stored keys that are not in `requested`, without the empty extra states of FP8 linears."""
+        stored = [*self.tensors, *sorted(self.objects)]
+        return tuple(key for key in stored if key not in requested and not is_extra_state(key))
 
 
 def keys_of(content: CheckpointContent) -> frozenset[str]:
     return frozenset(chunk.key for chunk in content.chunks) | frozenset(content.objects)
 
 
-def fitted(source: str, stored: Contents, wanted: CheckpointContent, asked: Collection[str]) -> CheckpointContent:
-    """The content under the keys to read: which tensor of the checkpoint `source` goes into each chunk.
+def fitted(source: str, stored: Contents, wanted: CheckpointContent, requested: Collection[str]) -> CheckpointContent:
+    """Return `wanted` with the key of the checkpoint `source` that is read into each chunk.
 
-    Mostly that of its own key. A run in half precision keeps main parameters in fp32: where a checkpoint has none,
-    because the run that wrote it computed in fp32, they are its weights; where a run in fp32 reads one that has them,
-    its weights are the main parameters rather than their rounded copies.
+    This is mostly the chunk's own key. fp32 master weights of a half-precision run are read from the weights of a
+    checkpoint without any, which an fp32 run wrote; an fp32 run reads its weights from the master weights if there are
+    any, since the weights are rounded.
 
-    If keys or global shapes differ, a CheckpointError lists every difference, and what the checkpoint holds beside what
-    the ranks have `asked` for.
+    If keys or global shapes differ, a CheckpointError lists every difference and the keys of the checkpoint that no
+    rank has `requested`.
     """
     key_of = {key: _read_from(key, chunks[0], stored) for key, chunks in by_key(wanted.chunks).items()}
     lines = [
@@ -154,9 +154,9 @@ def fitted(source: str, stored: Contents, wanted: CheckpointContent, asked: Coll
     lines += [f"{key} is not in the checkpoint" for key in wanted.objects if key not in stored.objects]
     if not lines:
         return replace(wanted, chunks=[replace(chunk, key=key_of[chunk.key]) for chunk in wanted.chunks])
-    unasked = [key for key in stored.not_in(asked) if key in stored.tensors]
-    if unasked:
-        lines.append(f"in the checkpoint and not asked for: {', '.join(unasked)}")
+    unrequested = [key for key in stored.unrequested(requested) if key in stored.tensors]
+    if unrequested:
+        lines.append(f"in the checkpoint and not requested: {', '.join(unrequested)}")
     raise CheckpointError(listing(f"{source} does not fit this model and optimizer", [*stored.left_out, *lines]))
 
 

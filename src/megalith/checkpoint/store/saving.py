@@ -63,28 +63,28 @@ _SEEN_WITHIN_SECONDS = 10.0  # network file systems cache for some seconds what 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save did."""
+    """Size and durations of a completed save."""
 
-    seconds: float  # from its begin until it was in its place
-    bytes: int  # of all its files
-    path: Path  # where it is
-    stall_seconds: float  # how long its caller could do nothing else; of a background save the caller knows that
-    write_seconds: float  # how long the slowest rank wrote
-    waited_seconds: float = 0.0  # how long threads of a background save were waited for
+    seconds: float  # from start to commit
+    bytes: int  # of all files of all ranks
+    path: Path  # the checkpoint folder
+    stall_seconds: float  # how long training stood still; the caller of an asynchronous save measures it
+    write_seconds: float  # of the slowest rank
+    waited_seconds: float = 0.0  # waiting for the threads of an asynchronous save
 
 
 @dataclass(eq=False)
 class Saving:
-    """A save under way."""
+    """One save by all ranks: plan, write, commit. Every rank holds one of these and calls its methods together."""
 
     ranks: RankGroup  # the ranks that save
-    final: Path  # where the folder is to appear
-    content: CheckpointContent  # what this rank writes; the common state counts on the first rank only
+    final: Path  # path of the committed folder
+    content: CheckpointContent  # chunks that this rank writes; the common state is used on the first rank only
     files: Mapping[str, bytes]  # further files of the first rank, name -> bytes
-    facts: Mapping[str, Any]  # what the manifest says beside sizes and hashes
-    on_point: Callable[[str], None]  # called with the points of the save on this rank
-    publish: Callable[[], None]  # points the tracker to the folder; called on the first rank when it is in its place
-    staging: Staging | None = None  # for copies of the tensors, where these may change before they are written
+    facts: Mapping[str, Any]  # entries of the manifest besides sizes and hashes
+    on_point: Callable[[str], None]  # called with the name of each stage on this rank; tests inject faults here
+    publish: Callable[[], None]  # updates the tracker file; called on the first rank after the commit
+    staging: Staging | None = None  # host memory for copies of the tensors (asynchronous saves)
     make_writer: MakeWriter = TorchDistWriter  # makes the writer of the format
     claimed: bool = False  # whether this run has claimed the folder that it saves into (`commit.claimed`)
 
@@ -96,12 +96,12 @@ class Saving:
         self._needed = 0
 
     def run(self) -> SaveReport:
-        """Save. A CheckpointError, on whichever rank, leaves what was there before untouched."""
+        """Save synchronously. After a CheckpointError, on any rank, earlier checkpoints are untouched."""
         self.begin()
-        written = self.gathered(self.write)
+        written = self.gather_written(self.write)
         if isinstance(writer := self._writer, PerRankWriter):
-            written = self.gathered(lambda: self._seal(writer))
-        report = self.agreed(lambda: self.commit(written), written)
+            written = self.gather_written(lambda: self._seal(writer))
+        report = self.finish_commit(lambda: self.commit(written), written)
         return replace(report, stall_seconds=report.seconds)
 
     def begin(self) -> None:
@@ -115,13 +115,13 @@ class Saving:
         if self.staging is not None:
             self.staging.begin()
 
-    def gathered(self, write: Callable[[], Written]) -> list[Written]:
-        """What all ranks have written; all call it together. `write` is ours, or has its result."""
+    def gather_written(self, write: Callable[[], Written]) -> list[Written]:
+        """Call `write` on every rank and return what each has written. Collective."""
         with self._abandoned_on_failure():
             return self.ranks.run_on_all(write)
 
-    def agreed(self, commit: Callable[[], int], written: Sequence[Written]) -> SaveReport:
-        """See that the folder is in its place; all ranks call it together. `commit` is ours, or has its result."""
+    def finish_commit(self, commit: Callable[[], int], written: Sequence[Written]) -> SaveReport:
+        """Call `commit` on every rank and report the save. Collective."""
         with self._abandoned_on_failure():
             sizes = self.ranks.run_on_all(commit)
         self.on_point("post_commit")
@@ -134,7 +134,7 @@ class Saving:
             self.staging.settle()
 
     def cancel(self) -> None:
-        """Have `write`, in whatever thread it is, end soon."""
+        """Make a `write` that runs in another thread end soon."""
         self._writer.cancel()
 
     def abandon(self) -> None:
@@ -159,7 +159,7 @@ class Saving:
         return self._writer.plan, self._writer.nbytes
 
     def _begin(self, plans: Sequence[Any]) -> str:
-        """Make the folder; its name, since other hosts may have the save folder elsewhere."""
+        """Make the folder and return its name, since the save folder may have another path on other hosts."""
         self._writer.merge(plans)
         parent = self.final.parent
         with naming_full_disk(parent, self._needed, claimed=self.claimed):
@@ -289,11 +289,11 @@ class PendingSave:
         if failed:
             self._saving.cancel()
         if self._committing is None:
-            self._written = self._saving.gathered(lambda: self._waited_for(self._writing, cancelled=failed))
+            self._written = self._saving.gather_written(lambda: self._waited_for(self._writing, cancelled=failed))
             self._committing = in_thread(lambda: self._saving.commit(self._written), _THREAD)
             return None
         committing = self._committing
-        report = self._saving.agreed(lambda: self._waited_for(committing), self._written)
+        report = self._saving.finish_commit(lambda: self._waited_for(committing), self._written)
         return replace(report, waited_seconds=self._waited)
 
     def _waited_for(self, work: Future[Any], *, cancelled: bool = False) -> Any:
