@@ -152,6 +152,7 @@ class Watch(Observer):
         with suppress(BoardGone):
             write_identity(board, self._identity)
             board.post(self.status().encode())
+        self._ran_at = time.monotonic()  # here: the process may be stopped before the thread first runs
         looking = threading.Thread(target=self._look, name="watch", daemon=True)
         looking.start()
         end = "left"
@@ -181,7 +182,6 @@ class Watch(Observer):
         troubled = False
         with suppress(BoardGone, RuntimeError):
             self._first_rank = str(read_identity(board, 0))
-        self._ran_at = time.monotonic()
         while not self._done:
             if self._changed.wait(self._pause) and not self._done:
                 time.sleep(max(0.05, self._size / 2000.0))  # a store hears of a change soon, but not of every one

@@ -184,8 +184,11 @@ from megalith.distributed.board import FolderBoard
 from megalith.distributed.context import Axis
 from megalith.distributed.watch import Watch
 class Board(FolderBoard):
-    stops = sys.argv[2] == "looking"
+    stops = sys.argv[2] != "any time"
     def read(self, name):
+        if sys.argv[2] == "starting":
+            while not watch.status().waits:
+                time.sleep(0.01)
         if self.stops and watch.status().waits:
             self.stops = False
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -201,13 +204,13 @@ with watch.attend(Board(Path(sys.argv[1]), 0), 0, 1):
 """
 
 
-@pytest.mark.parametrize("at", ["any time", "looking"])
+@pytest.mark.parametrize("at", ["any time", "looking", "starting"])
 def test_time_in_which_the_process_was_stopped_is_no_wait(tmp_path: Path, at: str) -> None:
     """A suspended job: the others were stopped too, and could not have answered."""
     command = [sys.executable, "-c", WAIT, str(tmp_path), at]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
         assert waiting.stdout and waiting.stdout.readline() == "waiting\n"
-        if at == "looking":
+        if at != "any time":
             time.sleep(0.5)
         else:
             waiting.send_signal(signal.SIGSTOP)
