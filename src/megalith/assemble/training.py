@@ -166,7 +166,7 @@ def _build_and_load(
 
 
 def _validation_sets(config: RunConfig, loaders: Loaders) -> Sequence[EvaluationSet]:
-    """Several validation sets, or one that is gone through as a whole; empty for a part of one."""
+    """Return the sets that are evaluated in full or by name; empty for a single set of which a part is evaluated."""
     if loaders.valid is None or not (loaders.further_valid or loaders.passes):
         return ()
     batches = (loaders.valid, *loaders.further_valid)

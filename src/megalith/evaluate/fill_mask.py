@@ -34,7 +34,13 @@ class Filled:
 def fill_masks(model: LanguageModel, tokenizer: Tokenizer, text: str, count: int = 1) -> Filled:
     """Find the likeliest tokens for each [MASK] of a text, all of which are hidden at once.
 
-    The model is one that is trained on hidden words. Raises `DataError` if there is no mask, or the text is too long.
+    Args:
+        model: A masked language model, whole on this rank.
+        text: With at least one [MASK].
+        count: Candidates for each mask.
+
+    Raises:
+        DataError: The text has no mask or too many tokens, or the tokenizer lacks a special token.
     """
     special, positions = tokenizer.special, model.config.max_position_embeddings
     if missing := [role for role in ("cls", "sep", "mask") if role not in special]:

@@ -124,7 +124,7 @@ class _T5(Family):
     def settled(self, model: ModelConfig, names: Collection[str]) -> ModelConfig:
         """As the base says: whether the files hold an output weight.
 
-        A scaled one that is the embedding by config.json stays so: old files hold the weight a second time.
+        Where config.json ties a scaled output layer to the embedding, it stays tied: old files store the weight twice.
         """
         return replace(model, untie_embeddings_and_output_weights=OUTPUT_LAYER in names and not model.t5_scaled_logits)
 

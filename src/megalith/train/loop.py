@@ -92,7 +92,7 @@ class TrainingRun:
     ending: Ending | None = None  # why the loop ended; None while it runs
     background: BackgroundSaver | None = None  # saves beside the training, but for the last save; None for none
     timers: Timers = field(default_factory=Timers)
-    valid_sets: Sequence[EvaluationSet] = ()  # instead of `valid`, several sets or one that is gone through as a whole
+    valid_sets: Sequence[EvaluationSet] = ()  # in place of `valid`: several sets, or one evaluated in full
     sources: Sequence[str] = ()  # names of the datasets of a blend that is trained on; none without a blend
     # what is done about anomalous steps; the run stops at one by default
     anomalies: AnomalyPolicy = None  # type: ignore[assignment]

@@ -47,7 +47,7 @@ PROMPT_CHARACTERS, SAMPLE_LINES = 48, 12
 CURVE_ROWS, CURVE_WIDTH = 10, 50
 POLL_SECONDS = 0.1
 PROBE_STEPS = 12  # the median of which is not moved by a pause of the machine
-PROGRESS = re.compile(r"iteration +(\d+)/ +(\d+) .*lm loss: (\S+)")
+PROGRESS = re.compile(r"iteration +(\d+)/ +(\d+) .*lm loss: (\S+) \|")  # up to the bar: a line may be written in part
 
 
 def build_parser() -> argparse.ArgumentParser:
