@@ -24,6 +24,7 @@ RUNS = 15
 PRELOADED = [
     "pytest",
     "torch.distributed.tensor",
+    "torch._dynamo",  # FSDP2 imports it in its first step
     "torch.distributed.checkpoint",
     "megalith.assemble.model",
     "megalith.train.loop",

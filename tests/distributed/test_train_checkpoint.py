@@ -230,7 +230,7 @@ CASES = {
 """Name -> ranks, flags of the layout, flags of the model, rows of the vocabulary."""
 
 
-SAMPLE = ("dp2", "tp2", "pp2", "cp2", "tp2-pp2", "dp2-zero1", "pp2-dp2-fsdp")
+SAMPLE = ("tp2", "pp2", "cp2", "dp2-zero1", "pp2-dp2-fsdp")
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,14 @@ def save_beside(folder: str, flags: str, world_size: int, vocab_size: int, until
     return state.iteration
 
 
-@pytest.mark.parametrize("case", ["dp2", "dp2-zero1", "dp2-fsdp", "tp2-pp2", "pp2-dp2-fsdp"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "dp2-zero1",
+        "dp2-fsdp",
+        *(pytest.param(case, marks=pytest.mark.full) for case in ("dp2", "tp2-pp2", "pp2-dp2-fsdp")),
+    ],
+)
 def test_a_save_beside_the_training_holds_the_state_of_its_step(ranks: Any, tmp_path: Path, case: str) -> None:
     """Also where updated weights are still on their way from other ranks when it is scheduled."""
     world_size, layout, model, vocab_size = CASES[case]

@@ -142,6 +142,7 @@ def _measured_and_answered(work: Path, checkpoint: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.full
 def test_two_processes_answer_as_one(t5: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "generate",

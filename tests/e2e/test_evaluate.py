@@ -112,6 +112,7 @@ def test_lambada_as_typed(work: Work, repository: Path) -> None:
     assert "note: without effect on an evaluation: --no-load-optim, --no-load-rng" in shown
 
 
+@pytest.mark.full
 def test_wikitext_as_typed_and_by_the_script_on_two_ranks(work: Work, repository: Path, tmp_path: Path) -> None:
     alone, shared = tmp_path / "alone.json", tmp_path / "shared.json"
     for done in (

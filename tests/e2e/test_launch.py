@@ -410,6 +410,7 @@ def without_ipv4() -> list[str]:
     return NO_IPV4
 
 
+@pytest.mark.full
 def test_ranks_meet_over_ipv6_alone(repository: Path, tmp_path: Path, text: Path, without_ipv4: list[str]) -> None:
     words = [*MODEL, "--data-path", text, "--train-iters", 2, "--device", "cpu", "--nproc", 2]
     command = [*without_ipv4, sys.executable, str(repository / "pretrain_gpt.py"), *map(str, words)]
@@ -432,7 +433,8 @@ sys.exit(codes[0])
 """
 
 
-@pytest.mark.parametrize("nproc", [pytest.param(0, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("nproc", [0, 2])
 def test_main_runs_in_a_thread_of_another_program(repository: Path, tmp_path: Path, text: Path, nproc: int) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     save = tmp_path / "c"
@@ -479,6 +481,7 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint(
     assert_no_one_is_left(save)
 
 
+@pytest.mark.full
 def test_what_happens_again_and_again_ends_the_run(repository: Path, tmp_path: Path, text: Path) -> None:
     save = tmp_path / "c"
     words = command(text, save, "--train-iters", 8, "--save-interval", 2, "--max-restarts", 5)

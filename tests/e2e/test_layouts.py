@@ -394,7 +394,7 @@ EXACT = "--hidden-dropout 0 --attention-dropout 0 --make-vocab-size-divisible-by
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [*CASES[1:], ("a small vocabulary", "tp2-pp2"), ("a small vocabulary", "dp4")],
+    [*CASES[1:], pytest.param("a small vocabulary", "tp2-pp2", marks=pytest.mark.full), ("a small vocabulary", "dp4")],
 )
 def test_the_curve_of_those_commands_is_that_of_one_process(
     warm: WarmProcess, tmp_path: Path, texts: Callable[[str], list[object]], kind: str, case: str

@@ -566,7 +566,8 @@ def test_two_ranks_answer_as_one_and_end_together(saved: Path, layout: str) -> N
 
 
 @pytest.mark.parametrize(
-    "harm", ["killed", "stopped", pytest.param("killed while nothing is asked", marks=pytest.mark.full)]
+    "harm",
+    ["killed", *(pytest.param(harm, marks=pytest.mark.full) for harm in ("stopped", "killed while nothing is asked"))],
 )
 def test_a_rank_that_is_lost_ends_the_server_soon(saved: Path, harm: str) -> None:
     with started(["-m", "megalith", "serve", saved, "--port", 0, "--tp", 2], ranks=2) as server:
@@ -601,8 +602,9 @@ def test_a_rank_that_is_lost_ends_the_server_soon(saved: Path, harm: str) -> Non
 
 @pytest.mark.parametrize(
     ("tensor", "pipeline"),
-    [(1, 2), pytest.param(4, 1, marks=pytest.mark.full), pytest.param(2, 2, marks=pytest.mark.full)],
+    [(1, 2), (4, 1), (2, 2)],
 )
+@pytest.mark.full
 def test_the_scripts_of_the_examples(saved: Path, repository: Path, tensor: int, pipeline: int) -> None:
     """Server and client by torchrun; a pipeline of the layers, a quarter on each rank, and two stages of two."""
     examples, port = repository / "examples", free_port()
