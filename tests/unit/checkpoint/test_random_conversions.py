@@ -95,7 +95,7 @@ def differences(one: Path, other: Path) -> list[str]:
     return [str(item) for item in tensor_differences(*sources) if not item.is_none]
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 60))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 60))])
 def test_nothing_is_lost_on_the_way(tmp_path: Path, seed: int) -> None:
     drawn = random.Random(f"conversions {seed}")
     args = draw_model(drawn)
