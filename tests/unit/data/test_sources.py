@@ -24,6 +24,7 @@ from megalith.cli.preprocess import parse
 from megalith.data.shares import Share, chunks_of_share
 from megalith.data.sources import BadDocument, Limits, Source, SourceOptions, find_sources
 from megalith.data.sources.encodings import find_encoding
+from megalith.data.sources.streams import open_text
 from megalith.errors import ConfigError, DataError
 
 CHINESE = [
@@ -265,6 +266,21 @@ def test_columns_that_are_not_clear_are_asked_for(
     (tmp_path / "a.csv").write_text(content)
     (violation,) = find_sources([str(tmp_path / "a.csv")], SourceOptions(**options)).violations
     assert reason in violation
+
+
+def test_an_array_in_another_encoding_than_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b'["good", "\xe9t\xe9 and more"]')
+    (source,) = opened(tmp_path / "a.json", encoding="utf-8")
+    with pytest.raises(DataError, match="a.json is not valid UTF-8.*0xe9.*--encoding"):
+        documents([source])
+    assert documents(opened(tmp_path / "a.json", encoding="cp1252")) == [["good"], ["\u00e9t\u00e9 and more"]]
+
+
+def test_a_character_at_the_border_of_two_blocks(tmp_path: Path) -> None:
+    text = "x" * (2**18 - 1) + "\u4e00" + "y"
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    blocks = [block for block, _ in open_text(tmp_path / "a.txt", "auto", Limits()).texts()]
+    assert len(blocks) == 2 and "".join(blocks) == text
 
 
 def test_bad_rows_of_a_csv(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ by something else is read by that process, from the beginning.
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -295,7 +294,7 @@ class ArraySource(RowSource):
 
         Raises:  DataError where the JSON breaks: nothing after such a place can be told apart.
         """
-        blocks = self._texts()
+        blocks = self._file.texts()
         number, text, at, disk, wanted = 0, "", 0, 0, 1
         expected, trouble = "[", "the file ends within the array: it is cut short"
         while True:
@@ -332,14 +331,6 @@ class ArraySource(RowSource):
                 number += 1
                 yield element, end - at, disk
                 at, expected = end, ",]"
-
-    def _texts(self) -> Iterator[tuple[str, int]]:
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        try:
-            for block, disk in self._file.blocks():
-                yield decoder.decode(block), disk
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.path}: a text of the array is no {self._file.encoding.plain_name}") from error
 
     def _require_end(self, text: str, blocks: Iterator[tuple[str, int]], number: int) -> None:
         while not text.strip() and (block := next(blocks, None)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import lzma
 import tarfile
@@ -66,6 +67,21 @@ class TextFile:
             raise DataError(f"cannot read {self.path}: {error.strerror or error}") from error
         except _DAMAGE as error:
             raise self._damaged(error) from error
+
+    def texts(self) -> Iterator[tuple[str, int]]:
+        """Yield the blocks decoded, a character at the border of two in the later one.
+
+        Raises:  DataError as `blocks`, and where the bytes are not text in the encoding.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        try:
+            for block, disk in self.blocks():
+                yield decoder.decode(block), disk
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.path} is not valid {self.encoding.plain_name} (byte 0x{error.object[error.start]:02x}); name "
+                "its encoding with --encoding, such as gb18030 or cp1252"
+            ) from error
 
     def beginning(self, size: int = 1 << 16) -> bytes:
         """The first bytes of the text as UTF-8."""
