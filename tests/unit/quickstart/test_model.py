@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from megalith.cli.quickstart.model import (
-    FEWEST_ITERATIONS,
+    MAX_EPOCHS,
+    MIN_ITERATIONS,
     MODEL_SIZES,
-    MOST_EPOCHS,
     TRAINING_SHARE,
     Machine,
     ModelSize,
     Plan,
     choose_plan,
-    choose_precision,
     measure_machine,
 )
 from megalith.config import ModelConfig
@@ -23,19 +22,49 @@ from megalith.models.gpt import GPT
 TEXT = 2.5e6
 
 
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, float]]:
+    """Measurements of a matrix product, which are recorded as (dtype, seconds) instead of made."""
+    recorded: list[tuple[torch.dtype, float]] = []
+
+    def measure(device: torch.device, dtype: torch.dtype, budget_seconds: float) -> float:
+        recorded.append((dtype, budget_seconds))
+        return 1e12
+
+    monkeypatch.setattr("megalith.train.throughput.measure_peak", measure)
+    return recorded
+
+
+@pytest.mark.parametrize(("product", "expected"), [(torch.bfloat16, "bf16"), (torch.float32, "fp32")])
+def test_a_cpu_trains_in_bf16_if_it_has_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+    measured: list[tuple[torch.dtype, float]],
+    product: torch.dtype,
+    expected: str,
+) -> None:
+    monkeypatch.setattr("megalith.nn.precision._BF16_ON_CPU", product)
+    assert measure_machine("cpu", 180.0).precision == expected
+    assert [dtype for dtype, _ in measured] == [product]
+
+
 @pytest.mark.parametrize(
-    ("flops", "expected"),
-    [
-        ({"fp32": 200e9}, "fp32"),
-        ({"fp32": 200e9, "bf16": 90e9}, "fp32"),
-        ({"fp32": 200e9, "bf16": 220e9}, "fp32"),
-        ({"fp32": 200e9, "bf16": 430e9}, "bf16"),
-        ({"fp32": 15e12, "bf16": 8e12, "fp16": 100e12}, "fp16"),  # V100
-        ({"fp32": 100e12, "bf16": 700e12, "fp16": 710e12}, "bf16"),  # H100
-    ],
+    ("capability", "has_bf16", "expected"),
+    [((9, 0), True, "bf16"), ((7, 5), False, "fp16"), ((6, 1), False, "fp32")],
+    ids=["H100", "T4", "P40"],
 )
-def test_precision(flops: dict[str, float], expected: str) -> None:
-    assert choose_precision(flops) == expected
+def test_a_gpu_trains_in_the_half_precision_that_it_computes_natively(
+    monkeypatch: pytest.MonkeyPatch,
+    measured: list[tuple[torch.dtype, float]],
+    capability: tuple[int, int],
+    has_bf16: bool,
+    expected: str,
+) -> None:
+    monkeypatch.setattr("megalith.assemble.model.choose_device", lambda wanted: torch.device("cuda", 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: has_bf16 or including_emulation)
+    machine = measure_machine("cuda", 180.0)
+    assert (machine.name, machine.precision, machine.flops) == ("GPU", expected, 1e12)
 
 
 @pytest.mark.parametrize("size", MODEL_SIZES, ids=lambda size: f"{size.num_layers}x{size.hidden_size}")
@@ -52,7 +81,7 @@ def test_sizes_are_buildable_and_counted_exactly(size: ModelSize) -> None:
         add_bias_linear=False,
         untie_embeddings_and_output_weights=True,
     )
-    model = GPT(config, size.padded_vocab_size, device="meta")
+    model = GPT(config, size.vocab_size, device="meta")
     assert sum(parameter.numel() for parameter in model.parameters()) == size.num_parameters
 
 
@@ -65,7 +94,7 @@ def planned(flops: float, seconds: float, num_tokens: float = TEXT, efficiency: 
     """The plan for a machine whose training steps reach a share of the matrix product's rate."""
 
     def step_time(size: ModelSize) -> float:
-        return size.flops_per_token * size.tokens_per_step / (efficiency * flops)
+        return 6 * size.num_parameters * size.tokens_per_step / (efficiency * flops)
 
     plan = choose_plan(Machine("x", "fp32", flops), seconds, num_tokens, step_time)
     assert plan.step_seconds == step_time(plan.size)
@@ -98,7 +127,7 @@ def test_few_models_are_measured() -> None:
 
     def step_time(size: ModelSize) -> float:
         asked.append(size)
-        return size.flops_per_token * size.tokens_per_step / (0.3 * 900e9)
+        return 6 * size.num_parameters * size.tokens_per_step / (0.3 * 900e9)
 
     choose_plan(Machine("x", "bf16", 900e9), 180, TEXT, step_time)
     assert len(asked) <= 3
@@ -115,15 +144,15 @@ def test_iterations_fill_the_time() -> None:
 
 def test_iterations_stop_before_the_text_is_known_by_heart() -> None:
     plan = planned(1e15, 3600.0, 1e6)
-    assert plan.iterations * plan.size.tokens_per_step == pytest.approx(MOST_EPOCHS * 1e6, rel=0.01)
+    assert plan.iterations * plan.size.tokens_per_step == pytest.approx(MAX_EPOCHS * 1e6, rel=0.01)
 
 
 def test_a_run_is_long_enough_to_be_killed_and_resumed() -> None:
     plan = planned(1e8, 0.1, 1e3)
-    assert (plan.size, plan.iterations) == (MODEL_SIZES[0], FEWEST_ITERATIONS)
+    assert (plan.size, plan.iterations) == (MODEL_SIZES[0], MIN_ITERATIONS)
 
 
-@pytest.mark.parametrize("iterations", [FEWEST_ITERATIONS, 25, 27, 100, 333, 5000])
+@pytest.mark.parametrize("iterations", [MIN_ITERATIONS, 25, 27, 100, 333, 5000])
 def test_the_kill_falls_between_two_checkpoints(iterations: int) -> None:
     plan = Plan(Machine("x", "fp32", 1e9), MODEL_SIZES[0], iterations)
     killed, interval = plan.kill_step - 1, iterations // 4
@@ -134,15 +163,8 @@ def test_the_kill_falls_between_two_checkpoints(iterations: int) -> None:
 
 @pytest.mark.parametrize(("seconds", "least"), [(180.0, 2.0), (3.0, 0.05)])
 def test_the_peak_is_measured_for_a_share_of_the_time(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, least: float
+    measured: list[tuple[torch.dtype, float]], seconds: float, least: float
 ) -> None:
-    asked: list[float] = []
-
-    def measure(device: torch.device, dtype: torch.dtype, budget_seconds: float) -> float:
-        asked.append(budget_seconds)
-        return 1e12
-
-    monkeypatch.setattr("megalith.train.throughput.measure_peak", measure)
     machine = measure_machine("cpu", seconds)
-    assert machine.flops == 1e12 and machine.precision == "fp32" and machine.name
-    assert asked and least <= min(asked) and max(asked) <= 2.0
+    assert machine.flops == 1e12 and machine.name
+    assert [least <= budget <= 2.0 for _, budget in measured] == [True]

@@ -1,7 +1,7 @@
-"""How large a model this machine trains in the given minutes, chosen by measured speed.
+"""Choose the size of the model and the number of iterations that this machine can train in the given minutes.
 
-Two measurements: the rate of a matrix product rules models out, and the time of a real training step of the others
-tells which of them still learns enough in the time, and in how many iterations.
+Two measurements decide: the throughput of a matrix product rules out models that are too large, and the time of a real
+training step tells which of the others sees enough tokens in the time.
 """
 
 from __future__ import annotations
@@ -10,25 +10,22 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
-PADDING = 128  # Megatron's --make-vocab-size-divisible-by
 TOKENS_PER_PARAMETER = 1.5
-"""The largest model is taken that still sees this many tokens for each of its parameters. Measured on source code with
-three minutes on two cores, in bits per character of validation text: 4 x 192 at 0.8 tokens per parameter 1.58, 4 x 128
-at 1.9 1.52, 2 x 64 at 9 to 27 1.61 to 1.52. Far from the 20 of a compute-optimal run (Hoffmann et al. 2022,
-arXiv:2203.15556): no such run is this short."""
+"""Fewest training tokens per parameter. Measured on source code, three minutes on two cores, in bits per character of
+the validation split: 4 x 192 with 0.8 tokens per parameter 1.58, 4 x 128 with 1.9 1.52, 2 x 64 with 9 to 27 1.61 to
+1.52. A compute-optimal run takes 20 (Hoffmann et al. 2022, arXiv:2203.15556), but is never this short."""
 
-TRAINING_SHARE = 0.85  # of the time; the rest is for evaluation, saving, and the steps lost by the kill
-MOST_EPOCHS = 10.0  # after which repeating a text gains little (Muennighoff et al. 2023, arXiv:2305.16264)
-FEWEST_ITERATIONS = 24
-# So much faster must its matrix product be to take it instead of those before; fp16 needs a loss scale.
-GAINS = {"bf16": 1.3, "fp16": 2.0}
-PEAK_SECONDS = 2.0  # for each precision: one noisy moment must not decide how large the model is
-PEAK_SHARE = 0.02  # of the time of a training that is shorter than usual
+TRAINING_SHARE = 0.85  # of the time; the rest is for evaluation, saving and the steps repeated after the kill
+MAX_EPOCHS = 10.0  # more epochs gain little (Muennighoff et al. 2023, arXiv:2305.16264)
+MIN_ITERATIONS = 24
+PEAK_SECONDS = 2.0  # long enough that one noisy moment does not decide the size of the model
+PEAK_SHARE = 0.02  # of the time of a run that is shorter than usual
+TENSOR_CORES = (7, 0)  # compute capability from which fp16 products are fast
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A GPT in Llama style and the batch it is trained with."""
+    """A Llama-style GPT and how to train it; `vocab_size` is a multiple of 128, to which Megatron pads it."""
 
     num_layers: int
     hidden_size: int
@@ -40,20 +37,10 @@ class ModelSize:
     vocab_size: int
 
     @property
-    def padded_vocab_size(self) -> int:
-        return -(-self.vocab_size // PADDING) * PADDING
-
-    @property
     def num_parameters(self) -> int:
-        """Weights of attention, gated feed-forward, norms and the two vocabulary matrices."""
+        """Parameters of attention, gated MLP, norms, word embedding and output layer."""
         layer = 4 * self.hidden_size**2 + 3 * self.hidden_size * self.ffn_hidden_size + 2 * self.hidden_size
-        return self.num_layers * layer + self.hidden_size + 2 * self.padded_vocab_size * self.hidden_size
-
-    @property
-    def flops_per_token(self) -> float:
-        """FLOPs of the matrix products, forward and backward; looking up the embedding costs none."""
-        looked_up = self.padded_vocab_size * self.hidden_size
-        return 6.0 * (self.num_parameters - looked_up) + 12.0 * self.num_layers * self.hidden_size * self.seq_length
+        return self.num_layers * layer + self.hidden_size + 2 * self.vocab_size * self.hidden_size
 
     @property
     def tokens_per_step(self) -> int:
@@ -75,16 +62,16 @@ MODEL_SIZES = (
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and its measured speed."""
+    """A device, the precision to train in and its measured throughput."""
 
     name: str
-    precision: str  # "fp32", "bf16" or "fp16", the one to train in
+    precision: str  # "bf16", "fp16" or "fp32"
     flops: float  # FLOP/s of a matrix product in that precision
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The run that fits a machine and a text."""
+    """The model and the length of the run for one machine and one corpus."""
 
     machine: Machine
     size: ModelSize
@@ -93,53 +80,52 @@ class Plan:
 
     @property
     def kill_step(self) -> int:
-        """The step that the kill interrupts, some steps behind the checkpoint half-way."""
+        """The iteration in which the training is killed, some steps after the checkpoint at half of the run."""
         return self.iterations // 2 + max(3, self.iterations // 40) + 1
 
 
 def measure_machine(wanted: str, seconds: float) -> Machine:
-    """Multiply matrices in each precision and pick the one in which to train for these seconds."""
+    """Choose the precision to train in by what the device computes natively, and measure a matrix product in it.
+
+    Args:
+        wanted: "auto", "cpu" or "cuda".
+        seconds: length of the run; the measurement takes a small share of it.
+    """
     import torch
 
     from megalith.assemble.model import choose_device
+    from megalith.nn.precision import product_dtype_on
     from megalith.train.throughput import measure_peak
 
     device = choose_device(wanted)
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if device.type == "cuda":
-        name, dtypes["fp16"] = str(torch.cuda.get_device_name(device)), torch.float16
+        name, capability = str(torch.cuda.get_device_name(device)), torch.cuda.get_device_capability(device)
+        half = torch.float16 if capability >= TENSOR_CORES else torch.float32
+        dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else half
     else:
         cores = torch.get_num_threads()
         name = f"{cores} CPU core{'s' if cores > 1 else ''} ({platform.machine()})"
-    budget = min(PEAK_SECONDS, PEAK_SHARE * seconds)
-    flops = {precision: measure_peak(device, dtype, budget) for precision, dtype in dtypes.items()}
-    precision = choose_precision(flops)
-    return Machine(name, precision, flops[precision])
-
-
-def choose_precision(flops: dict[str, float]) -> str:
-    """Pick the precision from the measured FLOP/s of those that the device can multiply in ("fp32" always)."""
-    best = "fp32"
-    for precision, gain in GAINS.items():
-        if flops.get(precision, 0.0) >= gain * flops[best]:
-            best = precision
-    return best
+        dtype = product_dtype_on(device.type, torch.bfloat16)
+    precision = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    return Machine(name, precision, measure_peak(device, dtype, min(PEAK_SECONDS, PEAK_SHARE * seconds)))
 
 
 def choose_plan(machine: Machine, seconds: float, num_tokens: float, step_time: Callable[[ModelSize], float]) -> Plan:
-    """Pick the largest model that sees enough tokens for its size in the time, or the smallest of all.
+    """Choose the largest model that sees enough tokens per parameter in the time, or the smallest of all.
 
-    It is trained for the time, or until the text is known by heart. `step_time` measures the seconds of a step, and
-    only where they can matter.
+    Args:
+        seconds: time to train for; the run is shorter where the corpus would be repeated MAX_EPOCHS times.
+        num_tokens: estimated size of the corpus.
+        step_time: measures the seconds of one training step; called for the few sizes that can be chosen.
     """
     for size in reversed(MODEL_SIZES):
-        most = MOST_EPOCHS * num_tokens / size.tokens_per_step
-        needed = TOKENS_PER_PARAMETER * size.num_parameters / size.tokens_per_step
-        ideal = size.flops_per_token * size.tokens_per_step / machine.flops
-        if size is not MODEL_SIZES[0] and min(seconds / ideal, most) < needed:
+        max_iterations = MAX_EPOCHS * num_tokens / size.tokens_per_step
+        min_iterations = TOKENS_PER_PARAMETER * size.num_parameters / size.tokens_per_step
+        ideal_seconds = 6 * size.num_parameters * size.tokens_per_step / machine.flops
+        if size is not MODEL_SIZES[0] and min(seconds / ideal_seconds, max_iterations) < min_iterations:
             continue
-        measured = step_time(size)
-        if min(seconds / measured, most) >= needed:
+        step_seconds = step_time(size)
+        if min(seconds / step_seconds, max_iterations) >= min_iterations:
             break
-    iterations = round(min(TRAINING_SHARE * seconds / measured, most))
-    return Plan(machine, size, max(FEWEST_ITERATIONS, iterations), measured)
+    iterations = round(min(TRAINING_SHARE * seconds / step_seconds, max_iterations))
+    return Plan(machine, size, max(MIN_ITERATIONS, iterations), step_seconds)
