@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import struct
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from megalith.cli.main import main
 from megalith.cli.quickstart import Quickstart, build_parser, compare_repeated_steps, program, save_png, words_of
 from megalith.cli.quickstart.model import MODEL_SIZES, Machine, ModelSize, Plan
 from megalith.config import load
@@ -76,8 +78,18 @@ def use(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
 
 def test_a_command_runs_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, "import sys; print(sys.argv[1:])")
-    log = quickstart(tmp_path / "out").call(["one", "two"])
-    assert log.read_text() == "['one', 'two']\n"
+    made = quickstart(tmp_path / "out")
+    assert made.call(["one", "two"]) == ["['one', 'two']\n"]
+    made.call(["one", "more"])
+    assert (made.out / "logs" / "one.log").read_text() == "['one', 'two']\n['one', 'more']\n"
+
+
+def test_the_progress_of_a_training_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = " iteration       20/     600 | consumed samples: 160 | lm loss: 7.5E+00 | grad norm: 1.0 |"
+    use(monkeypatch, f"print({line!r})")
+    made = quickstart(tmp_path / "out")
+    made.call(["train"])
+    assert "20 of 600" in str(made.status.status) and "7.500" in str(made.status.status)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +116,76 @@ def test_a_training_that_ends_before_its_kill_is_a_failure(tmp_path: Path, monke
         quickstart(tmp_path / "out").call(["train"], 10)
 
 
+STOPPABLE = """
+import signal, sys, time
+def stop(number, frame):
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+print(" iteration        1/      24 | lm loss: 7.5E+00 |", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_waits_for_the_command_to_save_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    use(monkeypatch, STOPPABLE)
+    made = quickstart(tmp_path / "out")
+    # The signal comes as soon as the progress of the training is shown.
+    monkeypatch.setattr(made.status, "update", lambda text: os.kill(os.getpid(), number))
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+            made.call(["train"])
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert (made.out / "logs" / "train.log").read_text().endswith("saved\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "message"),
+    [
+        (["--data", "missing.txt"], 3, "missing.txt"),
+        (["--data", "little.txt"], 3, "too little to train on"),
+        (["--minutes", "0"], 2, "--minutes 0"),
+        (["--out", "taken"], 2, "--out taken"),
+    ],
+    ids=["missing file", "too little text", "no time", "folder of something else"],
+)
+def test_errors_name_the_cause(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    exit_code: int,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # the handler would stay in this process
+    (tmp_path / "little.txt").write_text("a few words", encoding="utf-8")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "precious").write_text("data", encoding="utf-8")
+    assert main(["quickstart", *arguments]) == exit_code
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert "Traceback" not in shown.out + shown.err
+    assert (tmp_path / "taken" / "precious").read_text(encoding="utf-8") == "data"
+
+
+def test_the_output_of_an_earlier_run_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    earlier = quickstart(tmp_path / "out").out
+    for name in ("checkpoints/iter_0000001/a.distcp", "data/corpus_text_document.bin", "report.json", "notes.txt"):
+        (earlier / name).parent.mkdir(parents=True, exist_ok=True)
+        (earlier / name).write_text("old")
+    quickstart(earlier)
+    assert sorted(path.name for path in earlier.iterdir()) == ["commands.sh", "data", "logs", "notes.txt", "tokenizer"]
+    assert (earlier / "notes.txt").read_text() == "old"
+    assert not list((earlier / "data").iterdir())
+
+
+@pytest.mark.full
 def test_a_step_is_timed_on_the_real_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     made = quickstart(tmp_path / "out")

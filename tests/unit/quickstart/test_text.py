@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
 from megalith.cli.quickstart.text import (
-    FEWEST_DOCUMENTS,
-    PIECE_CHARACTERS,
+    MIN_DOCUMENTS,
     build_corpus,
     read_documents,
     split_text,
     standard_library,
     user_texts,
 )
+from megalith.data.samples import interval_range, parse_split
 from megalith.errors import DataError
 
 
@@ -56,7 +57,7 @@ def test_a_library_without_sources_is_an_error_that_names_the_folder(tmp_path: P
 
 
 def test_repetitions_and_scraps_are_dropped() -> None:
-    texts = [source_of(number) for number in range(FEWEST_DOCUMENTS)]
+    texts = [source_of(number) for number in range(MIN_DOCUMENTS)]
     corpus = build_corpus("x", "x", [*texts, *texts, "", "\n" * 100, "short"])
     assert sorted(corpus.documents) == sorted(texts)
 
@@ -69,7 +70,7 @@ def test_the_order_does_not_depend_on_the_order_of_files() -> None:
 
 
 def test_the_size_limit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalith.cli.quickstart.text.MOST_CHARACTERS", 50_000)
+    monkeypatch.setattr("megalith.cli.quickstart.text.MAX_CHARACTERS", 50_000)
     corpus = build_corpus("x", "x", [source_of(number) for number in range(100)])
     assert 45_000 < corpus.num_characters <= 50_000
 
@@ -85,6 +86,14 @@ def test_too_little_text_is_refused_with_numbers() -> None:
         build_corpus("x", "x", [source_of(number) for number in range(3)])
 
 
+def test_the_smallest_corpus_has_a_document_in_each_split() -> None:
+    commands = (files("megalith.cli.quickstart") / "commands.sh").read_text(encoding="utf-8")
+    intervals = parse_split(commands.split("--split ")[1].split()[0])
+    assert len(intervals) == 3
+    for count in range(MIN_DOCUMENTS, 200):
+        assert all(interval and interval_range(interval, count) for interval in intervals)
+
+
 def test_text_with_marks_is_cut_there() -> None:
     assert list(split_text("one\n\nmore\n<|endoftext|>\ntwo\n")) == ["one\n\nmore", "two"]
 
@@ -94,7 +103,7 @@ def test_text_without_marks_is_cut_between_paragraphs() -> None:
     pieces = list(split_text(text))
     assert "\n\n".join(pieces) == text
     assert len(pieces) > 5
-    assert all(len(piece) < PIECE_CHARACTERS + 400 for piece in pieces)
+    assert all(len(piece) < 4400 for piece in pieces)
 
 
 @pytest.mark.parametrize("separator", ["\n", " ", ""], ids=["lines", "one line", "no break at all"])
@@ -103,7 +112,7 @@ def test_text_without_paragraphs_is_cut_elsewhere(separator: str) -> None:
     pieces = list(split_text(text))
     assert (separator if separator == "\n" else "").join(pieces) == text
     assert len(pieces) > 20
-    assert all(PIECE_CHARACTERS // 2 < len(piece) < 2 * PIECE_CHARACTERS for piece in pieces[:-1])
+    assert all(4000 <= len(piece) <= 8000 for piece in pieces[:-1])
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "gb18030", "utf-16"])
@@ -119,7 +128,7 @@ def test_users_files_in_their_encoding(tmp_path: Path, encoding: str, name: str)
 
 
 def test_only_the_beginning_of_a_large_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalith.cli.quickstart.text.MOST_CHARACTERS", 1 << 20)
+    monkeypatch.setattr("megalith.cli.quickstart.text.MAX_CHARACTERS", 1 << 20)
     path = tmp_path / "text.txt"
     path.write_text("a line of text\n" * (1 << 18))
     assert 1_000_000 < sum(map(len, read_documents(path, "text"))) < 2_000_000

@@ -1,6 +1,6 @@
-"""`megalith quickstart`: from the text on this machine to a trained model that was killed, resumed and sampled.
+"""`megalith quickstart`: train a GPT on text of this machine, kill and resume the training, and sample the model.
 
-Each command is a process of its own, as a user would start it, kept in commands.sh.
+Each step runs as a process of its own, with the command line that a user would type; commands.sh keeps them.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ from megalith.cli.quickstart.text import Corpus, standard_library, user_texts
 from megalith.cli.threads import wait_asleep
 from megalith.config.values import local_path
 from megalith.data.indexed import IndexedDataset
-from megalith.errors import ConfigError, DataError, MegalithError, install_command
+from megalith.errors import ConfigError, MegalithError, install_command
 from megalith.report.history import Curve, History, read_history
 from megalith.tokenizers import train_byte_level_bpe
 
 COMMAND = (sys.executable, "-m", "megalith")
 CHARACTERS_PER_TOKEN = 3.5
 CODE_PROMPT = "def read_file(self, "
-PROMPT_CHARACTERS, SAMPLE_LINES = 48, 12
+PROMPT_CHARACTERS, SHOWN_LINES = 48, 12
 CURVE_ROWS, CURVE_WIDTH = 10, 50
-POLL_SECONDS = 0.1
-PROBE_STEPS = 12  # the median of which is not moved by a pause of the machine
-PROGRESS = re.compile(r"iteration +(\d+)/ +(\d+) .*lm loss: (\S+) \|")  # up to the bar: a line may be written in part
+PROBE_STEPS = 12  # enough that a pause of the machine does not move their median
+PROGRESS = re.compile(r"iteration +(\d+)/ +(\d+) .*lm loss: (\S+)")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -55,24 +54,27 @@ def build_parser() -> argparse.ArgumentParser:
         prog="megalith quickstart",
         description=(
             "Train a GPT on text of this machine, end to end: tokenizer, preprocessing, training that is killed "
-            "half-way and resumed, evaluation, generated text, and the loss curve."
+            "halfway and resumed, evaluation, generated text and the loss curve."
         ),
         allow_abbrev=False,
     )
     add = parser.add_argument
-    about_data = "train on these .jsonl or .txt files (also .gz, .xz, ...) instead of Python's standard library"
+    about_data = ".jsonl or .txt files to train on, also .gz, .xz, ... (default: Python's standard library)"
     add("--data", nargs="+", type=local_path, metavar="FILE", help=about_data)
-    add("--json-key", default="text", help="field of a JSON line that holds the text (%(default)s)")
-    add("--encoding", default="auto", help="of these files, such as gb18030; detected by default")
-    add("--minutes", type=float, default=3.0, help="time to train for (%(default)s)")
-    add("--out", type=local_path, default=Path("quickstart"), help="folder for all output (%(default)s)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to compute on")
-    add("--prompt", help="text to continue at the end (by default one that fits the data)")
+    add("--json-key", default="text", help="key of the text in the lines of .jsonl files (default: %(default)s)")
+    add("--encoding", default="auto", help="encoding of the files, such as gb18030 (default: detected)")
+    add("--minutes", type=float, default=3.0, help="training time (default: %(default)s)")
+    add("--out", type=local_path, default=Path("quickstart"), help="output folder (default: %(default)s)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to train on (default: %(default)s)")
+    add("--prompt", help="text that the trained model continues (default: a beginning that fits the data)")
     return parser
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the quickstart; its own errors and those of the commands it runs end it."""
+    """Run the quickstart and return 0.
+
+    Raises:  MegalithError if an option, the data or one of the commands fails; it carries the exit code.
+    """
     options = build_parser().parse_args(argv)
     if not 0.0 < options.minutes <= 24 * 60:
         raise ConfigError(f"--minutes {options.minutes:g} is not between 0 and 1440 (a day)")
@@ -80,42 +82,45 @@ def run(argv: Sequence[str]) -> int:
 
     from megalith.assemble.model import choose_device
 
-    choose_device(options.device)  # refused before the output of an earlier quickstart is removed
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the training is stopped, too
+    choose_device(options.device)  # fails before the output of an earlier quickstart is removed
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # `call` then stops its command
     Quickstart(options).run()
     return 0
 
 
 def program() -> str:
-    """Return `megalith` as the user's shell finds it: the bare name, or its path in an environment not activated."""
+    """Return what to type for `megalith`: the name, or its path where the environment is not activated."""
     beside = Path(sys.executable).with_name("megalith")
-    if not beside.exists() or str(beside.parent) in os.environ.get("PATH", "").split(os.pathsep):
+    if not beside.exists() or shutil.which("megalith") == str(beside):
         return "megalith"
     return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else str(beside)
 
 
 def words_of(command: str) -> list[str]:
-    """Return what the shell reads behind `megalith` in a command of commands.sh."""
-    return [word for word in shlex.split(command) if word != "\n"][1:]  # shlex takes a continued line for a word
+    """Return the arguments of `megalith` in a command of commands.sh."""
+    return [word for word in shlex.split(command) if word != "\n"][1:]  # shlex returns a continued line as a word
 
 
 def compare_repeated_steps(history: History) -> dict[str, Any]:
-    """Compare the steps lost by the kill with their repetition after the resume."""
+    """Compare the steps after the last checkpoint before the kill with their repetition after the resume.
+
+    A repeated step is equal if loss, gradient norm and learning rate are the same bit for bit.
+    """
     curves = [history.curves[name] for name in ("training loss", "gradient norm", "learning rate")]
-    first = [dict(point for stretch in curve.abandoned for point in stretch) for curve in curves]
-    again = [dict(curve.points) for curve in curves]
-    steps = list(first[0])
+    killed = [dict(point for stretch in curve.abandoned for point in stretch) for curve in curves]
+    resumed = [dict(curve.points) for curve in curves]
+    steps = list(killed[0])
     return {
         "resumed_from": next(event.iteration for event in history.events if event.kind == "resume"),
         "killed_at": max(steps),
         "num_repeated": len(steps),
-        "num_equal": sum(all(a[n] == b[n] for a, b in zip(first, again, strict=True)) for n in steps),
-        "largest_difference": max(abs(first[0][n] - again[0][n]) for n in steps),
+        "num_equal": sum(all(a[n] == b[n] for a, b in zip(killed, resumed, strict=True)) for n in steps),
+        "largest_difference": max(abs(killed[0][n] - resumed[0][n]) for n in steps),
     }
 
 
 class Quickstart:
-    """Runs the steps once, in one folder."""
+    """One run of all steps in one output folder."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.out, self.console = options, options.out, Console(highlight=False)
@@ -123,7 +128,7 @@ class Quickstart:
         self.status = self.console.status("")
 
     def run(self) -> None:
-        """Go from text to a trained model."""
+        """Run all steps, write report.json and print what to try next."""
         started = time.perf_counter()
         self.clear_folder()
         minutes = f"{self.options.minutes:g} minutes of training"
@@ -144,26 +149,28 @@ class Quickstart:
         self.show_next(generate, report["seconds"])
 
     def clear_folder(self) -> None:
-        """Make the output folder; an earlier quickstart's output in it is removed, anything else is left alone."""
+        """Create the output folder; remove the output of an earlier quickstart in it, and nothing else.
+
+        Raises:  ConfigError if the folder has files but is not of a quickstart.
+        """
         if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
             if not self.script.is_file():
                 raise ConfigError(f"--out {self.out} exists and is not of a quickstart; choose a new folder")
-            for name in ("tokenizer", "data", "checkpoints", "logs"):
-                shutil.rmtree(self.out / name, ignore_errors=True)
-            for name in ("corpus.jsonl", "loss.png", "report.json"):
-                (self.out / name).unlink(missing_ok=True)
+            for name in ("tokenizer", "data", "checkpoints", "logs", "corpus.jsonl", "loss.png", "report.json"):
+                path = self.out / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         for name in ("tokenizer", "data", "logs"):
             (self.out / name).mkdir(parents=True)
         self.script.touch()
 
     def line(self, name: str, text: str, seconds: float | None = None) -> None:
-        """Print the result of a step."""
+        """Print the result of a step on one line."""
         took = "" if seconds is None else f" [dim]({seconds:.1f} s)[/]"
         self.console.print(f"[bold cyan]{name:11}[/] {escape(text)}{took}", soft_wrap=True)
 
     @contextmanager
     def step(self, name: str) -> Iterator[Callable[[str], None]]:
-        """Time a step; at its end, print what it passed to the function yielded."""
+        """Show that a step is running; at its end, print its time and the text passed to the yielded function."""
         results, started = list[str](), time.perf_counter()
         with self.console.status(f"{name} ...") as self.status:
             yield results.append
@@ -178,7 +185,6 @@ class Quickstart:
             "folder": Path.cwd(),
             "out": out,
             "device": self.options.device,
-            "workers": os.cpu_count() or 1,
             "iterations": iterations,
             "min_lr": f"{size.learning_rate / 20:g}",
             "eval_interval": iterations // 6,
@@ -191,54 +197,56 @@ class Quickstart:
         template = (files("megalith.cli.quickstart") / "commands.sh").read_text(encoding="utf-8")
         return [part.format_map(quoted) for part in template.split("\n\n")]
 
-    def call(self, arguments: list[str], kill_step: int | None = None) -> Path:
-        """Run a command of Megalith to its end, or a training until SIGKILL ends it in a step.
+    def call(self, arguments: list[str], kill_step: int | None = None) -> list[str]:
+        """Run a command of Megalith, show its progress, append its output to its log and return the lines of it.
 
-        Returns the log to which its output was appended.
+        Args:
+            kill_step: training step in which the command ends itself with SIGKILL.
 
         Raises:  MegalithError with the exit code of a command that failed, and the end of its output.
         """
-        log = self.out / "logs" / f"{arguments[0]}.log"
+        log, lines = self.out / "logs" / f"{arguments[0]}.log", list[str]()
         fault = {} if kill_step is None else {"MEGALITH_FAULT": f"kill9@step={kill_step},point=fwd"}
         with (
-            log.open("ab") as output,
-            log.open(encoding="utf-8", errors="replace") as lines,
+            log.open("a", encoding="utf-8") as file,
             subprocess.Popen(
                 [*COMMAND, *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                encoding="utf-8",
+                errors="replace",
                 env={**os.environ, **fault},
             ) as process,
         ):
             try:
-                while process.poll() is None:
-                    for found in filter(None, map(PROGRESS.search, lines)):
+                for line in process.stdout or ():
+                    file.write(line)
+                    lines.append(line)
+                    if found := PROGRESS.search(line):
                         self.status.update(f"train: step {found[1]} of {found[2]}, loss {float(found[3]):.3f}")
-                    time.sleep(POLL_SECONDS)
             except BaseException:
-                process.terminate()  # an interrupt or an error of ours: a training saves and ends
-                process.wait()
+                process.terminate()  # on this signal a training saves a checkpoint and ends
+                file.write(process.communicate()[0])
                 raise
         if (code := process.returncode) != (-signal.SIGKILL if fault else 0):
-            end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:])
-            error = MegalithError(f"`megalith {arguments[0]}` ended with exit code {code}:\n{end}\n(all in {log})")
+            end = "".join(lines[-SHOWN_LINES:])
+            error = MegalithError(f"`megalith {arguments[0]}` ended with exit code {code}:\n{end}(all in {log})")
             error.exit_code = code if code >= 0 else 128 - code
             raise error
-        return log
+        return lines
 
     def collect(self) -> Corpus:
-        """Gather the documents to train on."""
+        """Collect the documents to train on and write them to corpus.jsonl."""
         with self.step("text") as show:
-            files, options = self.options.data, self.options
-            corpus = user_texts(files, options.json_key, options.encoding) if files else standard_library()
+            wanted = self.options
+            corpus = user_texts(wanted.data, wanted.json_key, wanted.encoding) if wanted.data else standard_library()
             corpus.write(self.out / "corpus.jsonl")
-            size = f"{corpus.num_characters / 1e6:.1f} M characters"
-            show(f"{corpus.name}: {len(corpus.documents):,} texts, {size}")
+            show(f"{corpus.name}: {len(corpus.documents):,} documents, {corpus.num_characters / 1e6:.1f} M characters")
         return corpus
 
     def plan(self, corpus: Corpus) -> Plan:
-        """Measure the machine, and by timing real steps choose the model and the number of iterations."""
+        """Measure the machine, and choose the model and the number of iterations by timing real steps."""
         seconds, num_tokens = self.options.minutes * 60.0, corpus.num_characters / CHARACTERS_PER_TOKEN
         with self.step("machine") as show:
             machine = measure_machine(self.options.device, seconds)
@@ -251,7 +259,7 @@ class Quickstart:
         return plan
 
     def measure_step(self, machine: Machine, size: ModelSize) -> float:
-        """Return the median seconds of the first steps of a training on made-up data, which is then killed."""
+        """Return the median seconds of the first steps of a training on mock data, which is then killed."""
         with TemporaryDirectory() as folder:
             train = words_of(self.commands(Plan(machine, size, 100 * PROBE_STEPS), Path(folder), "")[2])
             mock = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(size.vocab_size - 1)]
@@ -260,7 +268,7 @@ class Quickstart:
         return statistics.median(seconds for _, seconds in steps)
 
     def tokenize(self, corpus: Corpus, size: ModelSize, preprocess: list[str]) -> int:
-        """Train a tokenizer on the documents and write them as .bin and .idx; return the number of tokens."""
+        """Train a tokenizer on the documents, preprocess them and return the number of tokens."""
         with self.step("tokenizer") as show:
             vocab_file, _ = train_byte_level_bpe(corpus.documents, size.vocab_size, self.out / "tokenizer")
             vocab_size = len(json.loads(vocab_file.read_text(encoding="utf-8")))
@@ -268,25 +276,22 @@ class Quickstart:
         with self.step("preprocess") as show:
             self.call(preprocess)
             num_tokens = IndexedDataset(str(self.out / "data" / "corpus_text_document")).num_tokens
-            if num_tokens // 10 < 2 * size.seq_length:
-                few = f"{num_tokens:,} tokens are too few for sequences of {size.seq_length}"
-                raise DataError(f"{few}; give more --data")
             show(f"{num_tokens:,} tokens of {corpus.num_characters / num_tokens:.1f} characters")
         return num_tokens
 
     def train(self, plan: Plan, arguments: list[str]) -> dict[str, Any]:
-        """Train to the half, kill the process, start the same command again and train to the end."""
+        """Train until the process is killed halfway, run the same command again to the end and return the report."""
         started = time.perf_counter()
         with self.step("train") as show:
             self.call(arguments, plan.kill_step)
-            show(f"killed with SIGKILL after step {plan.kill_step - 1}; the same command again:")
+            show(f"killed with SIGKILL after step {plan.kill_step - 1}; running the same command again:")
         with self.step("resume") as show:
             self.call(arguments)
             resume = compare_repeated_steps(read_history(self.training))
-            equal = f"{resume['num_equal']} of {resume['num_repeated']} repeated steps equal bit for bit"
+            equal = f"{resume['num_equal']} of {resume['num_repeated']} repeated steps are equal bit for bit"
             if resume["num_equal"] < resume["num_repeated"]:
-                equal += f", losses within {resume['largest_difference']:.1e}"
-            show(f"at step {resume['resumed_from']}; {equal}")
+                equal += f", losses differ by {resume['largest_difference']:.1e} at most"
+            show(f"from step {resume['resumed_from']}; {equal}")
         return {
             "iterations": plan.iterations,
             "training_seconds": time.perf_counter() - started,
@@ -296,7 +301,7 @@ class Quickstart:
         }
 
     def evaluate(self, characters_per_token: float) -> dict[str, Any]:
-        """Report how well the model predicts text that it has not seen."""
+        """Return loss and perplexity of the held-out splits, measured at the end of the training."""
         evaluations = [event.record for event in read_history(self.training).events if event.kind == "evaluation"]
         losses = {record["split"]: record["loss"] for record in evaluations}
         perplexity = {split: math.exp(loss) for split, loss in losses.items()}
@@ -307,23 +312,22 @@ class Quickstart:
         return {"losses": losses, "perplexity": perplexity, "bits_per_character": bits}
 
     def generate(self, arguments: list[str]) -> None:
-        """Let the model continue the prompt."""
+        """Sample the model and print the beginning of the text."""
         with self.step("generate") as show:
-            log = self.call(arguments)
+            lines = "".join(self.call(arguments)).strip("\n").splitlines()
             show("the model continues a prompt:")
-        lines = log.read_text(encoding="utf-8", errors="replace").strip("\n").splitlines()
-        text = "\n".join(f"  {line}" for line in lines[:SAMPLE_LINES])
+        text = "\n".join(f"  {line}" for line in lines[:SHOWN_LINES])
         self.console.print(text, style="green", markup=False, soft_wrap=True)
 
     def draw(self, plan: Plan, killed_at: int) -> None:
-        """Show the losses of training as bars, each the mean of a part of the run, and save all of them as a PNG."""
+        """Save the loss curves as loss.png and print the mean training loss of each part of the run as a bar."""
         curves = read_history(self.training).curves
         title = f"Megalith quickstart: GPT of {plan.size.num_parameters / 1e6:.1f} M parameters, {plan.machine.name}"
         try:
             save_png(curves, killed_at, path := self.out / "loss.png", title)
-            self.line("loss", f"of training, {path}")
+            self.line("loss", f"training loss, {path}")
         except ImportError:
-            self.line("loss", f"of training, as a picture with matplotlib: {install_command('plot')}")
+            self.line("loss", f"training loss; for a picture install matplotlib: {install_command('plot')}")
         losses = curves["training loss"].points
         size = -(-len(losses) // CURVE_ROWS)
         parts = [losses[start : start + size] for start in range(0, len(losses), size)]
@@ -337,25 +341,22 @@ class Quickstart:
         self.console.print(rows)
 
     def show_next(self, generate: list[str], seconds: float) -> None:
-        """End with what to try now; commands are never wrapped, so that they can be copied."""
+        """Print commands to try next, unwrapped, so that they can be copied."""
         where = escape(f"everything is in {self.out}/")
         self.console.print(f"[bold]Done in {seconds / 60.0:.1f} minutes; {where}. Next:[/]")
-        longer = shlex.join(generate).replace("--max-new-tokens 120", "--max-new-tokens 200")
-        for about, command in (
-            ("ask the model", f"{program()} {longer}"),
-            ("read, change and run again what was run, with Megatron's flags", f"cat {shlex.quote(str(self.script))}"),
+        for purpose, command in (
+            ("ask the model", f"{program()} {shlex.join(generate)}"),
+            ("the commands that ran, to change and run again", f"cat {shlex.quote(str(self.script))}"),
             ("the same on your own text", f"{program()} quickstart --data FILE.jsonl --out my-model"),
         ):
-            self.console.print(f"  [dim]# {about}[/]\n  {escape(command)}", soft_wrap=True)
+            self.console.print(f"  [dim]# {purpose}[/]\n  {escape(command)}", soft_wrap=True)
 
 
 def save_png(curves: Mapping[str, Curve], killed_at: int, path: Path, title: str) -> None:
-    """Draw the losses. Raises ImportError if matplotlib is not installed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Plot training and validation loss. Raises ImportError if matplotlib is not installed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for name, style in (("training", "-"), ("validation", "o")):
         steps, losses = zip(*curves[f"{name} loss"].points, strict=True)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What `megalith quickstart` runs, in this order; it kills the training half-way and runs it again.
+# What `megalith quickstart` runs, in this order; it kills the training halfway and runs it again.
 set -e
 cd {folder}
 
-{megalith} preprocess --input {out}/corpus.jsonl --output-prefix {out}/data/corpus --append-eod --workers {workers} \
+{megalith} preprocess --input {out}/corpus.jsonl --output-prefix {out}/data/corpus --append-eod \
     --tokenizer-type GPT2BPETokenizer --vocab-file {out}/tokenizer/vocab.json --merge-file {out}/tokenizer/merges.txt
 
 {megalith} train --num-layers {num_layers} --hidden-size {hidden_size} \
@@ -19,5 +19,5 @@ cd {folder}
     --data-path {out}/data/corpus_text_document --split 94,4,2 \
     --tokenizer-type GPT2BPETokenizer --vocab-file {out}/tokenizer/vocab.json --merge-file {out}/tokenizer/merges.txt
 
-{megalith} generate {out}/checkpoints --prompt {prompt} --max-new-tokens 120 \
+{megalith} generate {out}/checkpoints --prompt {prompt} --max-new-tokens 200 \
     --temperature 0.6 --top-k 40 --seed 1 --device {device}

@@ -1,14 +1,14 @@
-"""The text that the quickstart trains on: Python's standard library, or the user's files, as documents.
+"""Collect the documents that the quickstart trains on, from Python's standard library or from the user's files.
 
-The same machine gives the same documents in the same order, that of their hashes: the split into training, validation
-and test cuts by position, so every split gets a fair sample of all files. No document appears twice.
+Documents are deduplicated and sorted by hash. The order is the same in every run, and the splits, which are ranges of
+documents, each sample all files.
 """
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,19 +19,20 @@ from megalith.data.sources.formats import format_by_name
 from megalith.data.sources.streams import open_text
 from megalith.errors import DataError
 
-MOST_CHARACTERS = 1 << 26  # of a corpus, and of one plain text file: more than a run of minutes can train on
-PIECE_CHARACTERS = 4000  # a text file without end-of-text marks is cut into documents of about this size
-SMALLEST_DOCUMENT = 32  # characters; what is shorter (an empty `__init__.py`) teaches nothing
-FEWEST_DOCUMENTS, FEWEST_CHARACTERS = 20, 20_000  # below this, a split has no document or no whole sample
-NOT_CODE = frozenset(
-    # Installed packages and tests; character tables and the manual of the interactive help, which are data.
+MAX_CHARACTERS = 1 << 26  # of the corpus and of each plain text file; a run of minutes trains on fewer
+# A document of a text without <|endoftext|>: up to the end of a paragraph, or else of a line, or of any length.
+PIECE = re.compile(r"(.{4000,8000}?)\n\n|(.{4000,8000}?)\n|(.{1,4000})", re.DOTALL)
+MIN_DOCUMENT = 32  # characters; shorter files, such as an empty __init__.py, are left out
+MIN_DOCUMENTS, MIN_CHARACTERS = 26, 20_000  # with fewer, a split of --split 94,4,2 has no document or no sample
+EXCLUDED_FOLDERS = frozenset(
+    # Installed packages, tests, character tables and the manual of the interactive help.
     ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__")
 )
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents to train on."""
+    """Documents to train on, and the name to show for them."""
 
     name: str
     documents: tuple[str, ...]
@@ -41,21 +42,21 @@ class Corpus:
         return sum(map(len, self.documents))
 
     def write(self, path: Path) -> None:
-        """Write the documents as `megalith preprocess` reads them, one {"text": ...} a line."""
+        """Write one {"text": ...} a line, which `megalith preprocess` reads."""
         with path.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps({"text": text}) + "\n" for text in self.documents)
 
 
 def standard_library(root: Path | None = None) -> Corpus:
-    """Collect the source code of this Python's standard library, without its tests."""
+    """Read the source code of this Python's standard library, without its tests."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for path in root.rglob("*.py") if not NOT_CODE & set(path.relative_to(root).parts))
+    files = sorted(path for path in root.rglob("*.py") if not EXCLUDED_FOLDERS & set(path.relative_to(root).parts))
     texts = (path.read_text(encoding="utf-8", errors="replace") for path in files)
     return build_corpus(f"Python {sysconfig.get_python_version()}'s library", str(root), texts)
 
 
 def user_texts(paths: Iterable[Path], json_key: str = "text", encoding: str = "auto") -> Corpus:
-    """Read the user's files: JSON by its name, anything else as plain text; compressed or not."""
+    """Read the user's files, which may be compressed."""
     paths = tuple(paths)
     name = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
     texts = (text for path in paths for text in read_documents(path, json_key, encoding))
@@ -63,7 +64,10 @@ def user_texts(paths: Iterable[Path], json_key: str = "text", encoding: str = "a
 
 
 def read_documents(path: Path, json_key: str, encoding: str = "auto") -> Iterator[str]:
-    """Yield the documents of one file."""
+    """Yield the documents of one file: of JSON if its name says so, else of plain text.
+
+    Raises:  DataError if the file or one of its lines cannot be read.
+    """
     if format_by_name(path) != JSONL:
         yield from split_text(read_beginning(path, encoding))
         return
@@ -83,52 +87,42 @@ def read_documents(path: Path, json_key: str, encoding: str = "auto") -> Iterato
 
 
 def read_beginning(path: Path, encoding: str) -> str:
-    """Read as much of a plain text file as is trained on."""
-    file = open_text(path, encoding, Limits())
-    try:
-        # Not the final call of this decoder: a character that the end of the bytes cuts in two is left out.
-        text = codecs.getincrementaldecoder("utf-8")().decode(file.beginning(4 * MOST_CHARACTERS))
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"--data {path} is not valid {file.encoding.name}: {error}; --encoding names another encoding, such as "
-            "gb18030 or cp1252"
-        ) from error
-    return text[:MOST_CHARACTERS].replace("\r\n", "\n")
+    """Read the first MAX_CHARACTERS of a plain text file."""
+    text = ""
+    for block, _ in open_text(path, encoding, Limits()).texts():
+        text += block
+        if len(text) >= MAX_CHARACTERS:
+            break
+    return text[:MAX_CHARACTERS].replace("\r\n", "\n")
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Cut a plain text into documents: at end-of-text marks, or else between paragraphs, lines, or anywhere."""
+    """Cut a plain text into documents: at <|endoftext|>, or else after paragraphs, lines, or anywhere."""
     if END_OF_TEXT_SEPARATOR in text:
         yield from (part.strip("\n") for part in text.split(END_OF_TEXT_SEPARATOR))
-        return
-    start = 0
-    while start < len(text):
-        earliest = start + PIECE_CHARACTERS
-        ends = ((text.find(mark, earliest, earliest + PIECE_CHARACTERS), len(mark)) for mark in ("\n\n", "\n"))
-        end, skipped = next(((end, length) for end, length in ends if end >= 0), (earliest, 0))
-        yield text[start:end]
-        start = end + skipped
+    else:
+        yield from (piece[piece.lastindex or 0] for piece in PIECE.finditer(text))
 
 
 def build_corpus(name: str, origin: str, texts: Iterable[str]) -> Corpus:
-    """Drop repetitions and scraps, stop at the size limit, and order the rest by hash.
+    """Drop duplicates and very short texts, stop at MAX_CHARACTERS and sort by hash.
 
-    Raises:  DataError naming the `origin` of the texts if they are too few or too short to train on.
+    Raises:  DataError that names `origin` if too little text remains to train on.
     """
     by_hash: dict[bytes, str] = {}
     size = 0
     for raw in texts:
-        text = raw.encode("utf-8", "replace").decode()  # JSON can hold halves of surrogate pairs, which are no text
-        if len(text.strip()) < SMALLEST_DOCUMENT:
+        text = raw.encode("utf-8", "replace").decode()  # JSON may hold unpaired surrogates
+        if len(text.strip()) < MIN_DOCUMENT:
             continue
-        if size + len(text) > MOST_CHARACTERS:
+        if size + len(text) > MAX_CHARACTERS:
             break
         if by_hash.setdefault(hashlib.sha256(text.encode()).digest(), text) is text:
             size += len(text)
-    if len(by_hash) < FEWEST_DOCUMENTS or size < FEWEST_CHARACTERS:
+    if len(by_hash) < MIN_DOCUMENTS or size < MIN_CHARACTERS:
         raise DataError(
-            f"{origin}: {len(by_hash)} different documents with {size:,} characters are too little to train on: at "
-            f"least {FEWEST_DOCUMENTS} documents and {FEWEST_CHARACTERS:,} characters are needed. "
+            f"{origin}: {len(by_hash)} different documents with {size:,} characters are too little to train on; at "
+            f"least {MIN_DOCUMENTS} documents and {MIN_CHARACTERS:,} characters are needed. "
             "Give more text with --data FILE... (.jsonl or .txt)"
         )
     return Corpus(name, tuple(by_hash[key] for key in sorted(by_hash)))
