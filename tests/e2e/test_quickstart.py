@@ -1,4 +1,7 @@
-"""The quickstart as a user runs it, with the smallest model: from text to generated text, and what can go wrong."""
+"""The quickstart as a user runs it, with the smallest model: from text to generated text.
+
+Its errors and its parts are tested in tests/unit/quickstart, without further processes.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,6 @@ from typing import Any
 
 import pytest
 from tests.contract.outputs import fields_of, file_names, problems, recorded
-
-from .warm import WarmProcess
 
 COMMAND = (sys.executable, "-m", "megalith", "quickstart")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
@@ -40,7 +41,7 @@ def write_texts(folder: Path) -> list[str]:
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """One whole quickstart on the standard library; the folder that it ran in and its screen."""
     folder = tmp_path_factory.mktemp("quickstart")
-    ended = quickstart("--minutes", "0.05", cwd=folder)
+    ended = quickstart("--minutes", "0.01", cwd=folder)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert not ended.stderr
     return folder, ended.stdout
@@ -89,6 +90,7 @@ def test_the_pictures(told: tuple[Path, str]) -> None:
     assert (told[0] / "quickstart" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_the_commands_can_be_run_again(told: tuple[Path, str]) -> None:
     """The training is complete: run again, the script resumes at its end and only generates."""
     folder, _ = told
@@ -107,6 +109,7 @@ def test_the_commands_can_be_run_again(told: tuple[Path, str]) -> None:
     assert "def " in ended.stdout
 
 
+@pytest.mark.full
 def test_own_texts_in_the_folder_of_an_earlier_run(told: tuple[Path, str], tmp_path: Path) -> None:
     shutil.copytree(told[0] / "quickstart", tmp_path / "mine")
     files = write_texts(tmp_path)
@@ -119,30 +122,8 @@ def test_own_texts_in_the_folder_of_an_earlier_run(told: tuple[Path, str], tmp_p
     assert json.loads((tmp_path / "mine" / "report.json").read_text(encoding="utf-8"))["resume"]["num_repeated"] > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "exit_code", "message"),
-    [
-        (["--data", "missing.txt"], 3, "missing.txt"),
-        (["--data", "little.txt"], 3, "too little to train on"),
-        (["--minutes", "0"], 2, "--minutes 0"),
-        (["--out", "taken"], 2, "--out taken"),
-    ],
-    ids=["missing file", "too little text", "no time", "folder of something else"],
-)
-def test_errors_name_the_cause(
-    warm: WarmProcess, tmp_path: Path, arguments: list[str], exit_code: int, message: str
-) -> None:
-    (tmp_path / "little.txt").write_text("a few words", encoding="utf-8")
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "precious").write_text("data", encoding="utf-8")
-    ended = warm.run(arguments, tmp_path, command="quickstart")
-    assert ended.code == exit_code
-    assert message in ended.text
-    assert "Traceback" not in ended.text
-    assert (tmp_path / "taken" / "precious").read_text(encoding="utf-8") == "data"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_leaves_no_process_behind(tmp_path: Path, number: signal.Signals) -> None:
     files = write_texts(tmp_path)
     arguments = ("--data", *files, "--json-key", "body", "--minutes", "0.5", "--out", "mine")
