@@ -1,4 +1,7 @@
-"""The examples run as they stand."""
+"""The examples run as typed: some in each run of the tests, all in the full one.
+
+The flags of every script are read in each run, by a torchrun that only prints them.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from megalith.config import load
+from megalith.config.run import all_settings
 from megalith.tokenizers import train_byte_level_bpe
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -48,7 +53,8 @@ def test_simple_train_loop(repository: Path, alone: tuple[Path, list[str]]) -> N
     assert _parts(folder) == {"__0_"}
 
 
-@pytest.mark.parametrize("flags", ["--pp 2", pytest.param("--tp 2", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("flags", ["--pp 2", "--tp 2"])
 def test_simple_train_loop_prints_the_same_losses_in_every_layout(
     repository: Path, tmp_path: Path, alone: tuple[Path, list[str]], flags: str
 ) -> None:
@@ -99,9 +105,12 @@ SMALL = {"LAYERS": "2", "HIDDEN": "32", "HEADS": "4", "LENGTH": "32", "STEPS": "
             *("train_gpt3_345m.sh", {"PROCESSES": "2", "MICRO_BATCH": "2"}, "world size: 2, data-parallel size: 2"),
             marks=pytest.mark.full,
         ),
-        ("train_gpt3_857m_distributed.sh", {}, "parameters on (tensor, pipeline) model parallel rank (1, 1)"),
+        pytest.param(
+            *("train_gpt3_857m_distributed.sh", {}, "parameters on (tensor, pipeline) model parallel rank (1, 1)"),
+            marks=pytest.mark.full,
+        ),
         ("train_llama.sh", {"FFN": "64"}, "using torch.bfloat16 for parameters"),
-        ("long_context.sh", {}, "context-parallel size: 2"),
+        pytest.param(*("long_context.sh", {}, "context-parallel size: 2"), marks=pytest.mark.full),
     ],
 )
 def test_scripts_with_smaller_sizes_in_the_environment(
@@ -117,11 +126,47 @@ def test_scripts_with_smaller_sizes_in_the_environment(
     assert len(list((tmp_path / "tensorboard").glob("events.*"))) == ("857m" in name)
 
 
+def _printing(folder: Path, program: str) -> dict[str, str]:
+    """Make a program that prints its words, one a line; return the variables with which it is found."""
+    (folder / program).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (folder / program).chmod(0o755)
+    return {"PATH": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "expected"),
+    [
+        ("train_gpt3_124m.sh", 1, {"num_layers": 12, "hidden_size": 768}),
+        ("train_gpt3_857m_distributed.sh", 4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+        ("train_gpt3_slurm.sbatch", 8, {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True}),
+        ("train_llama.sh", 1, {"swiglu": True, "normalization": "RMSNorm"}),
+        ("long_context.sh", 2, {"context_parallel_size": 2, "seq_length": 16384}),
+        ("train_bert.sh", 1, {"tokenizer_type": "BertWordPieceLowerCase", "fp16": True}),
+        ("train_t5.sh", 1, {"seq_length": 512, "decoder_seq_length": 128}),
+        ("train_moe.sh", 2, {"num_experts": 8, "moe_router_topk": 2, "expert_model_parallel_size": 2}),
+    ],
+)
+def test_the_flags_of_a_script_make_a_run_of_its_default_size(
+    name: str, world_size: int, expected: dict[str, object], repository: Path, tmp_path: Path
+) -> None:
+    on_slurm = name.endswith(".sbatch")
+    variables = _printing(tmp_path, "srun" if on_slurm else "torchrun")
+    words = _run_script(_script(repository, name), "", {**variables, "SLURM_SUBMIT_DIR": str(repository)}).splitlines()
+    if not on_slurm:
+        assert words[words.index("--nproc_per_node") + 1] == str(world_size)
+    (program,) = (number for number, word in enumerate(words) if word.endswith(".py"))
+    assert Path(words[program]).is_file()
+    family = Path(words[program]).stem.removeprefix("pretrain_")
+    place = {"WORLD_SIZE": world_size, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": 6000}
+    environ = {"MASTER_ADDR": "127.0.0.1", **{variable: str(value) for variable, value in place.items()}}
+    run = load(["--model-family", family, *words[program + 1 :]], environ, files=False)
+    values = {setting.name: getattr(getattr(run, setting.group), setting.name) for setting in all_settings().values()}
+    assert {setting: values[setting] for setting in expected} == expected
+
+
 def test_train_llama_with_a_tokenizer_model(repository: Path, tmp_path: Path) -> None:
-    (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$@"\n')
-    (tmp_path / "torchrun").chmod(0o755)
-    variables = {"PATH": str(tmp_path), "TOKENIZER": "t.model"}
-    printed = _run_script(_script(repository, "train_llama.sh"), "", variables)
+    variables = {**_printing(tmp_path, "torchrun"), "TOKENIZER": "t.model"}
+    printed = _run_script(_script(repository, "train_llama.sh"), "", variables).replace("\n", " ")
     assert "--tokenizer-type Llama2Tokenizer --tokenizer-model t.model" in printed
     assert "--vocab-file" not in printed and "--merge-file" not in printed
 
@@ -143,14 +188,12 @@ def _sentences(repository: Path, folder: Path, kind: str) -> dict[str, str]:
 PUNKT = {"abbrev_types": [], "collocations": [], "sent_starters": [], "ortho_context": {}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "variables", "expected"),
     [
         ("train_bert.sh", {"PROCESSES": "2", "TP": "2"}, "building BERT model ..."),
-        pytest.param(
-            *("train_t5.sh", {"PROCESSES": "2", "TP": "2", "DECODER_LENGTH": "16"}, "building T5 model ..."),
-            marks=pytest.mark.full,
-        ),
+        ("train_t5.sh", {"PROCESSES": "2", "TP": "2", "DECODER_LENGTH": "16"}, "building T5 model ..."),
         ("train_moe.sh", {}, "load_balancing_loss: "),
     ],
 )
