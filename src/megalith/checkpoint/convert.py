@@ -21,7 +21,7 @@ from megalith.checkpoint.files.commit import claimed, replace_durably
 from megalith.checkpoint.files.folder import CheckpointFolder, damaged
 from megalith.checkpoint.files.safe_loading import ForeignEnum
 from megalith.checkpoint.formats.megatron_names import CORE
-from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, CONTENT_METADATA, is_rng_object
+from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, CONTENT_METADATA, WORD_EMBEDDINGS, is_rng_object
 from megalith.checkpoint.model_space import model_space_of
 from megalith.checkpoint.sources.adapted import (
     ForExpertRanks,
@@ -38,8 +38,10 @@ from megalith.checkpoint.sources.huggingface import HuggingFaceSource, files_of_
 from megalith.checkpoint.sources.source import Source
 from megalith.checkpoint.store.store import RELEASE, TRACKER_FILE, facts_of, locate
 from megalith.checkpoint.writers.torch_dist import no_check, rng_keys, write_torch, write_torch_dist
+from megalith.config.foreign_args import refuse_registered_parts
 from megalith.errors import CheckpointError, ConfigError, LayoutError
 from megalith.layout import Layout
+from megalith.registry import EMPTY, Registry
 from megalith.tokenizers.protocol import padded_vocab_size
 
 FORMATS = ("torch", "torch_dist")
@@ -98,6 +100,7 @@ class Wanted:
     names: str = CORE  # of the weights in format torch: `CORE` or a generation of `LEGACY`
     replace: bool = False  # take the place of a checkpoint that is there
     upcycling: Upcycling | None = None  # how a dense model becomes a mixture of experts; it stays as it is if None
+    registry: Registry = EMPTY  # what users have registered, of which the model may be made
 
 
 @dataclass
@@ -160,7 +163,11 @@ def convert(
 
     with claimed(destination):
         facts, files = _facts(folder, number, layout), further_files(folder)
-        write = write_torch_dist if wanted.format == "torch_dist" else partial(write_torch, names=wanted.names)
+        write = (
+            partial(write_torch_dist, registry=wanted.registry)
+            if wanted.format == "torch_dist"
+            else partial(write_torch, names=wanted.names)
+        )
         size = write(source, final, facts=facts, files=files, publish=publish, check=check)
     return Converted(final, size, time.perf_counter() - started, notes)
 
@@ -237,9 +244,14 @@ def adapted(
         raise CheckpointError(
             f"{where} carries no args, so that its model cannot be known; convert it where it was made"
         )
-    model = model_space_of(args, where).model
+    if wanted.format == "torch":
+        refuse_registered_parts(args, where, "files of format torch hold Megatron's models only; use torch_dist")
+        if wanted.optimizer:
+            why = "files of format torch hold the state of AdamW only; use torch_dist, or --no-optim"
+            refuse_registered_parts(args, where, why, group="optimizer")
+    model = model_space_of(args, where, wanted.registry).model
     if wanted.upcycling is not None:
-        source = Upcycled(WeightsOnly(source), wanted.upcycling, where)
+        source = Upcycled(WeightsOnly(source), wanted.upcycling, model, where)
         notes.append("experts are copies, and routers are new: the result is weights only")
     held = source.contents()
     ep = wanted.ep or _size(args, "expert")
@@ -267,7 +279,16 @@ def adapted(
             "loads the result with --no-load-rng"
         )
     rows = int(args["padded_vocab_size"])
-    padded = _padded(args, wanted, layout, where, tokens)
+    if WORD_EMBEDDINGS in held.tensors:
+        padded = _padded(args, wanted, layout, where, tokens)
+    elif wanted.true_vocab_size is not None or rows % layout.tp:
+        flag = "--tp" if wanted.true_vocab_size is None else "--true-vocab-size"
+        raise CheckpointError(
+            f"{flag}: --model {model.model} of {where} has no {WORD_EMBEDDINGS}, whose rows could be padded anew; "
+            f"leave {flag} out"
+        )
+    else:
+        padded = rows
     if padded != rows:
         notes.append(f"the vocabulary is padded to {padded} rows instead of {rows}")
         result = Repadded(result, padded, repeat_last=wanted.true_vocab_size is None and rows > (tokens or rows))

@@ -23,6 +23,7 @@ from megalith.models.families import model_class
 from megalith.models.language_model import WORD_EMBEDDINGS
 from megalith.models.saved import saved_tensors
 from megalith.nn.placement import Placement, dim_of, local_pieces
+from megalith.registry import EMPTY, Registry
 
 OUTPUT_LAYER = "output_layer.weight"
 
@@ -152,10 +153,10 @@ def model_space(model: ModelConfig, vocab_size: int) -> ModelSpace:
     )
 
 
-def model_space_of(args: Mapping[str, Any], where: str) -> ModelSpace:
+def model_space_of(args: Mapping[str, Any], where: str, registry: Registry = EMPTY) -> ModelSpace:
     """The model space that the args of the run that wrote a checkpoint mean; `where` names it in errors."""
     try:
-        return model_space(model_of(args), int(args["padded_vocab_size"]))
+        return model_space(model_of(args, registry), int(args["padded_vocab_size"]))
     except KeyError as error:
         raise CheckpointError(f"{where}: the saved args lack {error}, so that its model cannot be known") from error
     except (LayoutError, TypeError, ValueError) as error:

@@ -207,6 +207,7 @@ def _facts(folder: CheckpointFolder, common: Mapping[str, Any], contents: Conten
         "written by": wrote,
         "parameters": f"{parameters:,}",
         "optimizer state": "yes" if len(model) < len(contents.tensors) else "no",
+        **_registered(args),
         "random states": "yes" if any(key.startswith("rng_state/") for key in contents.objects) else "no",
         **{name: args[name] for name in _ARGUMENTS if args.get(name) is not None and not _idle(name, args)},
     }
@@ -214,6 +215,14 @@ def _facts(folder: CheckpointFolder, common: Mapping[str, Any], contents: Conten
     for name, value in rows.items():
         table.add_row(name, str(value))
     return table
+
+
+def _registered(args: Mapping[str, Any]) -> Mapping[str, str]:
+    """Names of the registered parts, and the modules that register them."""
+    from megalith.config.saved_args import REGISTERED
+
+    about = args.get(REGISTERED)
+    return {"registered parts": f"{', '.join(about['names'])} (--import {' '.join(about['imports'])})"} if about else {}
 
 
 def _layout(args: Mapping[str, Any]) -> str:
@@ -319,9 +328,12 @@ def _list(head: str, lines: list[str], shown: int | None) -> None:
 def _architecture(args: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of the model; what the args do not say is not compared."""
     from megalith.config.foreign_args import model_of
+    from megalith.config.saved_args import REGISTERED
     from megalith.errors import CheckpointError
-    from megalith.train.checkpoint_fit import architecture
+    from megalith.train.checkpoint_fit import ARCHITECTURE, architecture
 
+    if of_user := args.get(REGISTERED):  # compared by names and settings, for which no code of theirs is run
+        return {name: args.get(name) for name in ARCHITECTURE} | dict(of_user.get("settings", {}))
     try:
         return architecture(model_of(args))
     except (CheckpointError, KeyError):

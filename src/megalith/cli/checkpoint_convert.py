@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalith.config import RunConfig
 from megalith.config.saved_args import megatron_args
+from megalith.config.tokenizer_flags import add_import_flag, imported_by
 from megalith.config.values import local_path
 from megalith.errors import CheckpointError
 from megalith.train.streams import warn
@@ -56,6 +57,7 @@ def add_convert(commands: Any) -> None:
     add("--moe-router-topk", type=int, default=2, metavar="K", help="of --upcycle: experts for each token (2)")
     add("--replace", action="store_true", help="replace a checkpoint of DST with the same iteration")
     add("--no-verify", action="store_true", help="do not compare SRC with its hashes first")
+    add_import_flag(convert)
     convert.set_defaults(run=_run_convert)
 
 
@@ -75,6 +77,7 @@ def _run_convert(options: argparse.Namespace) -> int:
         release=options.release or upcycling is not None,
         replace=options.replace,
         upcycling=upcycling,
+        registry=imported_by(options),
     )
     made = convert(
         options.source, options.destination, wanted, iteration=options.iteration, verify=not options.no_verify
@@ -221,6 +224,7 @@ def convert_instead(config: RunConfig) -> int:
         optimizer=not (settings.no_load_optim or settings.no_save_optim or settings.finetune),
         dtype=config.precision.params_dtype,
         run_args=megatron_args(config),
+        registry=config.registry,
     )
     made = convert(Path(load), Path(save) / form, wanted, iteration=settings.ckpt_step)
     print(f"> converted checkpoint: {source.format} -> {form}.")
@@ -233,7 +237,7 @@ def _check_architecture(config: RunConfig, args: Mapping[str, Any], found: Path)
     from megalith.config.foreign_args import model_of
     from megalith.train.checkpoint_fit import ARCHITECTURE, architecture
 
-    was, now = architecture(model_of(args)), architecture(config.model)
+    was, now = architecture(model_of(args, config.registry)), architecture(config.model)
     lines = [
         f"{flag}: {was[name]} in the checkpoint, {now[name]} here"
         for name, flag in ARCHITECTURE.items()

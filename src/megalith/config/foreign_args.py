@@ -84,6 +84,18 @@ _FORMER: dict[str, Any] = {
 }
 
 
+def refuse_registered_parts(args: Mapping[str, Any], where: str, why: str, *, group: str = "model") -> None:
+    """Refuse parts that users have registered for settings of a group; CheckpointError names their flags, and `why`."""
+    names = (args.get(REGISTERED) or {}).get("names", ())
+    parts = [
+        f"{setting.positive_flag} {args[setting.name]}"
+        for setting in settings_of(group, group_types()[group])
+        if setting.about.registers and args.get(setting.name) in names
+    ]
+    if parts:
+        raise CheckpointError(f"{where} was made with registered parts ({', '.join(parts)}): {why}")
+
+
 def parallel_of(args: Mapping[str, Any]) -> ParallelConfig:
     """How the run was divided."""
     return _group("parallel", ParallelConfig, args)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megalith.config import TokenizerConfig, all_settings
@@ -100,14 +100,14 @@ def tokenizer_of_flags(options: argparse.Namespace) -> TokenizerConfig | None:
     return tokenizer_from(given)
 
 
-def tokenizer_of_arguments(given: Mapping[str, Any]) -> TokenizerConfig | None:
+def tokenizer_of_arguments(given: Mapping[str, Any], imports: Sequence[str] = ()) -> TokenizerConfig | None:
     """The tokenizer that arguments name which are called as the settings are; None where they name none.
 
-    A value may be its text, in which several are separated by spaces.
+    A value may be its text, in which several are separated by spaces. `imports` are modules that register tokenizers.
     """
     if unknown := [name for name in given if name not in TOKENIZER_SETTINGS]:
         raise ConfigError([f"{name}={given[name]} is not known" for name in unknown])
-    words: dict[str, Any] = dict.fromkeys(TOKENIZER_SETTINGS)
+    words: dict[str, Any] = dict.fromkeys(TOKENIZER_SETTINGS) | {"imports": imports}
     for setting in settings_of("tokenizer", TokenizerConfig):
         value = given.get(setting.name)
         if value is not None:

@@ -30,6 +30,7 @@ from megalith.errors import ConfigError, MegalithError
 from megalith.evaluate.alarms import never_trained
 from megalith.evaluate.request import DEFAULT_BATCH
 from megalith.evaluate.score import Sample, Score, Scorer
+from megalith.registry import EMPTY, collect
 from megalith.serve.engine import Engine, Limits
 from megalith.serve.model_runner import RankRunner, blocks_for, runner_of
 from megalith.serve.request import Finished, Request, Sampling, Token
@@ -56,7 +57,8 @@ class MegalithLM(TemplateLM):
         max_gen_toks: tokens that are generated where a task does not say.
         max_batch_size: not used.
         tokenizer: that of the model where the checkpoint does not have its own: tokenizer_type, vocab_file, merge_file,
-            tokenizer_model and the other flags of a tokenizer, by their names.
+            tokenizer_model and the other flags of a tokenizer, by their names. `import` names the modules, separated by
+            spaces, that register what the checkpoint or they name.
 
     Raises:
         ConfigError, CheckpointError: the checkpoint cannot be loaded so.
@@ -77,19 +79,23 @@ class MegalithLM(TemplateLM):
         **tokenizer: Any,
     ) -> None:
         super().__init__()
-        given = tokenizer_of_arguments(tokenizer)
+        imports = str(tokenizer.pop("import", "")).split()
+        given = tokenizer_of_arguments(tokenizer, imports)
+        registry = collect(imports) if imports else EMPTY
         if dtype not in (None, "auto", "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype={dtype} is not known; use float32, bfloat16 or float16")
         path = Path(checkpoint)
         settings = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
         where = "cpu" if device == "cpu" else "auto"  # lm-eval says cuda where nobody has said anything
-        model = model_in(saved_args(path, iteration), path)
+        model = model_in(saved_args(path, iteration), path, registry)
         self._ranks = ExitStack()
         self._context = self._ranks.enter_context(
             join_ranks(ranks_of(model, {**settings, "device": where}, os.environ))
         )
         weights = None if dtype in (None, "auto") else getattr(torch, str(dtype))
-        trained = load_trained(path, self._context.device, iteration, given, context=self._context, dtype=weights)
+        trained = load_trained(
+            path, self._context.device, iteration, given, context=self._context, dtype=weights, registry=registry
+        )
         for note in trained.notes:
             _log.warning("%s", note)
         self._trained = trained

@@ -14,6 +14,7 @@ from megalith.checkpoint.content import Chunk, check_filled, fill
 from megalith.checkpoint.formats.torch_dist import Whole, optimizer_chunks, optimizer_common, weight_chunks
 from megalith.checkpoint.model_space import model_space_of
 from megalith.checkpoint.sources.source import Contents, StoredTensor
+from megalith.registry import EMPTY, Registry
 
 ARGS: dict[str, Any] = {
     "num_layers": 4,
@@ -78,10 +79,12 @@ class MemorySource:
         return []
 
 
-def model_source(args: Mapping[str, Any] = ARGS, *, seed: int = 0, states: bool = True) -> MemorySource:
+def model_source(
+    args: Mapping[str, Any] = ARGS, *, seed: int = 0, states: bool = True, registry: Registry = EMPTY
+) -> MemorySource:
     """A model of random numbers with Adam's state, in the dtype that its args say."""
     generator = torch.Generator().manual_seed(seed)
-    space = model_space_of(args, "the test")
+    space = model_space_of(args, "the test", registry)
     dtype = getattr(torch, args["params_dtype"])
 
     def boxes(prefix: str) -> list[Whole]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
 from megalith.checkpoint.convert import Wanted, convert, divided_args
@@ -20,9 +21,12 @@ from megalith.checkpoint.files.safe_loading import load_tensors_and_plain_data, 
 from megalith.checkpoint.sources.adapted import args_of
 from megalith.checkpoint.sources.source import Source, open_source
 from megalith.checkpoint.store.store import locate
+from megalith.checkpoint.writers.huggingface import Export, export
 from megalith.checkpoint.writers.torch_dist import write_torch_dist
+from megalith.cli.main import main
 from megalith.errors import CheckpointError, ConfigError, LayoutError
 from megalith.layout import Layout
+from megalith.registry import Entry, Import, Registry
 
 from .memory_source import ARGS, GPT2, MemorySource, model_source
 
@@ -504,3 +508,64 @@ def test_an_interrupted_conversion_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         convert(models["gpt2"], tmp_path, Wanted(), on_read=stop)
     assert not list(tmp_path.glob("*")) and not list(tmp_path.glob(".*"))
+
+
+class Scale(nn.Module):
+    def __init__(self, size: int, epsilon: float, *, dtype: Any, device: Any) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size, dtype=dtype, device=device))
+
+
+class Plain(nn.Module):
+    def __init__(self, config: Any, vocab_size: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, config.hidden_size)
+
+
+REGISTRY = Registry(
+    (Entry("norm", "own-norm", Scale), Entry("model", "plain", Plain)), (Import("own_module", "sha256"),)
+)
+
+
+def registered(save: Path, **choices: str) -> Path:
+    """A save folder of a model of registered parts."""
+    about = {"names": list(choices.values()), "settings": {}, "imports": {"own_module": "sha256"}}
+    args = {**ARGS, **choices, "megalith_registered": about}
+    source = model_source(args, registry=REGISTRY)
+    facts = {"megalith_version": "0", "created": ""}
+    folder = save / "iter_0000007"
+    write_torch_dist(source, folder, facts=facts, files={}, publish=lambda: None, registry=REGISTRY)
+    (save / "latest_checkpointed_iteration.txt").write_text("7")
+    return save
+
+
+def test_a_checkpoint_of_registered_parts_converts_with_their_module(tmp_path: Path) -> None:
+    save = registered(tmp_path / "own", normalization="own-norm")
+    with pytest.raises(CheckpointError, match=r"--normalization own-norm.*--import own_module"):
+        convert(save, tmp_path / "without", Wanted(tp=2))
+    convert(save, tmp_path / "made", Wanted(tp=2, pp=2, registry=REGISTRY))
+    assert differences(save, tmp_path / "made") == []
+    args = args_of(open_source(locate(tmp_path / "made")).common())
+    assert type(args["normalization"]) is str and args["tensor_model_parallel_size"] == 2
+    with pytest.raises(CheckpointError, match=r"--normalization own-norm.*torch_dist"):
+        convert(save, tmp_path / "torch", Wanted(format="torch", registry=REGISTRY))
+    with pytest.raises(CheckpointError, match="--normalization own-norm"):
+        export(save, tmp_path / "hf", Export())
+    assert main(["checkpoint", "diff", str(save), str(tmp_path / "made")]) == 0
+
+
+def test_the_table_of_a_plain_module_is_not_padded_anew(tmp_path: Path) -> None:
+    save = registered(tmp_path / "plain", model="plain")
+    with pytest.raises(CheckpointError, match="--true-vocab-size: --model plain"):
+        convert(save, tmp_path / "padded", Wanted(true_vocab_size=60, registry=REGISTRY))
+    convert(save, tmp_path / "half", Wanted(dtype="bfloat16", optimizer=False, registry=REGISTRY))
+    (stored,) = open_source(locate(tmp_path / "half")).contents().tensors.values()
+    assert stored.shape == (48, 16) and stored.dtype == torch.bfloat16
+
+
+def test_states_of_a_registered_optimizer_are_not_lost_in_format_torch(tmp_path: Path) -> None:
+    save = registered(tmp_path / "own", optimizer="own-rule")
+    with pytest.raises(CheckpointError, match=r"--optimizer own-rule.*--no-optim"):
+        convert(save, tmp_path / "torch", Wanted(format="torch"))
+    convert(save, tmp_path / "torch", Wanted(format="torch", optimizer=False))
+    assert differences(save, tmp_path / "torch", weights=True) == []

@@ -9,7 +9,7 @@ import pytest
 
 from megalith.assemble.schedule import build_schedule
 from megalith.config import RunConfig, from_values, load, megatron_args
-from megalith.config.foreign_args import model_of
+from megalith.config.foreign_args import model_of, refuse_registered_parts
 from megalith.config.load import imported
 from megalith.errors import CheckpointError, ConfigError
 from megalith.registry import EMPTY, Entry, Registered, Registry, collect, mark
@@ -190,3 +190,13 @@ def test_what_another_module_defines_is_registered_where_it_is_marked(tmp_path: 
         (tmp_path / f"{module}.py").write_text(text)
         (entry,) = collect([module]).entries
         assert entry.thing.__name__ == "Fraction" and not [name for name in vars(entry.thing) if "megalith" in name]
+
+
+def test_registered_parts_of_a_checkpoint_are_named_by_their_flags(module: str) -> None:
+    words = ["--normalization", "own-norm", "--mlp", "own-mlp", "--lr-decay-style", "own-decay"]
+    args = megatron_args(load([*RUN, "--import", module, *words]))
+    with pytest.raises(CheckpointError, match=r"--normalization own-norm.*not here") as caught:
+        refuse_registered_parts(args, "folder", "not here")
+    assert "--mlp own-mlp" in str(caught.value) and "own-decay" not in str(caught.value)
+    refuse_registered_parts(args, "folder", "not here", group="optimizer")
+    refuse_registered_parts(megatron_args(load(RUN)), "folder", "not here")

@@ -42,7 +42,7 @@ from megalith.checkpoint.sources.source import (
     keys_of,
     short,
 )
-from megalith.config.foreign_args import model_of
+from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.initialise import generator_for
 
@@ -291,9 +291,8 @@ class Upcycled(Adapter):
     copies apart (Komatsuzaki et al. 2022, arXiv:2212.05055; Megatron's `--moe-use-upcycling`).
     """
 
-    def __init__(self, source: Source, wanted: Upcycling, where: str) -> None:
+    def __init__(self, source: Source, wanted: Upcycling, model: ModelConfig, where: str) -> None:
         super().__init__(source)
-        model = model_of(args_of(source.common()))
         if model.mixture or model.family.objective != "causal" or model.predictions:
             what = "is a mixture of experts already" if model.mixture else f"is a {model.family.title}"
             what = "has layers of multi-token prediction" if model.predictions else what

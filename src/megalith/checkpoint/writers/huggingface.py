@@ -36,6 +36,7 @@ from megalith.checkpoint.sources.huggingface import (
 from megalith.checkpoint.sources.source import Contents, Source, short
 from megalith.checkpoint.store.store import locate
 from megalith.config import ModelConfig
+from megalith.config.foreign_args import refuse_registered_parts
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.huggingface import DTYPES, config_of_model, family_for
 from megalith.models.huggingface_family import Family
@@ -130,7 +131,7 @@ def export(
     folder = CheckpointFolder(found)
     if problems := folder.problems():
         raise damaged(found, problems)
-    space = model_space_of(args_of(folder.source.common()), str(found))
+    space = _space(folder)
     manifest, notes = folder.manifest() or {}, list[str]()
     original = _original(folder, manifest)
     family = family_for(space.model, wanted.model_type or _origin(original, space.model))
@@ -165,6 +166,13 @@ def export(
         new.commit()
     architecture = config.get("architectures", [family.architecture])[0]
     return Exported(destination, family, architecture, rows, layout.bytes, len(layout.shards), notes)
+
+
+def _space(folder: CheckpointFolder) -> ModelSpace:
+    args, where = args_of(folder.source.common()), str(folder.path)
+    why = "transformers has no class for them; megalith.api.load_trained reads the weights"
+    refuse_registered_parts(args, where, why)
+    return model_space_of(args, where)
 
 
 def _checked(wanted: Export) -> int:

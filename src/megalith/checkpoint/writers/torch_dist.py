@@ -41,6 +41,7 @@ from megalith.checkpoint.writers.per_rank import write_per_rank
 from megalith.errors import CheckpointError
 from megalith.layout import Layout
 from megalith.nn.placement import Replicated
+from megalith.registry import EMPTY, Registry
 
 _SHARE_OF_COPIES = 8  # what is in several files: norms, the second copy of a tied embedding; and their headers
 _FIXED_OVERHEAD = 2**22
@@ -76,6 +77,7 @@ def write_torch_dist(
     files: Mapping[str, bytes],
     publish: Callable[[], None],
     check: Callable[[Path], None] = no_check,
+    registry: Registry = EMPTY,
 ) -> int:
     """Write all that a source presents as a checkpoint folder that appears whole or not at all; returns its bytes.
 
@@ -87,10 +89,11 @@ def write_torch_dist(
         files: further files to lay into it, name -> bytes.
         publish: called when the folder is in its place; points the tracker to it.
         check: called with the finished folder before it gets its place; what it raises leaves everything as it was.
+        registry: what users have registered, of which the model may be made.
     """
     common = source.common()
     args, where = args_of(common), str(final)
-    space = model_space_of(args, where)
+    space = model_space_of(args, where, registry)
     division = division_of(args, space.num_layers, where)
     contents = source.contents()
     per_rank = [
