@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megalith.assemble import model
 from megalith.assemble.model import build_chunks, build_run_optimizer, draw_weights
 from megalith.assemble.schedule import build_schedule
 from megalith.config import from_values
+from megalith.distributed.comm import Pending
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
+from megalith.optim.build import build_optimizer
+from megalith.parallel.data import Zero1
+from megalith.registry import EMPTY, Entry, Registry
 from megalith.train.evaluation import EvaluationSet, evaluate
 from megalith.train.state import TrainState
 from megalith.train.step import Batch, train_step
@@ -27,9 +34,11 @@ VALUES: dict[str, Any] = {
 }
 
 
-def _state(values: dict[str, Any], world_size: int, dtype: torch.dtype | None = None) -> tuple[TrainState, int]:
+def _state(
+    values: dict[str, Any], world_size: int, dtype: torch.dtype | None = None, registry: Registry = EMPTY
+) -> tuple[TrainState, int]:
     environ = {"WORLD_SIZE": str(world_size), "RANK": "0"} if world_size > 1 else {}
-    run = from_values({**VALUES, **values}, environ=environ)
+    run = from_values({**VALUES, **values}, environ=environ, registry=registry)
     cpu = torch.device("cpu")
     context = ParallelContext.create(run.layout, cpu) if world_size > 1 else ParallelContext.solo(cpu)
     streams = RandomStreams(1, context)
@@ -96,3 +105,48 @@ def _weights(state: TrainState) -> dict[str, Tensor]:
 def test_loaded_weights_stay_loaded(ranks: Any, sharding: str) -> None:
     for undone in ranks.run(2, _loaded_again, {sharding: True} if sharding else {}):
         assert undone == []
+
+
+class Crossing(nn.Module):
+    """A feed-forward layer that reads the weight of another layer, whose call comes later."""
+
+    made: ClassVar[dict[int, Crossing]] = {}
+
+    def __init__(self, config: Any, layer: int, *, region: Any, dtype: Any, device: Any) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16, dtype=dtype, device=device)
+        self.other = 1 - layer
+        self.made[layer] = self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(nn.functional.linear(x, self.up.weight + self.made[self.other].up.weight))
+
+
+class _Late:
+    """A gather whose result is in place when it is waited for, and not before."""
+
+    def __init__(self, gather: Callable[[Zero1, Tensor], Pending], data: Zero1, parameters: Tensor) -> None:
+        before = parameters.clone()
+        self._parameters, self._gathered = parameters, gather(data, parameters).wait().clone()
+        parameters.copy_(before)
+
+    def wait(self) -> None:
+        self._parameters.copy_(self._gathered)
+
+
+def _crossing(sharding: str) -> list[float]:
+    registry = Registry((Entry("mlp", "crossing", Crossing),))
+    buckets, late = partial(build_optimizer, bucket_size=100), partial(_Late, Zero1.gather)
+    with (
+        patch.object(model, "build_optimizer", buckets),
+        patch.object(Zero1, "gather", lambda *arguments: late(*arguments)),
+    ):
+        values = {"mlp": "crossing", **({sharding: True} if sharding else {})}
+        state, micro_batches = _state(values, 2, torch.float64, registry)
+        batches = _batches(state.context.dp.index, state.context.dp.size)
+        return [train_step(state, batches, micro_batches).loss for _ in range(4)]
+
+
+def test_a_registered_layer_reads_updated_weights_of_other_layers(ranks: Any) -> None:
+    wanted, found = (ranks.run(2, _crossing, sharding)[0] for sharding in ("", "use_distributed_optimizer"))
+    assert found == pytest.approx(wanted, rel=1e-9)

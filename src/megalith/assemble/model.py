@@ -18,7 +18,7 @@ from megalith.errors import ConfigError
 from megalith.models.families import model_class
 from megalith.models.initialise import initialise, initialise_as_megatron_cpu, seeded
 from megalith.models.language_model import LanguageModel, Stage
-from megalith.models.plain import PlainModel, require_tokens_alone
+from megalith.models.plain import require_tokens_alone
 from megalith.nn.attention import ContextParallelAttention, LocalAttention
 from megalith.nn.precision import at_least_fp32
 from megalith.nn.recompute import Recompute
@@ -214,8 +214,8 @@ def build_run_optimizer(run: RunConfig, chunks: Sequence[LanguageModel], context
         count_zeros=run.log.log_num_zeros_in_grad,
         context=context,
         zero1=run.parallel.divides_states,
-        # Plain modules may read a weight before they call the module that holds it.
-        overlap_gather=not run.train.compile and not any(isinstance(chunk, PlainModel) for chunk in chunks),
+        # Registered modules may read a weight without a call of the module that holds it, or of another layer.
+        overlap_gather=not run.train.compile and not run.model.registered_layers,
         sharded=fully_shard(run, chunks, context) if run.fully_sharded else (),
         offload=run.optimizer.offloaded if context.device.type != "cpu" else 0.0,
     )

@@ -200,3 +200,13 @@ def test_registered_parts_of_a_checkpoint_are_named_by_their_flags(module: str) 
     assert "--mlp own-mlp" in str(caught.value) and "own-decay" not in str(caught.value)
     refuse_registered_parts(args, "folder", "not here", group="optimizer")
     refuse_registered_parts(megatron_args(load(RUN)), "folder", "not here")
+
+
+def test_what_registered_layers_cost_zero1_is_said(module: str) -> None:
+    words = [*RUN, "--import", module, "--use-distributed-optimizer"]
+    two = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+
+    def said(*more: str, environ: dict[str, str] = two) -> bool:
+        return any("--mlp own-mlp" in str(note) for note in load([*words, *more], environ).notes)
+
+    assert said("--mlp", "own-mlp") and not said() and not said("--mlp", "own-mlp", environ={})

@@ -452,6 +452,12 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
         return not self.fused_attention or "encoder" in self.family.stacks
 
     @property
+    def registered_layers(self) -> tuple[str, ...]:
+        """Names of the settings that choose registered modules, whose forward passes are not known here."""
+        names = ("model", "attention", "mlp", "normalization", "position_embedding_type")
+        return tuple(name for name in names if isinstance(getattr(self, name), Registered))
+
+    @property
     def adds_positions(self) -> bool:
         """Whether embeddings of the positions are added to those of the tokens."""
         own = isinstance(self.position_embedding_type, Registered)

@@ -304,6 +304,18 @@ def full_sharding_alone(draft: Draft) -> str:
     return f"{show(draft, name)} has no effect: with one data-parallel process there is nothing to split"
 
 
+@notice
+def weights_are_there_before_registered_layers(draft: Draft) -> str:
+    run = draft.run
+    if not run.parallel.divides_states or run.layout.dp * run.layout.cp == 1 or not run.model.registered_layers:
+        return ""
+    layers = ", ".join(show(draft, name) for name in run.model.registered_layers)
+    return (
+        f"{show(draft, 'use_distributed_optimizer')} with {layers}: updated weights are gathered before the forward "
+        "pass, not during it, as registered layers may read any weight"
+    )
+
+
 strategy_says_what_is_divided = note(
     lambda run: run.parallel.use_megatron_fsdp and run.parallel.data_parallel_sharding_strategy == "no_shard",
     "{use_megatron_fsdp} divides nothing: {data_parallel_sharding_strategy}",
