@@ -28,7 +28,7 @@ from megalith.assemble.schedule import build_schedule
 from megalith.assemble.start import find_start, load_start, padded_vocabulary
 from megalith.checkpoint import DirectoryStore, Retention
 from megalith.checkpoint.rank_group import RankGroup
-from megalith.config import RunConfig
+from megalith.config import RunConfig, all_settings
 from megalith.config.changes import Change, changes_since
 from megalith.data.build import Datasets, fingerprint
 from megalith.distributed import comm
@@ -37,7 +37,6 @@ from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.errors import DamagedCheckpointError
 from megalith.models.language_model import LanguageModel
-from megalith.models.plain import PlainModel
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.train.anomalies import AnomalyPolicy
 from megalith.train.checkpoint_fit import FoundCheckpoint, Identity, check_fits, other_products
@@ -49,7 +48,7 @@ from megalith.train.loop import Plan, TrainingRun
 from megalith.train.signals import StopSignals
 from megalith.train.state import TrainState
 from megalith.train.step_hooks import NaNInjector
-from megalith.train.throughput import datasheet_peak, measure_peak, step_flops
+from megalith.train.throughput import datasheet_peak, measure_peak, registered_flops, step_flops
 from megalith.train.timers import Timers, gather_times
 
 
@@ -107,7 +106,7 @@ def build_run(
     observer.setup_done()
     with timers.time("train/valid/test-data-iterators-setup"):
         loaders = _build_loaders(config, tokenizer, state, observer)
-    plan = build_plan(config, state.model, context, observer)
+    plan = build_plan(config, state.chunks, context, observer)
     observer.data_done()
     observer.timed(config, gather_times(timers.take(), context))
     saver = _saver(config, context, identity, probe)
@@ -327,13 +326,18 @@ def _peaks(config: RunConfig, device: torch.device, observer: StartObserver) -> 
     return measured, None if known is None else known[1]
 
 
-def build_plan(config: RunConfig, model: LanguageModel, context: ParallelContext, observer: StartObserver) -> Plan:
+def build_plan(
+    config: RunConfig, chunks: Sequence[LanguageModel], context: ParallelContext, observer: StartObserver
+) -> Plan:
     """Return how long and how often the loop of a configuration does things; measures the speed of the device."""
     train, batch = config.train, config.num_micro_batches * config.batch_sizes.unit
     measured, by_datasheet = _peaks(config, context.device, observer)
-    flops = step_flops(config.model, model.vocab_size, config.data.seq_length, batch, config.data.decoder_seq_length)
-    if isinstance(model, PlainModel):  # 6 for each parameter and token (Kaplan et al. 2020, arXiv:2001.08361)
-        flops = 6.0 * batch * config.data.seq_length * sum(parameter.numel() for parameter in model.parameters())
+    model, length = config.model, config.data.seq_length
+    flops = step_flops(model, chunks[0].vocab_size, length, batch, config.data.decoder_seq_length)
+    if own := model.registered_layers:
+        flops = registered_flops(chunks, context, batch * length, flops)
+        flags = ", ".join(f"{all_settings()[name].flag} {getattr(model, name)}" for name in own)
+        observer.note(f"model FLOPs count 6 for each parameter and token of {flags}")
     return Plan(
         train_iterations=config.train_iters,
         global_batch_size=batch,

@@ -101,7 +101,7 @@ def hooks_of(config: RunConfig, folder: Path, screen: Screen, built: BuiltRun, c
     state, context = built.run.state, built.run.state.context
     first = context.rank == 0
     memory = partial(memory_in_use, context.device)
-    figures = "" if config.model.model else theory_lines(theory(config, state.model.vocab_size))
+    figures = "" if config.model.registered_layers else theory_lines(theory(config, state.model.vocab_size))
     hooks: list[Hook] = [_metrics(config, folder, built)] if first else []
     hooks.append(_console(config, screen))
     hooks.append(MemoryReport(context, memory, screen.say, figures, config.log.log_memory_interval))

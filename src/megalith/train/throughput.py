@@ -4,13 +4,25 @@ measured."""
 from __future__ import annotations
 
 import itertools
+import math
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
+from megalith.checkpoint.formats.torch_dist import expert_of
+from megalith.checkpoint.model_space import model_space
 from megalith.config import ModelConfig
 from megalith.datasheet import find_accelerator
+from megalith.distributed import comm
+from megalith.distributed.context import ParallelContext
+from megalith.models.families import MODELS
+from megalith.models.language_model import LanguageModel, named_placements
+from megalith.nn.placement import global_shape
 from megalith.nn.precision import product_dtype
+from megalith.registry import Registered
 
 _PEAK_SIZES = {"cpu": (512, 1024, 2048), "cuda": (2048, 4096, 8192)}
 _WARM_UPS, _FEWEST_SAMPLES = 2, 3
@@ -47,6 +59,39 @@ def step_flops(
     products += predicted * hidden * vocab_size * (1 + model.predictions)
     products += predicted * hidden * (2 * hidden + 3) * model.predictions  # embeddings joined to states, and the norms
     return 6 * global_batch_size * products
+
+
+def registered_flops(
+    chunks: Sequence[LanguageModel], context: ParallelContext, tokens: int, of_built_in: float
+) -> float:
+    """Model FLOPs of a step of a model with registered layers; all ranks call this.
+
+    They are those of the built-in layers, `of_built_in`, and 6 for each token and parameter that the model has beyond
+    these (Kaplan et al. 2020, arXiv:2001.08361); of a model of another kind 6 for all its parameters.
+
+    Args:
+        chunks: The parts of the model on this rank.
+        tokens: Of a step.
+    """
+    config = chunks[0].config
+    first = context.tp.is_first and context.cp.is_first and context.dp.is_first
+    here = sum(
+        math.prod(global_shape(parameter.shape, placement, context.tp.size))
+        for chunk in chunks
+        for name, parameter, placement in named_placements(chunk)
+        if first and name != chunk.copied_weight and expert_of(name) is None
+    )
+    own = comm.all_reduce(torch.tensor([float(here)], dtype=torch.float64, device=context.device), context.world)
+    if not isinstance(chunks[0], MODELS[config.model_family]):
+        return 6.0 * tokens * own.item()
+    built_in: dict[str, Any] = {"model": None, "attention": None, "mlp": None}
+    if isinstance(config.normalization, Registered):
+        built_in["normalization"] = "RMSNorm"
+    if isinstance(config.position_embedding_type, Registered):
+        built_in["position_embedding_type"] = "rope" if config.rotary_kind else "none"
+    space = model_space(replace(config, **built_in), chunks[0].vocab_size)
+    usual = sum(math.prod(shape) for name, shape in space.shapes.items() if expert_of(name) is None)
+    return of_built_in + 6.0 * tokens * (own.item() - usual)
 
 
 def attention_products(model: ModelConfig, seq_length: int) -> float:

@@ -36,6 +36,6 @@ def test_flags_reach_the_plan(
 
     def planned(more: str) -> object:
         run = load(f"{BASE} {more}".split(), {}, files=False)
-        return getattr(training.build_plan(run, model, ParallelContext.solo(), StartObserver()), name)
+        return getattr(training.build_plan(run, [model], ParallelContext.solo(), StartObserver()), name)
 
     assert (planned(""), planned(flags)) == (without, value)

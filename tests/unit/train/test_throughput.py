@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megalith.config import ModelConfig
 from megalith.datasheet import ACCELERATORS, find_accelerator
+from megalith.distributed.context import ParallelContext
+from megalith.models.gpt import GPT
+from megalith.models.plain import build_registered
+from megalith.registry import Entry, Registered
 from megalith.train import throughput
-from megalith.train.throughput import measure_peak, step_flops
+from megalith.train.throughput import measure_peak, registered_flops, step_flops
 
 
 def test_flops_are_those_of_the_matrices() -> None:
@@ -146,3 +153,30 @@ def test_a_measurement_leaves_the_random_state_of_the_run() -> None:
     before = torch.get_rng_state()
     measure_peak(torch.device("cpu"), torch.float32, budget_seconds=0.01)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Gated(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, *, region: Any, dtype: Any, device: Any) -> None:
+        super().__init__()
+        sizes = [(16, 80), (16, 80), (80, 16)]
+        self.matrices = nn.ModuleList(nn.Linear(*size, bias=False, dtype=dtype, device=device) for size in sizes)
+
+
+class Table(nn.Module):
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, 16)
+
+
+def test_flops_of_registered_layers_are_those_of_their_own_matrices() -> None:
+    config = ModelConfig(
+        num_layers=3, hidden_size=16, num_attention_heads=4, max_position_embeddings=8, add_bias_linear=False
+    )
+    own = replace(config, mlp=Registered(Entry("mlp", "gated", Gated)))
+    tokens = 3 * 8
+    found = registered_flops([GPT(own, 40)], ParallelContext.solo(), tokens, step_flops(own, 40, 8, 3))
+    swiglu = step_flops(replace(config, swiglu=True, ffn_hidden_size=80), 40, 8, 3)
+    assert found == pytest.approx(swiglu)
+    other = replace(config, model=Registered(Entry("model", "table", Table)))
+    model = build_registered(other, 40)
+    assert registered_flops([model], ParallelContext.solo(), tokens, 1e9) == 6 * tokens * 40 * 16
