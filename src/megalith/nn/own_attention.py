@@ -92,6 +92,7 @@ class OwnAttention(Attention):
                 "context parallelism": lambda: self.mixer.parts > 1,
                 "attention inside documents": lambda: documents is not None,
                 "--window-size": lambda: self.rule.window is not None,
+                "--recompute-modules core_attn": lambda: self.recompute_core and self.training,
             }
             if missed := [name for name, asked in needs.items() if asked()]:
                 raise ConfigError(

@@ -16,6 +16,7 @@ from megalith.models.initialise import initialise
 from megalith.models.language_model import named_placements
 from megalith.nn.documents import Documents
 from megalith.nn.placement import Replicated
+from megalith.nn.recompute import Recompute
 from megalith.nn.region import Solo
 from megalith.registry import Entry, Registered
 from megalith.serve.model_runner import ModelRunner
@@ -89,6 +90,25 @@ def test_documents_reach_an_own_attention() -> None:
     with pytest.raises(ConfigError, match=r"Heads.*attend"):
         model(tokens, documents=Documents.of(ids, torch.device("cpu")))
     model(tokens)
+
+
+def test_the_core_of_an_own_attention_is_computed_again() -> None:
+    tokens = torch.randint(0, 40, (2, 8), generator=torch.Generator().manual_seed(0))
+    config, parts = replace(CONFIG, attention=own("attention", Heads), attention_dropout=0.2), frozenset({"core_attn"})
+    found = []
+    for recompute in (None, Recompute(parts=parts)):
+        model = GPT(config, 40, recompute=recompute)
+        initialise(model, seed=3)
+        torch.manual_seed(1)
+        loss = model(tokens, labels_BS=tokens).mean()
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    for block in model.blocks():
+        block.self_attention.layer.calls = False  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"Heads.*--recompute-modules core_attn"):
+        model(tokens, labels_BS=tokens)
+    model.eval()(tokens)
 
 
 def test_initial_weights_follow_from_seed_and_name() -> None:
