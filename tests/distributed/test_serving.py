@@ -14,8 +14,11 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from megalith.api import Attend, Linear, Region, Split, column, row
 from megalith.assemble.model import copy_shared_weight
+from megalith.config import ModelConfig
 from megalith.distributed.context import ParallelContext
 from megalith.errors import LayoutError, PeerError
 from megalith.layout import Layout, cut
@@ -25,6 +28,7 @@ from megalith.models.initialise import initialise
 from megalith.models.language_model import Stage
 from megalith.models.t5 import T5
 from megalith.parallel.tensor import TensorParallel
+from megalith.registry import Entry, Registered
 from megalith.serve.engine import Engine, Limits
 from megalith.serve.model_runner import DecoderPrompt, ModelRunner, RankRunner, unpacked
 from megalith.serve.request import Beams, Event, Request, Sampling, Token
@@ -32,10 +36,38 @@ from megalith.serve.request import Beams, Event, Request, Sampling, Token
 from ..unit.serve import models
 from .conftest import Ranks
 
+
+class OwnAttention(nn.Module):
+    """As a user writes one for tensor parallelism (docs/extending.md)."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, region: Region, **factory: Any) -> None:
+        super().__init__()
+        self.region, self.size = region, config.head_size
+        self.heads = region.shard(config.num_attention_heads).size
+        width = self.heads * self.size
+        self.qkv = nn.ModuleList(Linear(config.hidden_size, width, Split(0), bias=False, **factory) for _ in range(3))
+        self.linear_proj = Linear(width, config.hidden_size, Split(1), bias=False, **factory)
+        self.temperature = nn.Parameter(torch.ones(self.heads, **factory))
+
+    def placements(self) -> dict[str, Any]:
+        return {"temperature": Split(0)}
+
+    def forward(self, hidden: Tensor, attend: Attend) -> Tensor:
+        linears = cast("Any", self.qkv)
+        q, k, v = (x.unflatten(-1, (self.heads, self.size)) for x in column(hidden, self.region, *linears))
+        q = attend.rotate(q) * self.temperature[:, None] * 1.5
+        return row(attend(q, attend.rotate(k), v).flatten(2), self.region, self.linear_proj)
+
+
+REGISTERED = dataclasses.replace(
+    models.GPT2,
+    position_embedding_type="rope",
+    attention=Registered(Entry("attention", "own", OwnAttention)),
+)
 VOCABULARY, PADDED = 27, 30  # 30 divides over neither 4 ranks nor evenly into heads
 STYLES = {
     name: dataclasses.replace(config, num_layers=3, max_position_embeddings=40)
-    for name, config in {**models.STYLES, **models.ANSWERING}.items()
+    for name, config in {**models.STYLES, **models.ANSWERING, "registered": REGISTERED}.items()
 }
 BLOCKS = {"num_blocks": 14, "block_size": 4}  # too few for all at once
 
@@ -118,6 +150,7 @@ LAYOUTS = [
     *((style, 2, 2) for style in ("experts", "latent")),
     *((style, 2, 1) for style in models.ANSWERING),
     ("published", 4, 1),
+    ("registered", 2, 1),
 ]
 
 

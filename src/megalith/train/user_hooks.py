@@ -64,7 +64,7 @@ class UserHooks(Hook):
     """The hooks of the user among those of the run.
 
     Raises:
-        ConfigError: The ranks' hooks have asked for different things.
+        ConfigError: The ranks' hooks have asked for different things, or for a rate that is no number.
     """
 
     def __init__(self, hooks: Sequence[UserHook], config: RunConfig, run: TrainingRun) -> None:
@@ -96,6 +96,8 @@ class UserHooks(Hook):
         """Do what the hooks ask for, if those of all ranks ask for the same."""
         state, control = self._run.state, self._control
         stops, scale = float(control.stop_reason is not None), control.lr_scale
+        if not (isinstance(scale, int | float) and math.isfinite(scale) and scale >= 0.0):
+            raise ConfigError(f"--hook: lr_scale is {scale!r}; it must be a finite number, at least 0")
         own = torch.tensor([stops, -stops, scale, -scale], dtype=torch.float64, device=state.context.device)
         most_stops, least_stops, most, least = comm.all_reduce(own, state.context.world, "max").tolist()
         if most_stops != -least_stops or most != -least:
@@ -104,8 +106,6 @@ class UserHooks(Hook):
                 f"{'some' if most_stops != -least_stops else 'all'} ranks): let them decide by the result, which is "
                 "the same on all"
             )
-        if not (math.isfinite(scale) and scale >= 0.0):
-            raise ConfigError(f"--hook: lr_scale is {scale}; it must be a finite number, at least 0")
         state.lr_scale = scale
         if control.stop_reason is not None and self._run.ending is None:
             self._run.ending = Ending("hook", state.iteration, control.stop_reason)
