@@ -213,4 +213,6 @@ def _find(store: DirectoryStore, iteration: int | None, *, thorough: bool = Fals
         if notes:
             raise CheckpointError(listing(f"{store.path} holds no sound checkpoint", with_remedy(notes)))
         raise CheckpointError(nothing_in(store.path))
+    if notes and newest != store.latest():  # the notes name what was passed over
+        notes = [*notes, f"iteration {newest} is loaded instead: {store.folder(newest)}"]
     return newest, notes

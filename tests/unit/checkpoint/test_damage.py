@@ -7,9 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
+from megalith.checkpoint.writers.torch_dist import write_torch_dist
+from megalith.cli.arguments import load_model
 from megalith.errors import CheckpointError
+
+from .memory_source import ARGS, model_source
 
 MakeContent = Callable[..., CheckpointContent]
 Same = Callable[[CheckpointContent, CheckpointContent], bool]
@@ -176,3 +181,22 @@ def test_unverified_loads_still_name_a_damaged_file(store: DirectoryStore, make_
                 store.load(30, make_content(0), verify=False)
             (store.folder(30) / name).write_bytes(backup)
     store.load(30, make_content(0), verify=False)
+
+
+@pytest.mark.parametrize(("name", "named"), [(".metadata", True), ("__0_0.distcp", True), (None, False)])
+def test_a_model_that_is_read_from_an_older_checkpoint_names_its_iteration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str | None, named: bool
+) -> None:
+    """What generate, serve and evaluate begin with."""
+    source = model_source({**ARGS, "tokenizer_type": "NullTokenizer", "vocab_size": 47}, states=False)
+    for iteration in (7, 14):
+        final = tmp_path / f"iter_{iteration:07d}"
+        write_torch_dist(source, final, facts={}, files={}, publish=lambda: None)
+    (tmp_path / TRACKER).write_text("14")
+    if name is not None:
+        flip_at(0.5)(tmp_path / "iter_0000014" / name)
+    trained = load_model(tmp_path, torch.device("cpu"), None, None)
+    assert trained.iteration == (7 if named else 14)
+    warned = capsys.readouterr().err.splitlines()
+    assert any("iter_0000014" in line for line in warned) == named
+    assert any(str(tmp_path / "iter_0000007") in line and "iteration 7" in line for line in warned) == named
