@@ -23,7 +23,8 @@ import pytest
 import torch
 
 from megalith.checkpoint import DirectoryStore
-from megalith.checkpoint.formats.torch_dist import Whole, expert_of, read_optimizer_common, weight_chunks
+from megalith.checkpoint.formats.megatron_names import parse_name
+from megalith.checkpoint.formats.torch_dist import Whole, read_optimizer_common, weight_chunks
 from megalith.checkpoint.model_space import division_of, model_space_of
 from megalith.config.load import load
 from megalith.config.saved_args import megatron_args
@@ -128,7 +129,7 @@ def expected_tensors(args: dict[str, Any], *, main: bool, states: bool) -> dict[
     found: dict[str, torch.Tensor] = {}
     kinds = ["", *(["exp_avg", "exp_avg_sq"] if states else []), *(["fp32_param"] if main else [])]
     for name in space.shapes:
-        size = tp if expert_of(name) is None else int(args.get("expert_tensor_parallel_size") or tp)
+        size = tp if parse_name(name).expert is None else int(args.get("expert_tensor_parallel_size") or tp)
         for rank in range(size):
             local = space.local_shape(name, size, rank)
             whole = local == space.shapes[name]

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.content import CheckpointContent, Chunk
+from megalith.checkpoint.formats.megatron_names import parse_name
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
     OptimizerScalars,
     is_of_experts,
     read_optimizer_common,
-    stacked_axes,
     weight_of,
 )
 from megalith.checkpoint.sources.adapted import InPrecision, WeightsOnly, args_of, over_vocabulary
@@ -130,7 +130,7 @@ def _of_key(
             return
         shape = (rows, *held.shape[1:])
     weight = weight_of(key)
-    axes = stacked_axes(weight)
+    axes = parse_name(weight).stacked_axes
     for index in product(*map(range, shape[:axes])):
         a, b = _read(one, key, held, shape, index), _read(other, key, match, shape, index)
         yield difference(_named(key, weight, index), a, b, what="; ".join(what))

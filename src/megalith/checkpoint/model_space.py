@@ -14,7 +14,8 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from megalith.checkpoint.formats.torch_dist import Stacking, expert_of, stacking_of
+from megalith.checkpoint.formats.megatron_names import parse_name
+from megalith.checkpoint.formats.torch_dist import Stacking, stacking_of
 from megalith.config import ModelConfig
 from megalith.config.foreign_args import model_of, parallel_of
 from megalith.errors import CheckpointError, LayoutError
@@ -112,6 +113,13 @@ class ModelSpace:
             return stage > 0 and name == WORD_EMBEDDINGS
         return self.tied and name == OUTPUT_LAYER
 
+    def is_shared(self, name: str, stages: Stages, stage: int, chunk: int) -> bool:
+        """Return whether a virtual chunk shares a parameter with another stage: the embedding, or its second copy."""
+        if stage:
+            return self.is_copy(name, stage)
+        last = len(stages) == 1 and chunk == len(stages[0]) - 1
+        return name == WORD_EMBEDDINGS and (self.tied or self.model.predictions > 0) and not last
+
     def names_of(self, division: Division, stage: int, expert: int) -> list[list[str]]:
         """What an expert-parallel rank of a pipeline stage holds, by virtual chunk, each in module order.
 
@@ -127,15 +135,15 @@ class ModelSpace:
         last = stage == len(stages) - 1 and chunk == len(stages[stage]) - 1
         names = []
         for name in self.shapes:
-            parts = name.split(".")
+            found = parse_name(name)
             if first and last:
                 held = True
-            elif parts[0] in self.stacks and parts[1] == "layers":
-                held = int(parts[2]) in layers
+            elif found.stack in self.stacks:
+                held = found.layer in layers
             else:
-                held = first or (last and self.model.predictions > 0) if parts[0] == "embedding" else last
-            expert = expert_of(name)
-            if held and (expert is None or expert in experts):
+                embeds = name.startswith("embedding.")
+                held = first or (last and self.model.predictions > 0) if embeds else last
+            if held and (found.expert is None or found.expert in experts):
                 names.append(name)
         copied = self.tied and not self.model.predictions
         return [*names, OUTPUT_LAYER] if last and not first and copied else names

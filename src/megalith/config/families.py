@@ -52,7 +52,11 @@ FAMILIES: Mapping[str, Family] = {
         _WORD_PIECES,
     ),
     "t5": Family(
-        "T5", "spans", ("encoder", "decoder"), r"(^|\.)(cross_attention|inter_attention)\.", defaults=_WORD_PIECES
+        "T5",
+        "spans",
+        ("encoder", "decoder"),
+        r"^(?:module\.|model\.)*(?:language_model\.)?decoder\.layers\.(?:\d+\.)?(?:cross_attention|inter_attention)\.",
+        _WORD_PIECES,
     ),
 }
 """By the name that `--model-family` takes."""

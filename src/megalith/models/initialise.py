@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -30,9 +30,9 @@ from megalith.nn.moe.experts import name_among_all, region_of
 from megalith.nn.placement import Placement, global_shape, local_part
 from megalith.nn.precision import at_least_fp32
 
-RESIDUAL_WEIGHTS = ("linear_proj.weight", "linear_fc2.weight", "fc2_latent_proj.weight")
-ROUTER_BIAS = "mlp.router.bias"
-SINKS = "core_attention.softmax_offset"
+_RESIDUAL_WEIGHTS = ("linear_proj.weight", "linear_fc2.weight", "fc2_latent_proj.weight")
+_ROUTER_BIAS = "mlp.router.bias"
+_SINKS = "core_attention.softmax_offset"
 OUTPUT_LAYER = "output_layer.weight"
 POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 TYPE_EMBEDDINGS = "embedding.tokentype_embeddings.weight"
@@ -55,7 +55,12 @@ def _std(model: LanguageModel, name: str) -> float:
         own = config.embedding_init_method_std
         return config.init_method_std if own is None else own
     of_hidden = config.init_method_std / math.sqrt(config.width_multiplier)
-    return of_hidden / math.sqrt(2.0 * config.num_layers) if name.endswith(RESIDUAL_WEIGHTS) else of_hidden
+    return of_hidden / math.sqrt(2.0 * config.num_layers) if _is_one_of(name, _RESIDUAL_WEIGHTS) else of_hidden
+
+
+def _is_one_of(name: str, paths: Iterable[str]) -> bool:
+    """Return whether the last modules and the parameter of a name are one of `paths`: whole words between dots."""
+    return any(f".{name}".endswith(f".{path}") for path in paths)
 
 
 def _is_uniform(model: LanguageModel, name: str, shape: Sequence[int]) -> bool:
@@ -66,7 +71,7 @@ def _is_uniform(model: LanguageModel, name: str, shape: Sequence[int]) -> bool:
 
 def _is_drawn(name: str, parameter: Tensor) -> bool:
     of_norm = parameter.dim() == 1
-    return (name.endswith((".weight", ".gate_weight")) and not of_norm) or name.endswith((SINKS, ROUTER_BIAS))
+    return (name.endswith((".weight", ".gate_weight")) and not of_norm) or _is_one_of(name, (_SINKS, _ROUTER_BIAS))
 
 
 def _fill_constants(model: LanguageModel) -> None:
@@ -151,19 +156,18 @@ def megatron_draw_order(model: LanguageModel) -> list[str]:
     Source: docs/reference/training.md#initial-weights, checked bit for bit against real weights of all families.
     """
     here = dict(model.named_parameters())
-    feed_forwards = [name for name in here if ".mlp." in name]
     names = [name for name in (*_EMBEDDINGS, *_RELATIVE) if name in here]
     layers = list(dict.fromkeys(found[0] for name in here if (found := _LAYER.match(name))))
     layers += [f"mtp.layers.{layer}.transformer_layer." for layer in range(model.config.predictions)]
     for layer in layers:
         names += [name for name in here if name == f"{layer.removesuffix('transformer_layer.')}eh_proj.weight"]
         if model.config.softmax_type == "learnable":
-            names += [name for name in here if name == f"{layer}self_attention.{SINKS}"]
+            names += [name for name in here if name == f"{layer}self_attention.{_SINKS}"]
         projections = [f"{layer}self_attention.{part}.weight" for part in _PROJECTIONS]
         projections += [f"{layer}cross_attention.{part}.weight" for part in _OF_CROSS_ATTENTION]
         names += [name for name in projections if name in here]
-        drawn = [name for name in feed_forwards if name.startswith(layer) and _is_drawn(name, here[name])]
-        names += sorted(drawn, key=lambda name: name.endswith("gate_weight"))
+        drawn = [name for name in here if name.startswith(f"{layer}mlp.") and _is_drawn(name, here[name])]
+        names += sorted(drawn, key=lambda name: name.endswith(".gate_weight"))
     return [*names, *(name for name in _HEADS if name in here)]
 
 

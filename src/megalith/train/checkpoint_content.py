@@ -33,11 +33,10 @@ from megalith.distributed.context import Axis
 from megalith.models.language_model import named_placements
 from megalith.models.saved import saved_tensors, whole_names
 from megalith.nn.placement import Placement, Replicated
+from megalith.optim.build import experts_of
 from megalith.optim.optimizer import StateBox
 from megalith.train.state import TrainState
 
-EXPERTS = ".mlp.experts."
-"""In the names of the parameters of experts."""
 STEP_CHECK = "megalith_step_check"
 """Key of what `TrainState.check` remembers, in common.pt; Megatron passes over it."""
 NOISE = "megalith_gradient_noise"
@@ -115,7 +114,9 @@ def chunks_to_load(state: TrainState, run: RunConfig, *, with_optimizer: bool) -
 
 def _model_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
     names = _stored_names(state, once=once)
-    boxes = [replace(box, name=names[box.name]) for box in state.optimizer.weight_boxes() if box.name in names]
+    boxes = [
+        (box.name, replace(box, name=names[box.name])) for box in state.optimizer.weight_boxes() if box.name in names
+    ]
     placements, stacking = _stored_placements(state, names), stacking_of(run.model)
     return [
         chunk
@@ -124,10 +125,14 @@ def _model_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chun
     ]
 
 
-def _by_axis(boxes: Sequence[StateBox], state: TrainState) -> Iterator[tuple[Axis, list[StateBox]]]:
-    """The ranks that share layers with what is cut over them, then those that share experts."""
+def _by_axis(boxes: Sequence[tuple[str, StateBox]], state: TrainState) -> Iterator[tuple[Axis, list[StateBox]]]:
+    """Yield the ranks that share layers with the boxes that are cut over them, then those that share experts.
+
+    Each box comes with the name of its parameter in the module here.
+    """
+    experts = experts_of(state.chunks)
     for of_experts, axis in ((False, state.context.tp), (True, state.context.etp)):
-        yield axis, [box for box in boxes if (EXPERTS in box.name) == of_experts]
+        yield axis, [box for name, box in boxes if (name in experts) == of_experts]
 
 
 def _buffer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
@@ -145,9 +150,9 @@ def _optimizer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[
     for box in state.optimizer.state_boxes():
         kind, _, name = box.name.partition(".")
         if name in names:
-            boxes.append(replace(box, name=f"{kind}.{names[name]}"))
+            boxes.append((name, replace(box, name=f"{kind}.{names[name]}")))
     placements, stacking = _stored_placements(state, names), stacking_of(run.model)
-    placements |= {box.name: Replicated() for box in boxes if box.whole}
+    placements |= {box.name: Replicated() for _, box in boxes if box.whole}
     return [
         chunk
         for axis, part in _by_axis(boxes, state)
@@ -184,7 +189,8 @@ def _groups(groups: Sequence[Mapping[str, Any]], state: TrainState) -> list[Mapp
     """The groups of the optimizer, with those that Megatron has for experts that are spread over ranks."""
     if not state.context.has_expert_axes:
         return list(groups)
-    kinds = {decays(name, tensor.shape) for name, tensor, _ in _parameters(state) if EXPERTS in name}
+    experts = experts_of(state.chunks)
+    kinds = {decays(name, tensor.shape) for name, tensor, _ in _parameters(state) if name in experts}
     return with_expert_groups(groups, kinds)
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
-from megalith.checkpoint.formats.torch_dist import Whole, expert_of, model_chunks, read_optimizer_common, weight_chunks
+from megalith.checkpoint.formats.megatron_names import parse_name
+from megalith.checkpoint.formats.torch_dist import Whole, model_chunks, read_optimizer_common, weight_chunks
 from megalith.checkpoint.model_space import ModelSpace, division_of, model_space_of
 from megalith.checkpoint.sources.bucket_space import registered
 from megalith.errors import CheckpointError
@@ -87,13 +88,13 @@ def save(folder: Path, *, tp: int, pp: int, ep: int, etp: int, scale: float | No
 
     chained = "chained_0." if ep > 1 else ""
     for stage, rank in product(range(pp), range(tp)):
-        names = [name for name in moved(stage, 0) if ep == 1 or expert_of(name) is None]
+        names = [name for name in moved(stage, 0) if ep == 1 or parse_name(name).expert is None]
         write(f"{chained}optimizer.distributed.dp_group_idx_{rank + tp * stage}", names, tp, rank)
     for stage, expert, rank in product(range(pp), range(ep if ep > 1 else 0), range(etp)):
         names = moved(stage, expert)
         later = rank + etp * (expert + ep * stage)
         index = later if "expert_tensor_parallel_size" in args else rank + etp * (stage + pp * expert)
-        experts = [name for name in names if expert_of(name) is not None]
+        experts = [name for name in names if parse_name(name).expert is not None]
         write(f"chained_1.optimizer.distributed.dp_group_idx_{index}", experts, etp, rank)
     parts: Any = {"param_state_sharding_type": "dp_reshardable"}
     common = {"args": Namespace(**args), "iteration": 1, "optimizer": {0: parts, 1: parts} if ep > 1 else parts}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.content import Chunk, share_of
+from megalith.checkpoint.formats.megatron_names import parse_name
 from megalith.checkpoint.formats.torch_dist import (
     Stacking,
     Whole,
@@ -23,7 +24,6 @@ from megalith.checkpoint.formats.torch_dist import (
     optimizer_common,
     read_optimizer_common,
     rng_object_key,
-    stacked_axes,
     weight_chunks,
 )
 from megalith.errors import CheckpointError, LayoutError
@@ -48,7 +48,7 @@ NAMES = [
 def test_names_map_to_places(name: str, key: str, layer: int | None) -> None:
     slot = dense(12).slot(name)
     assert (slot.key, slot.index) == (key, () if layer is None else (layer,))
-    assert len(slot.extents) == stacked_axes(key)
+    assert len(slot.extents) == parse_name(key).stacked_axes
 
 
 EXPERT = "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"
@@ -67,10 +67,10 @@ def test_experts_are_stacked_in_their_layer() -> None:
         (4,),
     )
     for slot in (alike, apart):
-        assert stacked_axes(slot.key) == len(slot.index)
+        assert parse_name(slot.key).stacked_axes == len(slot.index)
     own = Stacking({"decoder": (0, 4)}, apart=True).slot("decoder.layers.0.input_layernorm.weight")
     assert own.key == "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
-    assert stacked_axes(own.key) == 0
+    assert parse_name(own.key).stacked_axes == 0
 
 
 def test_empty_states_of_experts() -> None:

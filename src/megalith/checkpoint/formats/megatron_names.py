@@ -1,7 +1,10 @@
-"""Parameter names of Megatron's per-rank files, of every generation, and the modules' own.
+"""Parameter names of Megatron's files of every generation, of the modules, and the keys of format torch_dist.
 
-A name here has no prefix of a wrapper and a layer number that counts from the first layer of its pipeline stage or
-virtual chunk. Three generations are read:
+`parse_name` takes a name apart (layer, expert, path of module and parameter); all else that is asked of a name is asked
+of its fields. Whatever is not in the place that Megatron has for it is a parameter as any other, whatever it is called.
+
+In a file of format torch a name has no prefix of a wrapper and a layer number that counts from the first layer of its
+pipeline stage or virtual chunk. Three generations are read:
 
     core, local modules          decoder.layers.0.input_layernorm.weight
     core, TransformerEngine      decoder.layers.0.self_attention.linear_qkv.layer_norm_weight
@@ -9,55 +12,209 @@ virtual chunk. Three generations are read:
 
 Written are the names of core with local modules, which are our own, or where a converter is told to (`--saver legacy`)
 those from before core, of either of the two generations in `LEGACY`.
-Source: docs/reference/checkpoints.md#parameter-names.
+Source: docs/reference/checkpoints.md#parameter-names and #torch_dist.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megalith.config.families import FAMILIES
 
 EXTRA_STATE = "_extra_state"
 OUTPUT_LAYER = "output_layer"
-LINEARS = (
-    *("self_attention.linear_proj", "self_attention.linear_qkv", ".linear_fc1", ".linear_fc2"),
-    *("cross_attention.linear_proj", "cross_attention.linear_q", "cross_attention.linear_kv", ".eh_proj"),
-)
-"""The modules of a layer that have an entry for the state of FP8."""
-
+PREDICTION = "mtp"
+"""The stack of the layers of multi-token prediction."""
 HEAD_OF_T5 = "lm_head.output_layer."
 """The output layer of T5, which Megatron's model holds, and so writes, under `output_layer.` a second time."""
 
-_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)")
-_PREDICTION = re.compile(r"mtp\.layers\.\d+\..+")
-_EXPERT = re.compile(r"(mlp\.experts\.local_experts\.)(\d+)\.")
-_GROUPED = re.compile(r"(.+\.mlp\.experts\.)weight([12])")
-_WRAPPERS = ("module.", "model.")
+_IN_LAYER = re.compile(r"((encoder|decoder)\.layers\.(?:(\d+)\.)?|mtp\.layers\.(\d+)\.(?:transformer_layer\.)?)(.+)")
+_OF_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)|experts)\.(linear_fc[12]\..+)")
+_GROUPED = re.compile(r"mlp\.experts\.weight([12])")
 
-# Applied in this order, each everywhere in the name.
-_RENAMED = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"^language_model\.(encoder|transformer)\.", "decoder."),
-        (r"^language_model\.", ""),
-        (r"^word_embeddings_for_head\.", "output_layer."),
-        (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
-        (r"\.attention\.", ".self_attention."),
-        (r"\.query_key_value\.", ".linear_qkv."),
-        (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
-        (r"\.dense_h_to_4h\.", ".linear_fc1."),
-        (r"\.dense_4h_to_h\.", ".linear_fc2."),
-        (r"\.input_norm\.", ".input_layernorm."),
-        (r"\.post_attention_(layernorm|norm)\.", ".pre_mlp_layernorm."),
-        (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
-        (r"\.linear_(q|kv)_up_proj\.layer_norm_", r".\1_layernorm."),
-        (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
-        (r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".mlp.experts.local_experts.\3.\1.\2"),
-    )
-]
+
+@dataclass(frozen=True)
+class ParameterName:
+    """The name of a parameter, or the key of a weight in format torch_dist, taken apart; `str` joins it.
+
+    Attributes:
+        path: Names of module and parameter within the expert, the layer or the model: `mlp.linear_fc1.weight`.
+        prefix: What stands before that and before the expert: `decoder.layers.3.`; empty outside layers.
+        stack: encoder, decoder or `PREDICTION`; None outside layers.
+        layer: Number of the layer; None outside layers, and in a key of all the layers of a stack.
+        routed: Whether it belongs to experts that a router chooses, as those that take every token do not.
+        expert: Number of the expert; None in a name of all experts of a layer, or of all that a rank has.
+        grouped: Whether it is such a name of the latter kind, `weight1` or `weight2` of Megatron's GroupedMLP.
+    """
+
+    path: str
+    prefix: str = ""
+    stack: str | None = None
+    layer: int | None = None
+    routed: bool = False
+    expert: int | None = None
+    grouped: bool = False
+
+    def __str__(self) -> str:
+        if self.grouped:
+            return f"{self.prefix}mlp.experts.weight{self.path.removeprefix('linear_fc')[0]}"
+        if self.routed:
+            experts = "experts" if self.expert is None else f"local_experts.{self.expert}"
+            return f"{self.prefix}mlp.experts.{experts}.{self.path}"
+        return self.prefix + self.path
+
+    @property
+    def module(self) -> str:
+        """Name of the module within the expert, the layer or the model."""
+        return self.path.rpartition(".")[0]
+
+    @property
+    def stacked_axes(self) -> int:
+        """Number of leading dimensions of the tensor of a torch_dist key that count layers and experts."""
+        of_layers = self.stack is not None and self.layer is None
+        return of_layers + (self.routed and self.expert is None and not self.grouped)
+
+
+def parse_name(name: str) -> ParameterName:
+    """Take apart the name that a parameter has in a module or in a file of core, or the torch_dist key of a weight.
+
+    >>> parse_name("decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight").expert
+    5
+    >>> parse_name("decoder.layers.mlp.experts.experts.linear_fc1.weight").stacked_axes
+    2
+    >>> parse_name("my.decoder.layers.3.mlp.experts.experts.linear_fc1.weight").routed
+    False
+    """
+    match = _IN_LAYER.fullmatch(name)
+    if match is None:
+        return ParameterName(name)
+    number = match[3] or match[4]
+    found = ParameterName(match[5], match[1], match[2] or PREDICTION, None if number is None else int(number))
+    if expert := _OF_EXPERT.fullmatch(found.path):
+        return replace(found, path=expert[2], routed=True, expert=None if expert[1] is None else int(expert[1]))
+    if grouped := _GROUPED.fullmatch(found.path):
+        return replace(found, path=f"linear_fc{grouped[1]}.weight", routed=True, grouped=True)
+    return found
+
+
+# --- keys of format torch_dist ----------------------------------------------------------------------------------------
+
+_NORMS_WITHIN = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Norm of a layer -> its name as part of the linear layer behind it, as in TransformerEngine's fused modules."""
+_LATENT_NORMS_WITHIN = {
+    f"self_attention.{part}_layernorm.": f"self_attention.linear_{part}_up_proj.layer_norm_" for part in ("q", "kv")
+}
+"""The same of the norms of latent attention."""
+
+
+def _moved(path: str, table: Mapping[str, str]) -> str:
+    """Replace the beginning of a path by the table; a path that begins otherwise stays."""
+    return next((new + path.removeprefix(old) for old, new in table.items() if path.startswith(old)), path)
+
+
+def _inverse(table: Mapping[str, str]) -> dict[str, str]:
+    return {new: old for old, new in table.items()}
+
+
+def within_linear(path: str) -> str:
+    """Return the path that a parameter of a layer has in model space: norms are parts of the linear layer behind."""
+    return _moved(path, _NORMS_WITHIN)
+
+
+def model_space_key(key: str) -> str:
+    """Return the key in model space of the key of a weight in a file, which may have norms that model space has not:
+    before attention and MLP as modules of their own, of latent vectors as parts of the linear layer behind them.
+
+    >>> model_space_key("decoder.layers.pre_mlp_layernorm.weight")
+    'decoder.layers.mlp.linear_fc1.layer_norm_weight'
+    >>> model_space_key("my.pre_mlp_layernorm.weight")
+    'my.pre_mlp_layernorm.weight'
+    """
+    name = parse_name(key)
+    if name.stack is None or name.routed:
+        return key
+    return str(replace(name, path=_moved(name.path, _NORMS_WITHIN | _inverse(_LATENT_NORMS_WITHIN))))
+
+
+def file_key(key: str, *, latent: bool, fused: bool, has_experts: bool) -> str:
+    """Return the key in a file that Megatron writes of the key of a weight in model space.
+
+    Args:
+        latent: Attention is computed from latent vectors.
+        fused: The modules are TransformerEngine's.
+        has_experts: The layers that the key belongs to are MoE layers.
+    """
+    name = parse_name(key)
+    if name.stack is None or name.routed:
+        return key
+    apart = _inverse(_NORMS_WITHIN)
+    table = dict[str, str]()
+    if latent:
+        table |= {old: new for old, new in apart.items() if old.startswith("self_attention.")}
+    if latent and fused:
+        table |= _LATENT_NORMS_WITHIN
+    if has_experts if fused else latent:
+        table |= {old: new for old, new in apart.items() if old.startswith("mlp.")}
+    return str(replace(name, path=_moved(name.path, table)))
+
+
+def has_latent_norm_within(key: str) -> bool:
+    """Return whether the key of a weight is of a norm of latent attention that is part of the linear layer behind."""
+    name = parse_name(key)
+    return name.stack is not None and name.path.startswith(tuple(_LATENT_NORMS_WITHIN.values()))
+
+
+def linear_behind(name: ParameterName, *, latent: bool) -> str | None:
+    """Return the weight of the linear layer that a parameter of a norm is in one module with; None of any other.
+
+    `latent` tells whether that is so of the norms of latent attention, as it is of the others.
+    """
+    within = _moved(name.path, _NORMS_WITHIN | _LATENT_NORMS_WITHIN if latent else _NORMS_WITHIN)
+    is_norm = name.stack is not None and within != name.path
+    return f"{name.prefix}{within.rpartition('layer_norm_')[0]}weight" if is_norm else None
+
+
+# --- names in files of format torch -----------------------------------------------------------------------------------
+
+_WRAPPERS = ("module.", "model.")
+_COMPUTED = (EXTRA_STATE, "inv_freq")
+_LINEARS = frozenset(
+    {
+        *("self_attention.linear_proj", "self_attention.linear_qkv", "eh_proj"),
+        *(f"{mlp}.{linear}" for mlp in ("mlp", "mlp.shared_experts") for linear in ("linear_fc1", "linear_fc2")),
+        *("cross_attention.linear_proj", "cross_attention.linear_q", "cross_attention.linear_kv"),
+    }
+)
+"""The modules of a layer that have an entry for the state of FP8, beside all those of experts."""
+_RENAMED = {
+    "language_model.encoder.": "decoder.",
+    "language_model.transformer.": "decoder.",
+    "language_model.": "",
+    "word_embeddings_for_head.": "output_layer.",
+}
+"""Beginning of a name from before core -> that of core."""
+_RENAMED_IN_LAYER = {
+    **{
+        f"{attention}.{old}.": f"self_attention.{new}."
+        for attention in ("attention", "self_attention")
+        for old, new in (("query_key_value", "linear_qkv"), ("dense", "linear_proj"))
+    },
+    "attention.": "self_attention.",
+    "mlp.dense_h_to_4h.": "mlp.linear_fc1.",
+    "mlp.dense_4h_to_h.": "mlp.linear_fc2.",
+    "input_norm.": "input_layernorm.",
+    "post_attention_layernorm.": "pre_mlp_layernorm.",
+    "post_attention_norm.": "pre_mlp_layernorm.",
+    **_inverse(_NORMS_WITHIN),
+    **_inverse(_LATENT_NORMS_WITHIN),
+}
+_GROUPED_LINEAR = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 CORE = "core"
@@ -89,13 +246,25 @@ def flattened(model: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-def is_parameter(name: str) -> bool:
-    """Whether an entry is more than the state of FP8, or a table that is computed anew."""
-    return not name.endswith((EXTRA_STATE, "inv_freq"))
+def is_computed(name: str) -> bool:
+    """Return whether an entry of a file is the state of FP8 or a table of rotary embedding, as Megatron names them."""
+    return name.rpartition(".")[2] in _COMPUTED
+
+
+def _in_core(name: str) -> ParameterName:
+    """Take apart the name of a parameter in a file of any generation, with the layer that core has it in."""
+    for wrapper in _WRAPPERS:
+        name = name.removeprefix(wrapper)
+    return parse_name(_moved(_moved(name, _RENAMED), {"decoder.final_norm.": "decoder.final_layernorm."}))
+
+
+def is_legacy_qkv(name: str) -> bool:
+    """Return whether a name in a file is that of the projection to queries, keys and values before core."""
+    return _in_core(name).module in ("attention.query_key_value", "self_attention.query_key_value")
 
 
 def module_name(name: str, layers: Sequence[int], first_expert: int = 0) -> str | None:
-    """Our name of a parameter; None if it is in a layer that the stage does not have.
+    """Return our name of a parameter in a file; None if it is in a layer that the stage does not have.
 
     `layers` has the model's number of each layer of the stage or virtual chunk. The experts of a layer in one tensor
     (`grouped_experts`) keep their name.
@@ -103,46 +272,49 @@ def module_name(name: str, layers: Sequence[int], first_expert: int = 0) -> str 
     >>> module_name("language_model.encoder.layers.1.attention.query_key_value.weight", range(4, 6))
     'decoder.layers.5.self_attention.linear_qkv.weight'
     """
-    for wrapper in _WRAPPERS:
-        name = name.removeprefix(wrapper)
-    for pattern, replacement in _RENAMED:
-        name = pattern.sub(replacement, name)
-    match = _LAYER.fullmatch(name)
-    if match is None and _PREDICTION.fullmatch(name) is None:
-        return name
-    name = _EXPERT.sub(lambda expert: f"{expert[1]}{first_expert + int(expert[2])}.", name)
-    if match is None:
-        return name
-    local, rest = int(match[2]), name.split(".", 3)[3]
-    return f"{match[1]}.layers.{layers[local]}.{rest}" if local < len(layers) else None
+    found = _in_core(name)
+    if found.stack is not None and not found.routed:
+        if (expert := _GROUPED_LINEAR.fullmatch(found.path)) is not None:
+            found = replace(found, path=expert[1], routed=True, expert=int(expert[2]))
+        else:
+            found = replace(found, path=_moved(found.path, _RENAMED_IN_LAYER))
+    if found.stack in (None, PREDICTION) or found.layer is None:
+        return _renumbered(found, None, first_expert)
+    return _renumbered(found, layers[found.layer], first_expert) if found.layer < len(layers) else None
+
+
+def _renumbered(name: ParameterName, layer: int | None, shift: int) -> str:
+    """Join a name with another number of the layer (None: its own), and `shift` added to that of the expert."""
+    prefix = name.prefix if layer is None else f"{name.stack}.layers.{layer}."
+    return str(replace(name, prefix=prefix, expert=None if name.expert is None else name.expert + shift))
 
 
 def grouped_experts(name: str, experts: Iterable[int]) -> list[str]:
-    """The parameters in one tensor of the local experts, `weight1` or `weight2` of Megatron's GroupedMLP, if any.
+    """Return the parameters in one tensor of the local experts, `weight1` or `weight2` of Megatron's GroupedMLP.
+
+    The list is empty for any other name.
 
     >>> grouped_experts("decoder.layers.0.mlp.experts.weight1", range(2, 4))[0]
     'decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight'
     """
-    match = _GROUPED.fullmatch(name)
-    return [] if match is None else [f"{match[1]}local_experts.{at}.linear_fc{match[2]}.weight" for at in experts]
+    found = parse_name(name)
+    return [str(replace(found, grouped=False, expert=number)) for number in experts] if found.grouped else []
 
 
 def entries(
     names: Iterable[str], layers: Sequence[int], first_expert: int = 0, *, last: bool
 ) -> Iterator[tuple[str, str | None]]:
-    """The entries, name in the file and ours, of the dict that Megatron writes of a stage or virtual chunk, in its
-    order.
+    """Yield the entries, name in the file and ours, of the dict that Megatron writes of a stage or virtual chunk.
 
-    Ours is None for the state of FP8, which stands after each linear. `last`: whether the output layer is here.
+    They are in Megatron's order. Ours is None for the state of FP8, which stands after each linear. `last`: whether the
+    output layer is here.
     """
-    names, previous = list(names), ""
-    for name in [*names, ""]:
-        owner, _, _ = name.rpartition(".")
-        if previous and owner != previous and previous.endswith(LINEARS):
-            yield f"{_local(previous, layers, first_expert)}.{EXTRA_STATE}", None
-        if name:
-            yield _local(name, layers, first_expert), name
-        previous = owner
+    names = list(names)
+    for name, following in zip(names, [*names[1:], ""], strict=True):
+        local, owner = _local(name, layers, first_expert), name.rpartition(".")[0]
+        yield local, name
+        if following.rpartition(".")[0] != owner and _has_extra_state(name):
+            yield f"{local.rpartition('.')[0]}.{EXTRA_STATE}", None
     for name in names:
         if name.startswith(HEAD_OF_T5):
             yield name.removeprefix("lm_head."), name
@@ -150,11 +322,16 @@ def entries(
         yield f"{OUTPUT_LAYER}.{EXTRA_STATE}", None
 
 
+def _has_extra_state(name: str) -> bool:
+    found = parse_name(name)
+    return found.routed or (found.stack is not None and found.module in _LINEARS)
+
+
 def _local(name: str, layers: Sequence[int], first_expert: int) -> str:
-    """A name with the layer counted from the first of the stage, and the expert from the first that is there."""
-    name = _EXPERT.sub(lambda expert: f"{expert[1]}{int(expert[2]) - first_expert}.", name)
-    match = _LAYER.match(name)
-    return name if match is None else f"{match[1]}.layers.{layers.index(int(match[2]))}.{match[3]}"
+    """Return a name with the layer counted from the first of the stage, and the expert from the first that is there."""
+    found = parse_name(name)
+    layer = None if found.stack in (None, PREDICTION) or found.layer is None else layers.index(found.layer)
+    return _renumbered(found, layer, -first_expert)
 
 
 def legacy_path(name: str, layers: Sequence[int], generation: str, *, tied: bool) -> tuple[str, ...] | None:
@@ -169,13 +346,10 @@ def legacy_path(name: str, layers: Sequence[int], generation: str, *, tied: bool
     before_attention, before_mlp, final = LEGACY[generation]
     parts = {**_LEGACY_PARTS, "input_layernorm": before_attention, "pre_mlp_layernorm": before_mlp}
     owner, _, kind = name.rpartition(".")
-    if (match := _LAYER.fullmatch(owner)) is not None and match[1] == "decoder":
-        part = parts.get(match[3])
-        return (
-            None
-            if part is None
-            else ("language_model", "encoder", f"layers.{layers.index(int(match[2]))}.{part}.{kind}")
-        )
+    if (found := parse_name(name)).stack == "decoder" and found.layer is not None:
+        part = None if found.routed else parts.get(found.module)
+        number = layers.index(found.layer)
+        return None if part is None else ("language_model", "encoder", f"layers.{number}.{part}.{kind}")
     if owner == "decoder.final_layernorm":
         return "language_model", "encoder", f"{final}.{kind}"
     if owner == OUTPUT_LAYER:
@@ -185,7 +359,7 @@ def legacy_path(name: str, layers: Sequence[int], generation: str, *, tied: bool
     return None
 
 
-_FINAL_NORM = re.compile(r"\.final_(layernorm|norm)\.")
+_FINAL_NORMS = ("encoder.final_layernorm.", "decoder.final_layernorm.")
 
 
 def with_family(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -210,5 +384,6 @@ def with_family(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]
     )
     if "encoder" not in FAMILIES[family].stacks:
         return {**args, "model_family": family}
+    final_norm = any(_in_core(name).path.startswith(_FINAL_NORMS) for name in known)
     # Without TransformerEngine the stacks of Megatron's BERT and T5 end without a norm.
-    return {**args, "model_family": family, "final_layernorm": any(map(_FINAL_NORM.search, known))}
+    return {**args, "model_family": family, "final_layernorm": final_norm}

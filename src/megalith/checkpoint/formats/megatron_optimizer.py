@@ -225,7 +225,7 @@ def members(groups: Sequence[Mapping[str, Any]], shapes: Shapes, decoupled_lr: f
     """The names of the parameters of each group, in the order of the model's dict."""
     of_group = [_is_decoupled(group, decoupled_lr) for group in groups]
     apart = any(of_group)
-    kind_of = {name: (decays(name, shape), apart and name.startswith(_TABLES)) for name, shape in shapes.items()}
+    kind_of = {name: (decays(name, shape), apart and name in _TABLES) for name, shape in shapes.items()}
     kinds = [
         (bool(group.get("wd_mult", group.get("weight_decay", 0.0))), decoupled)
         for group, decoupled in zip(groups, of_group, strict=True)

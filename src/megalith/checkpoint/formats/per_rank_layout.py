@@ -21,14 +21,13 @@ from torch import Tensor
 
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.files.torch_archive import tensors_in
-from megalith.checkpoint.formats.megatron_names import CORE, entries, legacy_path
+from megalith.checkpoint.formats.megatron_names import CORE, entries, legacy_path, parse_name
 from megalith.checkpoint.formats.megatron_optimizer import BUFFERS, MAIN, MOMENTS, bucket_sizes, inner, members, places
 from megalith.checkpoint.formats.torch_dist import (
     CHECKPOINT_VERSION,
     OPTIMIZER_PREFIX,
     Whole,
     rng_object_key,
-    stacked_axes,
     weight_chunks,
     weight_of,
 )
@@ -95,12 +94,12 @@ Row = tuple[str, tuple[int, ...]]
 def row_of(chunk: Chunk) -> Row:
     """To which weight, layer and expert a chunk belongs, that of an optimizer's state too."""
     key = weight_of(chunk.key)
-    return key, chunk.offset[: stacked_axes(key)]
+    return key, chunk.offset[: parse_name(key).stacked_axes]
 
 
 def of_experts(parts: Sequence[Mapping[str, T]], *, expert: bool) -> list[dict[str, T]]:
     """What belongs to experts, or all else, of things by parameter in each virtual chunk."""
-    return [{name: thing for name, thing in part.items() if (".mlp.experts." in name) == expert} for part in parts]
+    return [{name: thing for name, thing in part.items() if parse_name(name).routed == expert} for part in parts]
 
 
 def target_of(

@@ -26,22 +26,13 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.content import Chunk
+from megalith.checkpoint.formats.megatron_names import PREDICTION, file_key, parse_name, within_linear
 from megalith.config import ModelConfig
 from megalith.config.values import read_pattern
 from megalith.errors import CheckpointError, LayoutError
 from megalith.nn.placement import Placement, dim_of, global_shape, local_pieces
 
-_LAYER_NAME = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)")
-_PREDICTION_NAME = re.compile(r"(mtp\.layers\.(\d+)\.transformer_layer\.)(.+)")
-_PREDICTION = "mtp.layers."
-_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
-_STACKED_LAYERS = re.compile(r"(encoder|decoder)\.layers\.(?!\d)")
-_KEY_OF_LAYER = re.compile(r"(?:^|\.)(encoder|decoder|mtp)\.layers\.(?:(\d+)\.)?")
-_STACKED_EXPERTS = ".mlp.experts.experts."
-_FUSED_NORMS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
+_EXTRA_STATE = re.compile(r".+\._extra_state/shard_[\d.]+_[\d.]+")
 _ACROSS = ("cross_attention.linear_proj", "cross_attention.linear_q", "cross_attention.linear_kv")
 _OF_FEED_FORWARD = ("linear_fc1", "linear_fc2")
 
@@ -76,23 +67,22 @@ class Stacking:
         >>> Stacking({"decoder": (4, 4)}).slot("decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight").index
         (1, 2)
         """
-        match = _LAYER_NAME.fullmatch(name) or _PREDICTION_NAME.fullmatch(name)
-        if match is None:
+        found = parse_name(name)
+        if found.stack is None or found.layer is None:
             return Slot(name)
-        stack, layer, rest = match[1], int(match[2]), match[3]
-        ahead = stack.startswith(_PREDICTION)
-        layers = self.predictions if ahead else self.stacks.get(stack, ())
-        if layer >= len(layers):
+        ahead, experts = found.stack == PREDICTION, self._experts_of(found.stack)
+        if found.layer >= len(experts):
             flag = "--mtp-num-layers" if ahead else "--num-layers"
-            raise LayoutError(f"{name} is outside a model of {len(layers)} layers; pass the whole model's {flag}")
-        for module, fused in _FUSED_NORMS.items():
-            if rest.startswith(module):
-                rest = fused + rest.removeprefix(module)
-        prefix, index, extents = (stack, (), ()) if ahead else self._of_layer(stack, layer)
-        if (expert := _EXPERT.fullmatch(rest)) is not None:
-            rest = f"mlp.experts.experts.{expert[2]}"
-            index, extents = (*index, int(expert[1])), (*extents, layers[layer])
-        return Slot(prefix + rest, index, extents)
+            raise LayoutError(f"{name} is outside a model of {len(experts)} layers; pass the whole model's {flag}")
+        prefix, index, extents = (found.prefix, (), ()) if ahead else self._of_layer(found.stack, found.layer)
+        if found.expert is None or not experts[found.layer]:  # as a dense layer of a user may have modules of that name
+            return Slot(prefix + within_linear(str(replace(found, prefix=""))), index, extents)
+        index, extents = (*index, found.expert), (*extents, experts[found.layer])
+        return Slot(str(replace(found, prefix=prefix, expert=None)), index, extents)
+
+    def _experts_of(self, stack: str) -> tuple[int, ...]:
+        """Return the number of experts of each layer of a stack, 0 where it is dense; none of a stack that is not."""
+        return self.predictions if stack == PREDICTION else self.stacks.get(stack, ())
 
     def _of_layer(self, stack: str, layer: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         """What the keys of a layer begin with, and its place on the axis of layers."""
@@ -117,23 +107,15 @@ class Stacking:
         return {key: written for key in keys if (written := self._written_key(key)) != key}
 
     def _written_key(self, key: str) -> str:
-        renamed = []
-        if self.latent:
-            renamed.append((".self_attention.linear_qkv.layer_norm_", ".input_layernorm."))
-        if self.latent and self.fused:
-            renamed += [(f".{part}_layernorm.", f".linear_{part}_up_proj.layer_norm_") for part in ("q", "kv")]
-        if self._has_experts(key) if self.fused else self.latent:
-            renamed.append((".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."))
-        for ours, theirs in renamed:
-            key = key.replace(ours, theirs)
-        return key
+        weight = weight_of(key)
+        written = file_key(weight, latent=self.latent, fused=self.fused, has_experts=self._has_experts(weight))
+        return key.removesuffix(weight) + written
 
     def _has_experts(self, key: str) -> bool:
-        """Whether a key is of layers with experts."""
-        if (match := _KEY_OF_LAYER.search(key)) is None:
-            return False
-        layers = self.predictions if match[1] == "mtp" else self.stacks.get(match[1], ())
-        return any(layers) if match[2] is None else bool(layers[int(match[2])])
+        """Return whether the key of a weight is of layers with experts."""
+        found = parse_name(key)
+        experts = () if found.stack is None else self._experts_of(found.stack)
+        return any(experts) if found.layer is None else bool(experts[found.layer])
 
     def extra_state_objects(self, layers: Collection[int] | None = None) -> dict[str, None]:
         """The empty `_extra_state` entries that Megatron asks for, one per linear."""
@@ -146,8 +128,8 @@ class Stacking:
         ]
         last = max(map(len, self.stacks.values())) - 1  # prediction layers are on the stage of the last layer
         for layer, number in enumerate(self.predictions if layers is None or last in layers else ()):
-            keys.append(_object_key(f"{_PREDICTION}{layer}.eh_proj", (), ()))
-            keys += self._extra_states(f"{_PREDICTION}{layer}.transformer_layer.", (), (), number)
+            keys.append(_object_key(f"{PREDICTION}.layers.{layer}.eh_proj", (), ()))
+            keys += self._extra_states(f"{PREDICTION}.layers.{layer}.transformer_layer.", (), (), number)
         return dict.fromkeys(keys)
 
     def _extra_states(
@@ -174,21 +156,15 @@ def _object_key(module: str, index: tuple[int, ...], extents: tuple[int, ...]) -
     return f"{module}._extra_state/shard_{at}_{of}"
 
 
-def expert_of(name: str) -> int | None:
-    """The number of the expert that a parameter belongs to; None if to none, or to one that takes every token."""
-    match = _LAYER_NAME.fullmatch(name) or _PREDICTION_NAME.fullmatch(name)
-    expert = _EXPERT.fullmatch(match[3]) if match else None
-    return None if expert is None else int(expert[1])
-
-
 def is_of_experts(key: str) -> bool:
-    """Whether a key, of an optimizer's state too, is of the experts of layers; not of those that take every token."""
-    return _STACKED_EXPERTS in key
+    """Return whether a key, of an optimizer's state too, is of experts that a router chooses."""
+    return parse_name(weight_of(key)).routed
 
 
 def stays_fp32(key: str) -> bool:
-    """Whether a weight's key is of what has fp32 in a model of any dtype: what is added for the choice of experts."""
-    return key.endswith((".mlp.router.expert_bias", ".mlp.router.qb_beta"))
+    """Return whether the key of a weight is of what is fp32 in a model of any dtype: offsets that a router adds."""
+    name = parse_name(key)
+    return name.stack is not None and name.path in ("mlp.router.expert_bias", "mlp.router.qb_beta")
 
 
 def dense(num_layers: int) -> Stacking:
@@ -218,15 +194,6 @@ def _linears_of_attention(model: ModelConfig) -> tuple[str, ...]:
         return "linear_proj", "linear_qkv"
     queries = ("linear_q_proj",) if model.q_lora_rank is None else ("linear_q_down_proj", "linear_q_up_proj")
     return "linear_proj", *queries, "linear_kv_down_proj", "linear_kv_up_proj"
-
-
-def stacked_axes(key: str) -> int:
-    """How many leading axes of the tensor of a weight's key count layers and experts.
-
-    >>> stacked_axes("decoder.layers.mlp.experts.experts.linear_fc1.weight")
-    2
-    """
-    return (_STACKED_LAYERS.match(key) is not None) + (_STACKED_EXPERTS in key)
 
 
 CHECKPOINT_VERSION = 3.0
@@ -350,7 +317,7 @@ def weight_of(key: str) -> str:
 
 def is_extra_state(key: str) -> bool:
     """Whether a key holds the state of an FP8 linear; readers pass over it."""
-    return "._extra_state/shard_" in key
+    return _EXTRA_STATE.fullmatch(key) is not None
 
 
 def rng_object_key(

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, check_filled, common_part, fill
 from megalith.checkpoint.files.dcp import read_sharded
+from megalith.checkpoint.formats.megatron_names import has_latent_norm_within, linear_behind, parse_name
 from megalith.checkpoint.formats.megatron_optimizer import (
     BUFFERS,
     Place,
@@ -36,8 +37,8 @@ from megalith.checkpoint.formats.megatron_optimizer import (
     coalesced_places,
     places,
 )
-from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, Whole, expert_of, weight_chunks
-from megalith.checkpoint.model_space import OUTPUT_LAYER, division_of, model_space_of
+from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, Whole, weight_chunks
+from megalith.checkpoint.model_space import division_of, model_space_of
 from megalith.checkpoint.sources.source import Contents, StoredTensor
 from megalith.errors import CheckpointError
 
@@ -138,7 +139,7 @@ class BucketSpace:
             stage, rank = divmod(index, self._tp)
             own = self._names(stage, 0)
             if chained == 0:
-                own = [[name for name in names if expert_of(name) is None] for names in own]
+                own = [[name for name in names if not parse_name(name).routed] for names in own]
             return _Owner(prefix, stage, rank, self._tp, own)
         if "expert_tensor_parallel_size" in self._args:
             rest, rank = divmod(index, self._etp)
@@ -147,7 +148,7 @@ class BucketSpace:
             rest, rank = divmod(index, self._tp)
             expert, stage = divmod(rest, self._division.pp)
         own = self._names(stage, expert)
-        experts = [[name for name in names if expert_of(name) is not None] for names in own]
+        experts = [[name for name in names if parse_name(name).routed] for names in own]
         return _Owner(prefix, stage, rank, self._etp, [names for names in experts if names])
 
     def _names(self, stage: int, expert: int) -> list[list[str]]:
@@ -169,23 +170,19 @@ class BucketSpace:
             )
         found = []
         for buffer, names in enumerate(owner.buffers):
-            for name, place in self._places(owner, names, sizes[buffer]).items():
+            for name, place in self._places(owner, buffer, names, sizes[buffer]).items():
                 part = _Part(name, owner, buffer, place)
                 if not self._space.is_copy(name, owner.stage) and self._like(part):
                     found.append(part)
         return found
 
-    def _places(self, owner: _Owner, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Place]:
-        space, where = self._space, str(self._path)
+    def _places(self, owner: _Owner, buffer: int, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Place]:
+        space, stages, where = self._space, self._division.stages, str(self._path)
         shapes = {name: space.local_shape(name, owner.size, owner.rank) for name in names}
         try:
             if owner.prefix not in self._gathered:
                 return places(shapes, sizes, where)
-            # The embedding of a first stage that is not the last, or the copy of it in the last, is shared.
-            shared, predicts = space.tied or space.model.predictions > 0, "decoder.final_layernorm.weight" in shapes
-            first = WORD_EMBEDDINGS in shapes and shared and not predicts
-            copied = OUTPUT_LAYER if space.tied and not space.model.predictions else WORD_EMBEDDINGS
-            alone = [WORD_EMBEDDINGS] if first else [copied] if shared and owner.stage else []
+            alone = [name for name in names if space.is_shared(name, stages, owner.stage, buffer)]
             return coalesced_places(shapes, sizes[0], bucket_limits(self._args), alone, where)
         except CheckpointError as error:
             raise UnreadableState(f"{error}; {_WITHOUT}") from error
@@ -295,18 +292,6 @@ def _number(digits: str | None) -> int | None:
     return None if digits is None else int(digits)
 
 
-_NORMS = {
-    "input_layernorm.": "self_attention.linear_qkv.weight",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.weight",
-    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.weight",
-    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.weight",
-}
-"""A norm of a layer and what follows it where the two are one module."""
-_LATENT = re.compile(r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_")
-_IN_LAYER = re.compile(r"((?:(?:encoder|decoder)\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\.)(.+)")
-_OF_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\..+")
-
-
 def registered(names: Sequence[str], *, fused: bool, grouped: bool, keys: Iterable[str]) -> list[str]:
     """Return parameters in the order in which the modules that wrote a checkpoint registered them: that of its buffers.
 
@@ -325,20 +310,15 @@ def registered(names: Sequence[str], *, fused: bool, grouped: bool, keys: Iterab
     """
     if not fused:
         return list(names)
-    within = {f"self_attention.{match[1]}_layernorm." for key in keys if (match := _LATENT.search(key))}
-    apart = {norm for norm in _NORMS if norm.startswith("self_attention.")} - within
+    latent = any(map(has_latent_norm_within, keys))
     place = {name: number for number, name in enumerate(names)}
     first_expert: dict[str, int] = {}
 
     def rank(name: str) -> tuple[int, int, int, int]:
-        at = place[name]
-        if (match := _IN_LAYER.fullmatch(name)) is None:
-            return at, 0, 0, at
-        layer, rest = match[1], match[2]
-        if grouped and (expert := _OF_EXPERT.fullmatch(rest)) is not None:
-            return first_expert.setdefault(layer, at), int(expert[2]), int(expert[1]), at
-        norm = next((norm for norm in _NORMS if rest.startswith(norm) and norm not in apart), "")
-        linear = place.get(layer + _NORMS[norm]) if norm else None
+        at, found = place[name], parse_name(name)
+        if grouped and found.expert is not None:
+            return first_expert.setdefault(found.prefix, at), int(found.module == "linear_fc2"), found.expert, at
+        linear = place.get(linear_behind(found, latent=latent) or "")
         return (at, 0, 0, at) if linear is None else (linear, -1, 0, at)
 
     return sorted(names, key={name: rank(name) for name in names}.__getitem__)

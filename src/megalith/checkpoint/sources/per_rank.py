@@ -32,8 +32,10 @@ from megalith.checkpoint.formats.megatron_names import (
     HEAD_OF_T5,
     flattened,
     grouped_experts,
-    is_parameter,
+    is_computed,
+    is_legacy_qkv,
     module_name,
+    parse_name,
     with_family,
 )
 from megalith.checkpoint.formats.megatron_optimizer import (
@@ -217,9 +219,11 @@ class PerRankSource:
         key = chunk_key(chunk, len(stages[pp]))
         if not isinstance(body.get(key), Mapping):
             raise CheckpointError(f"{where} has no {key!r}; it holds {', '.join(map(str, body))}")
-        named = [(name, value) for name, value in flattened(body[key]) if is_parameter(name)]
         layers, expected = (space.layers_in(stages[pp][chunk]), space.names_of(self._layout, pp, place[2])[chunk])
-        found = {module_name(name, layers, experts.start) or name: (name, value) for name, value in named}
+        named = (
+            (module_name(name, layers, experts.start) or name, name, value) for name, value in flattened(body[key])
+        )
+        found = {name: (raw, value) for name, raw, value in named if name in expected or not is_computed(raw)}
         for name in expected:
             if name.startswith(HEAD_OF_T5) and name in found:  # written twice: under `output_layer.` too
                 found.pop(name.removeprefix("lm_head."), None)
@@ -238,7 +242,8 @@ class PerRankSource:
         for name, several in grouped.items():
             if known.issuperset(several) and several:
                 rows, columns = shapes[several[0]]
-                shapes[name] = (columns, len(several) * rows) if name.endswith("1") else (len(several) * columns, rows)
+                up = parse_name(name).module == "linear_fc1"
+                shapes[name] = (columns, len(several) * rows) if up else (len(several) * columns, rows)
         lines += [
             f"{raw} has shape {list(value.shape)} instead of {list(shapes[name])}"
             for name, (raw, value) in found.items()
@@ -278,7 +283,7 @@ class PerRankSource:
         boxes = [
             box
             for prefix, name, raw, tensor in found
-            if not space.is_copy(name, pp) and (ep == 0 or ".mlp.experts." in name)
+            if not space.is_copy(name, pp) and (ep == 0 or parse_name(name).routed)
             for box in self._boxes(place, prefix, name, raw, tensor)
         ]
         return chunks_of(boxes, space.placements, space.stacking, rank=tp, size=self._layout.tp, once=True)
@@ -338,7 +343,7 @@ class PerRankSource:
             return
         label, shape = prefix + name, tuple(tensor.shape)
         version = float(self._first.get("checkpoint_version", 0))
-        if version >= 2 or ".query_key_value." not in raw:
+        if version >= 2 or not is_legacy_qkv(raw):
             yield _Box(label, tensor, (0,) * len(shape), shape)
             return
         size = self._space.model.head_size

@@ -28,29 +28,20 @@ from megalith.checkpoint.content import CheckpointContent, Chunk, fill, volume
 from megalith.checkpoint.files.dcp import SAVE_ID_PREFIX, open_metadata, read_sharded
 from megalith.checkpoint.files.hashing import ReadThrough, require_file
 from megalith.checkpoint.files.safe_loading import load_tensors_and_plain_data
-from megalith.checkpoint.formats.megatron_names import with_family
+from megalith.checkpoint.formats.megatron_names import model_space_key, with_family
 from megalith.checkpoint.formats.megatron_optimizer import UnreadableState
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, weight_of
 from megalith.checkpoint.sources.bucket_space import BucketSpace, in_bucket_space, is_bucket
-from megalith.checkpoint.sources.source import Contents, StoredTensor
+from megalith.checkpoint.sources.source import MAIN_PREFIX, Contents, StoredTensor
 from megalith.errors import CheckpointError
 
 COMMON_FILE = "common.pt"
 FORMAT_FILE = "metadata.json"
 
 _COMMON_OBJECT = "common_state/shard_0_1"
-_RENAMED = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"^chained_\d+\.", ""),  # one prefix for each optimizer, before core 0.13
-        (r"^optimizer\.state\.param\.", f"{OPTIMIZER_PREFIX}fp32_param."),
-        # Norms that some of Megatron's modules keep apart, or within another, and model space does not.
-        (r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1"),
-        (r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1"),
-        (r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_", r".self_attention.\1_layernorm."),
-    )
-]
-"""How keys of the files become those of model space."""
+_CHAINED = re.compile(r"^chained_\d+\.")
+"""One prefix for each optimizer, before core 0.13."""
+_RESHARDABLE_MAIN = f"{OPTIMIZER_PREFIX}param."
 
 
 class TorchDistSource:
@@ -190,6 +181,9 @@ class TorchDistSource:
 
 
 def _in_model_space(key: str) -> str:
-    for pattern, replacement in _RENAMED:
-        key = pattern.sub(replacement, key)
-    return key
+    """Return the key in model space of a key in the files."""
+    key = _CHAINED.sub("", key)
+    if key.startswith(_RESHARDABLE_MAIN):
+        key = MAIN_PREFIX + key.removeprefix(_RESHARDABLE_MAIN)
+    weight = weight_of(key)
+    return key.removesuffix(weight) + model_space_key(weight)

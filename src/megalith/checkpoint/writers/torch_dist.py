@@ -22,12 +22,11 @@ from megalith.checkpoint.content import CheckpointContent, Chunk, by_key
 from megalith.checkpoint.files.commit import building
 from megalith.checkpoint.files.folder import TorchDistWriter, finish_folder
 from megalith.checkpoint.files.hashing import hash_files
-from megalith.checkpoint.formats.megatron_names import CORE
+from megalith.checkpoint.formats.megatron_names import CORE, parse_name
 from megalith.checkpoint.formats.megatron_optimizer import MAIN
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
     Whole,
-    expert_of,
     is_rng_object,
     optimizer_chunks,
     rng_object_key,
@@ -159,7 +158,7 @@ def _chunks(space: ModelSpace, contents: Contents, division: Division, place: Pl
     (rank, stage, expert), tp = place, division.tp
     names = [name for part in space.names_of(division, stage, expert) for name in part]
     held = [name for name in names if not space.is_copy(name, stage)]
-    own = [name for name in held if expert == 0 or expert_of(name) is not None]
+    own = [name for name in held if expert == 0 or parse_name(name).routed]
     shapes = {name: space.local_shape(name, tp, rank) for name in own}
 
     def boxes(prefix: str) -> list[Whole]:

@@ -6,7 +6,6 @@ conversion is a stack of these over a folder. None keeps a tensor.
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.content import CheckpointContent, Chunk
-from megalith.checkpoint.formats.megatron_names import HEAD_OF_T5
+from megalith.checkpoint.formats.megatron_names import HEAD_OF_T5, parse_name
 from megalith.checkpoint.formats.megatron_optimizer import decays, with_rates
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
@@ -26,7 +25,6 @@ from megalith.checkpoint.formats.torch_dist import (
     is_rng_object,
     optimizer_common,
     read_optimizer_common,
-    stacked_axes,
     stays_fp32,
     weight_of,
     with_expert_groups,
@@ -174,7 +172,9 @@ class ForExpertRanks(Adapter):
         shapes = {
             key: stored.shape for key, stored in self.held.tensors.items() if not key.startswith(OPTIMIZER_PREFIX)
         }
-        return {decays(key, shape[stacked_axes(key) :]) for key, shape in shapes.items() if is_of_experts(key)}
+        return {
+            decays(key, shape[parse_name(key).stacked_axes :]) for key, shape in shapes.items() if is_of_experts(key)
+        }
 
 
 _OVER_VOCABULARY = (
@@ -231,8 +231,8 @@ class Repadded(Adapter):
 
 
 def over_vocabulary(key: str) -> bool:
-    """Whether the rows of a tensor are those of the vocabulary."""
-    return key.endswith(_OVER_VOCABULARY) and weight_of(key) in _OVER_VOCABULARY
+    """Return whether the rows of a tensor, a weight or an optimizer's state of one, are those of the vocabulary."""
+    return weight_of(key) in _OVER_VOCABULARY
 
 
 class WithCommon(Adapter):
@@ -260,9 +260,17 @@ class Watched(Adapter):
         return self.source.read(content)
 
 
-_DENSE = re.compile(r"decoder\.layers\.mlp\.(linear_fc[12]\.(?:weight|bias))")
-_EXPERTS = "decoder.layers.mlp.experts.experts."
-_ROUTER = "decoder.layers.mlp.router."
+_DENSE = "decoder.layers.mlp."
+_EXPERT_OF = {
+    f"{_DENSE}{linear}.{kind}": f"{_DENSE}experts.experts.{linear}.{kind}"
+    for linear in ("linear_fc1", "linear_fc2")
+    for kind in ("weight", "bias")
+}
+"""Key of a dense layer -> that of the experts that are copies of it."""
+_DENSE_OF = {expert: dense for dense, expert in _EXPERT_OF.items()}
+_ROUTER_OF = {f"{_DENSE}linear_fc1.{kind}": f"{_DENSE}router.{kind}" for kind in ("weight", "bias")}
+"""Key of a dense layer -> that of the router that chooses among the copies."""
+_ROUTERS = frozenset(_ROUTER_OF.values())
 
 
 @dataclass(frozen=True)
@@ -303,13 +311,13 @@ class Upcycled(Adapter):
         held = self.held
         tensors: dict[str, StoredTensor] = {}
         for key, stored in held.tensors.items():
-            match = _DENSE.fullmatch(key)
-            layers, *rest = stored.shape if match else (0,)
-            shape = (layers, self._wanted.experts, *rest)
-            tensors[f"{_EXPERTS}{match[1]}" if match else key] = replace(stored, shape=shape) if match else stored
-            if match and match[1].startswith("linear_fc1."):
-                router = (layers, self._wanted.experts, *stored.shape[2:])
-                tensors[f"{_ROUTER}{match[1].removeprefix('linear_fc1.')}"] = StoredTensor(router, stored.dtype, 1)
+            if key not in _EXPERT_OF:
+                tensors[key] = stored
+                continue
+            layers, *rest = stored.shape
+            tensors[_EXPERT_OF[key]] = replace(stored, shape=(layers, self._wanted.experts, *rest))
+            if key in _ROUTER_OF:
+                tensors[_ROUTER_OF[key]] = StoredTensor((layers, self._wanted.experts, *rest[1:]), stored.dtype, 1)
         return Contents(tensors, frozenset())
 
     def common(self) -> dict[str, Any]:
@@ -318,25 +326,24 @@ class Upcycled(Adapter):
         return {**common, "args": Namespace(**{**args_of(common), **made})}
 
     def read(self, content: CheckpointContent) -> dict[str, Any]:
-        others = [chunk for chunk in content.chunks if not chunk.key.startswith((_ROUTER, _EXPERTS))]
+        others = [chunk for chunk in content.chunks if chunk.key not in _ROUTERS and chunk.key not in _DENSE_OF]
         for chunk in content.chunks:
-            if chunk.key.startswith(_ROUTER):
+            if chunk.key in _ROUTERS:
                 self._draw(chunk)
-            elif chunk.key.startswith(_EXPERTS):
+            elif chunk.key in _DENSE_OF:
                 self._copy(chunk)
         return self.source.read(replace(content, chunks=others))
 
     def _copy(self, chunk: Chunk) -> None:
-        """The same of the dense layer into each expert of a chunk [layers, experts, ...]."""
+        """Copy the dense layer into each expert of a chunk [layers, experts, ...]."""
         dense = torch.empty_like(chunk.tensor[:, 0])
-        key = f"decoder.layers.mlp.{chunk.key.removeprefix(_EXPERTS)}"
         offset, shape = ((values[0], *values[2:]) for values in (chunk.offset, chunk.global_shape))
-        self.source.read(CheckpointContent([Chunk(key, dense, offset, shape)]))
+        self.source.read(CheckpointContent([Chunk(_DENSE_OF[chunk.key], dense, offset, shape)]))
         chunk.tensor.copy_(dense.unsqueeze(1).expand_as(chunk.tensor))
 
     def _draw(self, chunk: Chunk) -> None:
-        """Routers N(0, std), each from the seed and its own name: the same in every layout."""
-        (first, *start), (_, *whole), kind = chunk.offset, chunk.global_shape, chunk.key.removeprefix(_ROUTER)
+        """Draw routers N(0, std), each from the seed and its own name: the same in every layout."""
+        (first, *start), (_, *whole), kind = chunk.offset, chunk.global_shape, chunk.key.rpartition(".")[2]
         for index, part in enumerate(chunk.tensor):
             generator = generator_for(self._wanted.seed, f"decoder.layers.{first + index}.mlp.router.{kind}")
             router = torch.empty(whole).normal_(0.0, self._model.init_method_std, generator=generator)
