@@ -51,7 +51,7 @@ def _newest(
     settings: CheckpointConfig, load: str, context: ParallelContext, *, thorough: bool
 ) -> tuple[DirectoryStore, FoundCheckpoint | None]:
     """The checkpoint in --load, or the one of which only the last is kept if that is newer."""
-    folder, step = settings.passing_folder(load), settings.ckpt_step
+    folder, step = settings.ephemeral_dir(load), settings.ckpt_step
     if folder is None:
         return _checkpoint_in(load, step, context, thorough=thorough)
     passing, persistent = DirectoryStore(folder, context), DirectoryStore(load, context)

@@ -212,7 +212,7 @@ def _saver(config: RunConfig, context: ParallelContext, identity: Identity, prob
         save_format=settings.ckpt_format,
         claimed=True,
     )
-    folder = settings.passing_folder(settings.save) if settings.non_persistent_save_interval else None
+    folder = settings.ephemeral_dir(settings.save) if settings.non_persistent_save_interval else None
     passing = (
         None
         if folder is None

@@ -158,7 +158,7 @@ def _console(config: RunConfig, screen: Screen) -> Hook:
         save,
         config.layout,
         throughput=config.log.log_throughput,
-        passing=config.checkpoint.passing_folder(save or ""),
+        passing=config.checkpoint.ephemeral_dir(save or ""),
         save_format=config.checkpoint.ckpt_format,
         timing_option=config.log.timing_log_option,
     )

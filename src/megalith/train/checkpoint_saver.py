@@ -50,7 +50,7 @@ class CheckpointSaver:
     def folder(self, *, persistent: bool = True) -> str:
         """Return the folder that `save` writes to."""
         save = self._run.checkpoint.save or ""
-        return save if persistent else self._run.checkpoint.passing_folder(save) or ""
+        return save if persistent else self._run.checkpoint.ephemeral_dir(save) or ""
 
     def _store_for(self, state: TrainState, *, persistent: bool) -> DirectoryStore:
         if self._ephemeral is None:

@@ -778,7 +778,7 @@ def test_local_checkpoints_are_for_one_machine(data: Path) -> None:
     for meeting in ("10.0.0.7", "localhost"):  # the first host may be reached by that name from itself
         with pytest.raises(ConfigError, match="--non-persistent-ckpt-type local"):
             load(words, {**two_hosts, "MASTER_ADDR": meeting})
-    assert load(words, {**two_hosts, "LOCAL_WORLD_SIZE": "2"}).checkpoint.passing_folder("c") == str(data / "l")
+    assert load(words, {**two_hosts, "LOCAL_WORLD_SIZE": "2"}).checkpoint.ephemeral_dir("c") == str(data / "l")
 
 
 def test_the_table_breaks_every_rule(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,10 +97,10 @@ class CheckpointConfig:
         """All the folders that the run saves checkpoints to."""
         if self.save is None:
             return ()
-        passing = self.passing_folder(self.save) if self.non_persistent_save_interval else None
+        passing = self.ephemeral_dir(self.save) if self.non_persistent_save_interval else None
         return (self.save,) if passing is None else (self.save, passing)
 
-    def passing_folder(self, folder: str) -> str | None:
+    def ephemeral_dir(self, folder: str) -> str | None:
         """Where the checkpoints are of which only the last one is kept, beside those in a folder; None for none."""
         if self.non_persistent_ckpt_type is None:
             return None
