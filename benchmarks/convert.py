@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from megalith.checkpoint import CheckpointContent
-from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.convert import ConversionOptions, convert
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
-    Whole,
+    LocalTensor,
     optimizer_common,
     weight_chunks,
 )
@@ -60,7 +60,7 @@ class Drawn:
 
     def __init__(self, args: dict[str, Any]) -> None:
         self._args, space = args, model_space_of(args, "the benchmark")
-        boxes = [Whole(name, torch.empty(shape, device="meta")) for name, shape in space.shapes.items()]
+        boxes = [LocalTensor(name, torch.empty(shape, device="meta")) for name, shape in space.shapes.items()]
         self.weights = {
             chunk.key: StoredTensor(chunk.global_shape, torch.float32)
             for chunk in weight_chunks(boxes, space.placements, space.stacking)
@@ -100,7 +100,7 @@ def write_source(size: str, folder: Path, tp: int = 2, pp: int = 2, form: str = 
     source = Drawn(gpt_args(size, tp, pp))
     write_torch_dist(source, final, facts={"megalith_version": "benchmark", "created": ""}, files={}, publish=str)
     if form == "torch":
-        convert(final, folder.with_name(folder.name + "-torch"), Wanted(format="torch"), verify=False)
+        convert(final, folder.with_name(folder.name + "-torch"), ConversionOptions(format="torch"), verify=False)
         shutil.rmtree(folder)
         final = folder.with_name(folder.name + "-torch") / final.name
     return final
@@ -136,7 +136,7 @@ def measure(size: str, folder: Path, form: str = "torch_dist", to: str = "torch_
 def _child(source: Path, result: Path, to: str) -> None:
     """One conversion; prints what it took."""
     before = _reset_peak()
-    made = convert(source, result, Wanted(format=to, tp=1, pp=1))
+    made = convert(source, result, ConversionOptions(format=to, tp=1, pp=1))
     peak = _peak() - before
     print(
         json.dumps({"bytes": made.bytes, "seconds": round(made.seconds, 2), "base_bytes": before, "peak_bytes": peak})

@@ -27,7 +27,7 @@ from argparse import Namespace
 import torch
 import torch.distributed as dist
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore, Staging
-from megalith.checkpoint.formats.torch_dist import Whole, weight_chunks
+from megalith.checkpoint.formats.torch_dist import LocalTensor, weight_chunks
 from megalith.checkpoint.model_space import model_space_of
 from megalith.distributed.context import ParallelContext
 from megalith.layout import Layout
@@ -41,7 +41,7 @@ def half_of_a_model(rank, number):
     args = dict(num_layers=1, hidden_size=4, num_attention_heads=1, seq_length=4, max_position_embeddings=4)
     args |= dict(padded_vocab_size=8, params_dtype="float32")
     space = model_space_of(args, "test")
-    boxes = [Whole(name, torch.full(shape, float(number))) for name, shape in space.shapes.items()]
+    boxes = [LocalTensor(name, torch.full(shape, float(number))) for name, shape in space.shapes.items()]
     chunks = weight_chunks(boxes[rank::2], space.placements, space.stacking)
     return CheckpointContent(chunks, {}, {"args": Namespace(**args)})
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megalith.checkpoint import DirectoryStore
-from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.convert import ConversionOptions, convert
 from megalith.errors import CheckpointError
 
 from .test_train_checkpoint import FSDP, LLAMA, PP2, STEPS, TP2, TRAINING, ZERO, plain_tensors, train_on
@@ -92,8 +92,8 @@ def test_a_conversion_keeps_every_state(tmp_path: Path, optimizer: str) -> None:
     flags = f"{LLAMA} {flags} {TRAINING} --hidden-dropout 0 --attention-dropout 0"
     first, there, back = (tmp_path / name for name in ("first", "there", "back"))
     train_on(str(first), flags, 1, 40, 2)
-    convert(first, there, Wanted(tp=2, pp=2))
-    convert(there, back, Wanted(tp=1, pp=1))
+    convert(first, there, ConversionOptions(tp=2, pp=2))
+    convert(there, back, ConversionOptions(tp=1, pp=1))
     one, other, again = (plain_tensors(DirectoryStore(folder).folder(2)) for folder in (first, there, back))
     states = {key for key in one if key.startswith("optimizer.")}
     assert {key.split(".")[2] for key in states} == kinds

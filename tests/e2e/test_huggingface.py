@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megalith.assemble.trained import load_trained
-from megalith.checkpoint.convert import Wanted, convert
-from megalith.checkpoint.writers.huggingface import Export, export
+from megalith.checkpoint.convert import ConversionOptions, convert
+from megalith.checkpoint.writers.huggingface import ExportOptions, export
 from megalith.cli.main import main
 from megalith.config import ModelConfig
 
@@ -79,14 +79,14 @@ def test_training_begins_with_its_weights(warm: WarmProcess, folder: Path, tmp_p
     assert done.code == 0, done.text
     assert f"loading distributed checkpoint from {folder} at iteration 0" in done.text
     assert "WARNING" not in done.text
-    export(tmp_path / "save", tmp_path / "out", Export())
+    export(tmp_path / "save", tmp_path / "out", ExportOptions())
     wanted, found = small_weights(), load_file(tmp_path / "out/model.safetensors")
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_in_any_layout_and_out_of_an_imported_checkpoint(warm: WarmProcess, folder: Path, tmp_path: Path) -> None:
     """The folder itself on one rank and on two, and the checkpoint that is made of it: the same losses."""
-    convert(folder, tmp_path / "imported", Wanted(release=True))
+    convert(folder, tmp_path / "imported", ConversionOptions(release=True))
     command = [*FLAGS, *RUN, "--lr", 1e-3, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
     alone = warm.run([*command, "--load", folder], tmp_path)
     assert alone.code == 0, alone.text
@@ -136,7 +136,7 @@ def test_generate(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr()
     assert printed.out.startswith("ab") and printed.err == ""
     # A checkpoint that was made of it is enough by itself.
-    convert(folder, tmp_path / "imported", Wanted(release=True))
+    convert(folder, tmp_path / "imported", ConversionOptions(release=True))
     for path in folder.iterdir():
         path.unlink()
     assert main(["generate", str(tmp_path / "imported"), *words]) == 0

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megalith.assemble.trained import load_trained
-from megalith.checkpoint.convert import Wanted, convert
-from megalith.checkpoint.writers.huggingface import Export, export
+from megalith.checkpoint.convert import ConversionOptions, convert
+from megalith.checkpoint.writers.huggingface import ExportOptions, export
 from megalith.cli.main import main
 from megalith.models.bert import Bert
 from megalith.tokenizers.word_piece import WordPieceTokenizer
@@ -47,11 +47,11 @@ def test_ids_are_those_of_transformers(snapshot: Path) -> None:
 
 
 def test_there_and_back_and_on_with_the_training(snapshot: Path, warm: WarmProcess, tmp_path: Path) -> None:
-    made = convert(snapshot, tmp_path / "ours", Wanted(release=True)).path
+    made = convert(snapshot, tmp_path / "ours", ConversionOptions(release=True)).path
     trained = load_trained(tmp_path / "ours", torch.device("cpu"))
     assert isinstance(trained.model, Bert) and trained.tokenizer.vocab_size == SIZE + 2
     assert trained.model.vocab_size == 21248, "the multiple of 128 above both"
-    back = export(made, tmp_path / "back", Export()).path
+    back = export(made, tmp_path / "back", ExportOptions()).path
     for name in ("model.safetensors", "config.json", "vocab.txt"):
         assert (back / name).read_bytes() == (snapshot / name).read_bytes()
     (tmp_path / "text.txt").write_text("\n\n".join(documents(30)), encoding="utf-8")

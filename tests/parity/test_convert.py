@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint import DirectoryStore
-from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.convert import ConversionOptions, convert
 from megalith.checkpoint.diff import compared, tensor_differences
 from megalith.checkpoint.files.safe_loading import load_tensors_and_plain_data
 from megalith.checkpoint.sources.source import open_source
@@ -70,14 +70,14 @@ def per_rank(folder: Path, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("source", "reference", "wanted"),
     [
-        ("gpt2_tp2_torch", "gpt2_tp2_torch_dist", Wanted()),
-        ("llama_torch", "llama_torch_dist", Wanted()),
-        ("llama_dp2_distopt_torch_dist", "llama_torch_dist", Wanted()),
-        ("llama_dp2_distopt_fullyreshardable", "llama_torch_dist", Wanted()),
+        ("gpt2_tp2_torch", "gpt2_tp2_torch_dist", ConversionOptions()),
+        ("llama_torch", "llama_torch_dist", ConversionOptions()),
+        ("llama_dp2_distopt_torch_dist", "llama_torch_dist", ConversionOptions()),
+        ("llama_dp2_distopt_fullyreshardable", "llama_torch_dist", ConversionOptions()),
     ],
 )
 def test_torch_dist_is_what_megatron_wrote_of_the_same_run(
-    source: str, reference: str, wanted: Wanted, saved: Unpack, tmp_path: Path
+    source: str, reference: str, wanted: ConversionOptions, saved: Unpack, tmp_path: Path
 ) -> None:
     """Every tensor, every chunk, every object, and the state of the optimizer that is no tensor."""
     made = convert(saved(source), tmp_path, wanted).path
@@ -93,7 +93,7 @@ def test_torch_dist_is_what_megatron_wrote_of_the_same_run(
 
 def test_a_tensor_parallel_torch_dist_becomes_one_per_rank_file(saved: Unpack, tmp_path: Path) -> None:
     """The gate and up halves, the columns of the projections and both moments, against DCP's reading of the source."""
-    convert(saved("llama_tp2_torch_dist"), tmp_path, Wanted(format="torch", tp=1))
+    convert(saved("llama_tp2_torch_dist"), tmp_path, ConversionOptions(format="torch", tp=1))
     whole = plain_tensors(saved("llama_tp2_torch_dist") / "iter_0000010")
     body, like = per_rank(tmp_path, "mp_rank_00"), per_rank(saved("llama_torch"), "mp_rank_00")
     assert list(body["model"]) == list(like["model"])
@@ -126,7 +126,7 @@ _ADAM = ("exp_avg", "exp_avg_sq", "step")
 
 def test_a_tied_embedding_goes_to_both_ends_of_a_pipeline(saved: Unpack, tmp_path: Path) -> None:
     """The copy of the last stage, and the same keys in the same order as Megatron's own two stages."""
-    convert(saved("gpt2_tp2_torch"), tmp_path, Wanted(format="torch", tp=1, pp=2))
+    convert(saved("gpt2_tp2_torch"), tmp_path, ConversionOptions(format="torch", tp=1, pp=2))
     parts = [per_rank(saved("gpt2_tp2_torch"), f"mp_rank_0{rank}")["model"] for rank in range(2)]
     name = "embedding.word_embeddings.weight"
     embedding = torch.cat([part[name] for part in parts])
@@ -144,8 +144,8 @@ def test_a_tied_embedding_goes_to_both_ends_of_a_pipeline(saved: Unpack, tmp_pat
 @pytest.mark.parametrize("case", GOLDEN)
 def test_there_and_back_over_another_format_and_layout(case: str, saved: Unpack, tmp_path: Path) -> None:
     """Of every golden: nothing is lost or changed by a conversion to TP2 x PP2 per-rank files and back."""
-    convert(saved(case), tmp_path / "there", Wanted(format="torch", tp=2, pp=2))
-    convert(tmp_path / "there", tmp_path / "back", Wanted(format="torch_dist", tp=1, pp=1))
+    convert(saved(case), tmp_path / "there", ConversionOptions(format="torch", tp=2, pp=2))
+    convert(tmp_path / "there", tmp_path / "back", ConversionOptions(format="torch_dist", tp=1, pp=1))
     one, other = (compared(open_source(locate(path)), weights=False) for path in (saved(case), tmp_path / "back"))
     differences = list(tensor_differences(one, other))
     assert differences and [str(item) for item in differences if not item.is_none] == []

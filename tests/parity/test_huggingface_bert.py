@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from megalith.assemble.huggingface import compare_logits
 from megalith.assemble.trained import load_trained
-from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.convert import ConversionOptions, convert
 from megalith.checkpoint.model_space import model_space_of
-from megalith.checkpoint.sources.adapted import args_of
+from megalith.checkpoint.sources.adapters import args_of
 from megalith.checkpoint.sources.source import open_source
-from megalith.checkpoint.writers.huggingface import Export, Weights, export
+from megalith.checkpoint.writers.huggingface import ExportOptions, Weights, export
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, DataError
 from megalith.evaluate.fill_mask import fill_masks
@@ -60,7 +60,7 @@ def _hub_folder(path: Path, kind: str, **changes: Any) -> tuple[Path, Any]:
 )
 def test_there_and_back(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
     snapshot, theirs = _hub_folder(tmp_path / "models--bert", kind, **changes)
-    made = convert(snapshot, tmp_path / "ours", Wanted(release=True)).path
+    made = convert(snapshot, tmp_path / "ours", ConversionOptions(release=True)).path
     trained = load_trained(tmp_path / "ours", torch.device("cpu"))
     assert isinstance(trained.model, Bert) and trained.tokenizer.encode("\u4e00\u4e05s") == [6, 11, 2]
     tokens = torch.arange(24).reshape(2, 12) % len(VOCABULARY)
@@ -78,7 +78,7 @@ def test_there_and_back(tmp_path: Path, kind: str, changes: dict[str, Any]) -> N
     space = model_space_of(args_of(source.common()), str(made))
     difference = compare_logits(snapshot, Weights(source), space, len(VOCABULARY)).difference
     assert difference is not None and difference <= 1e-5
-    back = export(made, tmp_path / "back", Export())
+    back = export(made, tmp_path / "back", ExportOptions())
     assert back.architecture == kind and back.vocab_size == len(VOCABULARY)
     assert (back.path / "model.safetensors").read_bytes() == (snapshot / "model.safetensors").read_bytes()
     assert (back.path / "vocab.txt").read_bytes() == (snapshot / "vocab.txt").read_bytes()
@@ -94,7 +94,7 @@ def test_the_names_of_tensorflow_are_read(tmp_path: Path) -> None:
     }
     tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
     save_file(tensors, file.resolve(), metadata={"format": "pt"})
-    made = convert(snapshot, tmp_path / "ours", Wanted(release=True)).path
+    made = convert(snapshot, tmp_path / "ours", ConversionOptions(release=True)).path
     source = open_source(made)
     space = model_space_of(args_of(source.common()), str(made))
     assert space.vocab_size == 128, "two tokens more than in the files, and padding"
@@ -124,7 +124,7 @@ def test_where_the_norms_stand_decides_which_of_theirs_it_is() -> None:
 
 def test_masks_are_filled_as_theirs(tmp_path: Path) -> None:
     snapshot, theirs = _hub_folder(tmp_path / "models--bert", "BertForMaskedLM")
-    convert(snapshot, tmp_path / "ours", Wanted(release=True))
+    convert(snapshot, tmp_path / "ours", ConversionOptions(release=True))
     for folder in (tmp_path / "ours", snapshot):
         trained = load_trained(folder, torch.device("cpu"))
         assert isinstance(trained.model, Bert)

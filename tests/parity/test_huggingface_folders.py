@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megalith.assemble.huggingface import TOLERANCE, Comparison, compare_logits
-from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.convert import ConversionOptions, convert
 from megalith.checkpoint.model_space import ModelSpace, model_space_of
-from megalith.checkpoint.sources.adapted import Upcycling, args_of
+from megalith.checkpoint.sources.adapters import Upcycling, args_of
 from megalith.checkpoint.sources.huggingface import HuggingFaceSource
 from megalith.checkpoint.sources.source import open_source
-from megalith.checkpoint.writers.huggingface import Export, Weights, export
+from megalith.checkpoint.writers.huggingface import ExportOptions, Weights, export
 from megalith.cli.main import main
 from megalith.errors import CheckpointError
 from megalith.models.gpt import GPT
@@ -191,8 +191,8 @@ def test_layers_of_prediction_that_are_said_and_not_there(build: Build) -> None:
 
 
 def _there_and_back(folder: Path, **options: Any) -> Path:
-    convert(folder, folder.parent / "saved", Wanted(release=True))
-    return export(folder.parent / "saved", folder.parent / "out", Export(**options)).path
+    convert(folder, folder.parent / "saved", ConversionOptions(release=True))
+    return export(folder.parent / "saved", folder.parent / "out", ExportOptions(**options)).path
 
 
 def test_transformers_reads_an_exported_byte_level_tokenizer_as_the_training_did(build: Build) -> None:
@@ -249,7 +249,9 @@ def test_a_mixture_of_copies_computes_what_the_dense_model_does(
     build: Build, name: str, top_k: int, format: str
 ) -> None:
     folder = build(name)
-    convert(folder, folder.parent / "saved", Wanted(format=format, release=True, upcycling=Upcycling(4, top_k)))
+    convert(
+        folder, folder.parent / "saved", ConversionOptions(format=format, release=True, upcycling=Upcycling(4, top_k))
+    )
     tokens = torch.randint(0, 67, (2, 20), generator=torch.Generator().manual_seed(1))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     saved = open_source(folder.parent / "saved" / "release")
@@ -295,7 +297,7 @@ def test_a_config_of_ours_says_the_same(build: Build, name: str, monkeypatch: py
     folder = build(name)
     kind = HuggingFaceSource(folder).about.family.model_type
     monkeypatch.setattr("megalith.checkpoint.writers.huggingface._original", lambda *_: None)
-    made = export(folder, folder.parent / "out", Export(model_type=kind))
+    made = export(folder, folder.parent / "out", ExportOptions(model_type=kind))
     assert (made.path / "config.json").read_bytes() != (folder / "config.json").read_bytes()
     assert _difference(made.path, folder) <= TOLERANCE
     ours, theirs = (transformers.AutoConfig.from_pretrained(path) for path in (made.path, folder))
@@ -332,7 +334,9 @@ def test_checkpoints_of_megatron(golden: Goldens, tmp_path: Path, case: str) -> 
         archive.extractall(tmp_path / "ckpt", filter="data")
     (tracker,) = (tmp_path / "ckpt").rglob("latest_checkpointed_iteration.txt")
     found: list[Comparison] = []
-    made = export(tracker.parent, tmp_path / "out", Export(), check=lambda *model: found.append(compare_logits(*model)))
+    made = export(
+        tracker.parent, tmp_path / "out", ExportOptions(), check=lambda *model: found.append(compare_logits(*model))
+    )
     assert found[0].difference is not None and found[0].difference <= TOLERANCE
     assert made.family.model_type == case.partition("_")[0]
 
@@ -340,7 +344,7 @@ def test_checkpoints_of_megatron(golden: Goldens, tmp_path: Path, case: str) -> 
 def test_another_model_is_refused(build: Build) -> None:
     """The comparison finds a single pair of exchanged heads."""
     folder = build("llama")
-    convert(folder, folder.parent / "saved", Wanted(release=True))
+    convert(folder, folder.parent / "saved", ConversionOptions(release=True))
     weights, space = Weights(open_source(folder.parent / "saved/release")), _space(folder)
     original = weights.read
 

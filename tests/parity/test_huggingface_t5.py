@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megalith.assemble.huggingface import compare_logits
-from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.convert import ConversionOptions, convert
 from megalith.checkpoint.model_space import ModelSpace, model_space_of
-from megalith.checkpoint.sources.adapted import args_of
+from megalith.checkpoint.sources.adapters import args_of
 from megalith.checkpoint.sources.source import open_source
-from megalith.checkpoint.writers.huggingface import Export, Weights, export
+from megalith.checkpoint.writers.huggingface import ExportOptions, Weights, export
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError
 from megalith.models.huggingface import config_of_model, family_for, model_of_config
@@ -83,14 +83,14 @@ def _difference(folder: Path, made: Path) -> tuple[float, ModelSpace]:
 )
 def test_there_and_back(tmp_path: Path, options: dict[str, Any], own_output: bool, scaled: bool) -> None:
     folder = _folder(tmp_path / "theirs", **options)
-    made = convert(folder, tmp_path / "ours", Wanted(release=True)).path
+    made = convert(folder, tmp_path / "ours", ConversionOptions(release=True)).path
     difference, space = _difference(folder, made)
     assert difference <= 1e-5
     assert (space.model.untie_embeddings_and_output_weights, space.model.t5_scaled_logits) == (own_output, scaled)
-    back = export(made, tmp_path / "back", Export(max_shard_size="20KB"))
+    back = export(made, tmp_path / "back", ExportOptions(max_shard_size="20KB"))
     assert back.architecture == f"{options.get('kind', 'T5')}ForConditionalGeneration" and back.shards > 1
     assert (back.path / "config.json").read_bytes() == (folder / "config.json").read_bytes()
-    again = export(made, tmp_path / "again", Export())
+    again = export(made, tmp_path / "again", ExportOptions())
     assert (again.path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
@@ -98,7 +98,7 @@ def test_there_and_back(tmp_path: Path, options: dict[str, Any], own_output: boo
 def test_a_config_of_our_own_is_read_alike_by_both(tmp_path: Path, options: dict[str, Any]) -> None:
     """Without the original the config.json is written anew; transformers computes the same from it."""
     folder = _folder(tmp_path / "theirs", **options)
-    made = convert(folder, tmp_path / "ours", Wanted(release=True)).path
+    made = convert(folder, tmp_path / "ours", ConversionOptions(release=True)).path
     model = model_space_of(args_of(open_source(made).common()), str(made)).model
     config = config_of_model(family_for(model), model, ROWS, "float32", special={"pad": 0, "eos": 1})
     assert (config["decoder_start_token_id"], config["eos_token_id"]) == (0, 1)
@@ -114,12 +114,12 @@ def test_old_files_hold_the_embedding_again(tmp_path: Path) -> None:
         tensors[name] = tensors["shared.weight"].clone()
     tensors["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.randn(8, 4)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    made = convert(folder, tmp_path / "ours", Wanted(release=True)).path
+    made = convert(folder, tmp_path / "ours", ConversionOptions(release=True)).path
     assert _difference(folder, made)[0] <= 1e-5
     tensors["lm_head.weight"] += 1.0
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is not shared\.weight"):
-        convert(folder, tmp_path / "other", Wanted(release=True))
+        convert(folder, tmp_path / "other", ConversionOptions(release=True))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_answers_are_those_of_generate(tmp_path: Path, options: dict[str, Any]) 
     """Greedy, of texts of several lengths in one batch."""
     folder = _folder(tmp_path / "theirs", **options)
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(folder).eval().double()
-    made = convert(folder, tmp_path / "ours", Wanted(release=True)).path
+    made = convert(folder, tmp_path / "ours", ConversionOptions(release=True)).path
     source = open_source(made)
     space = model_space_of(args_of(source.common()), str(made))
     ours = T5(space.model, space.vocab_size, dtype=torch.float64)

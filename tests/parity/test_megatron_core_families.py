@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from megalith.checkpoint.model_space import model_space_of
-from megalith.checkpoint.sources.adapted import args_of
+from megalith.checkpoint.sources.adapters import args_of
 from megalith.checkpoint.sources.source import open_source
 from megalith.checkpoint.writers.huggingface import Weights
 from megalith.models.bert import Bert

@@ -24,8 +24,8 @@ import torch
 
 from megalith.checkpoint import DirectoryStore
 from megalith.checkpoint.formats.megatron_names import parse_name
-from megalith.checkpoint.formats.torch_dist import Whole, read_optimizer_common, weight_chunks
-from megalith.checkpoint.model_space import division_of, model_space_of
+from megalith.checkpoint.formats.torch_dist import LocalTensor, read_optimizer_common, weight_chunks
+from megalith.checkpoint.model_space import model_space_of, parallel_layout
 from megalith.config.load import load
 from megalith.config.saved_args import megatron_args
 
@@ -136,7 +136,7 @@ def expected_tensors(args: dict[str, Any], *, main: bool, states: bool) -> dict[
             count = int(torch.Size(local).numel())
             drawn = values(name, 0 if whole else rank, 0, count).view(local)
             for kind in kinds:
-                box = Whole(name, drawn + SHIFTS.get(kind, 0.0))
+                box = LocalTensor(name, drawn + SHIFTS.get(kind, 0.0))
                 for chunk in weight_chunks([box], space.placements, space.stacking, rank=rank, size=size):
                     key = f"optimizer.state.{kind}.{chunk.key}" if kind else chunk.key
                     target = found.setdefault(key, torch.full(chunk.global_shape, -1.0))
@@ -224,7 +224,7 @@ def check(written: Written, core: Path, folder: Path) -> dict[str, torch.Tensor]
     wrong = [key for key in wanted if not torch.equal(found[key].float(), wanted[key])]
     assert wrong == []
     common = store.common(3)
-    assert common["iteration"] == 3 and division_of(vars(common["args"]), 4, "x").stages == run.stages
+    assert common["iteration"] == 3 and parallel_layout(vars(common["args"]), 4, "x").stages == run.stages
     state = read_optimizer_common(common["optimizer"])
     assert len(state.param_groups) == (3 if written.ep > 1 else 2)  # experts without biases: all have weight decay
     assert (state.scaler or {}).get("scale") == (4096.0 if written.dtype == "fp16" else None)

@@ -12,7 +12,7 @@ import torch
 
 from megalith.checkpoint.content import CheckpointContent, Chunk
 from megalith.checkpoint.files.folder import CheckpointFolder
-from megalith.checkpoint.sources.adapted import WeightsOnly
+from megalith.checkpoint.sources.adapters import WeightsOnly
 from megalith.cli.checkpoint import run as checkpoint
 from megalith.cli.main import main
 from megalith.train.metrics import read_metrics

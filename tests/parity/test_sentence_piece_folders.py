@@ -11,8 +11,8 @@ import torch
 
 from megalith.assemble.trained import load_trained
 from megalith.checkpoint import DirectoryStore
-from megalith.checkpoint.convert import Wanted, convert
-from megalith.checkpoint.writers.huggingface import Export, export
+from megalith.checkpoint.convert import ConversionOptions, convert
+from megalith.checkpoint.writers.huggingface import ExportOptions, export
 from megalith.cli.main import main
 from megalith.tokenizers.sentence_piece import Llama2Tokenizer
 
@@ -40,7 +40,7 @@ def folder(golden: Goldens, tmp_path: Path) -> Path:
 
 def test_the_tokenizer_goes_along(folder: Path, golden: Goldens, tmp_path: Path) -> None:
     reference = Llama2Tokenizer(golden.path("tokenizers/sp.model"))
-    made = convert(folder, tmp_path / "save", Wanted(release=True))
+    made = convert(folder, tmp_path / "save", ConversionOptions(release=True))
     assert (made.path / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
     for place in (folder, tmp_path / "save"):
         trained = load_trained(place, torch.device("cpu"))
@@ -50,8 +50,8 @@ def test_the_tokenizer_goes_along(folder: Path, golden: Goldens, tmp_path: Path)
 
 def test_an_export_says_how_the_model_is_to_be_read(folder: Path, tmp_path: Path) -> None:
     """transformers and we read from it the ids that the training had."""
-    convert(folder, tmp_path / "save", Wanted(release=True))
-    export(tmp_path / "save", tmp_path / "out", Export())
+    convert(folder, tmp_path / "save", ConversionOptions(release=True))
+    export(tmp_path / "save", tmp_path / "out", ExportOptions())
     settings = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "LlamaTokenizer" and settings["add_bos_token"] is True
     ours = load_trained(tmp_path / "out", torch.device("cpu")).tokenizer

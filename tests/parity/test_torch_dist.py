@@ -23,7 +23,7 @@ from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.files.safe_loading import read_metadata
 from megalith.checkpoint.formats.torch_dist import (
-    Whole,
+    LocalTensor,
     dense,
     model_chunks,
     optimizer_chunks,
@@ -131,7 +131,7 @@ def chunks_of(
 ) -> list[Chunk]:
     placements = {name: placement for name, (_, placement) in table.items()}
     named = [(name, tensor, placements[name]) for name, tensor in parameters.items()]
-    boxes = [Whole(name, tensor) for name, tensor in optimizer.items()]
+    boxes = [LocalTensor(name, tensor) for name, tensor in optimizer.items()]
     return model_chunks(named, dense(LAYERS), rank=rank, size=size) + optimizer_chunks(
         boxes, placements, dense(LAYERS), rank=rank, size=size
     )

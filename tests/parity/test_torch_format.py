@@ -26,7 +26,7 @@ from megalith.checkpoint.files.folder import CheckpointFolder
 from megalith.checkpoint.files.safe_loading import ForeignEnum, load_tensors_and_plain_data
 from megalith.checkpoint.formats.megatron_names import flattened
 from megalith.checkpoint.formats.per_rank_layout import target_of
-from megalith.checkpoint.sources.adapted import Adapter, WeightsOnly
+from megalith.checkpoint.sources.adapters import Adapter, WeightsOnly
 from megalith.checkpoint.sources.per_rank import PerRankSource
 from megalith.checkpoint.sources.source import Source, open_source
 from megalith.checkpoint.writers.per_rank import write_per_rank
@@ -614,24 +614,24 @@ def test_an_optimizer_that_is_not_of_this_model(unpack: Callable[..., Path]) -> 
     groups = body["optimizer"]["param_groups"]
     groups[0]["params"], groups[1]["params"] = groups[0]["params"][:-1], [9, *groups[1]["params"]]
     torch.save(body, file)
-    message = left_out(path)
+    message = unreadable(path)
     assert "has groups of [9, 19] parameters, where the model in it would have groups of [10, 18]" in message
     groups[0]["params"], groups[1]["params"] = list(range(10)), list(range(10, 28))
     states = body["optimizer"]["state"]
     states[0], states[1] = states[1], states[0]
     torch.save(body, file)
-    message = left_out(path)
+    message = unreadable(path)
     assert "exp_avg of parameter 0 has shape [32, 16]" in message and "embedding.word_embeddings.weight" in message
     body["optimizer"] = [body["optimizer"], body["optimizer"]]
     torch.save(body, file)
-    assert "holds the state of 2 optimizers where its args say 1" in left_out(path)
+    assert "holds the state of 2 optimizers where its args say 1" in unreadable(path)
 
 
-def left_out(path: Path) -> str:
+def unreadable(path: Path) -> str:
     """Why the optimizer's state cannot be read; the weights can, as is said."""
     source = open_source(path)
     contents = source.contents()
-    (message,) = contents.left_out
+    (message,) = contents.unreadable
     assert message.endswith("load with --no-load-optim to continue from the weights alone")
     assert len(contents.tensors) == 16 and not any(key.startswith("optimizer.") for key in contents.tensors)
     assert CheckpointFolder(path).problems() == []
@@ -663,7 +663,7 @@ def test_buffers_in_another_form(unpack: Callable[..., Path], change: str) -> No
         "short": "does not fit",
         "two": "buffers for parameters in torch.float32, ",
     }
-    assert words[change] in left_out(path)
+    assert words[change] in unreadable(path)
 
 
 def test_buffers_of_parameters_in_two_dtypes(unpack: Callable[..., Path]) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "megalith"
 MOST_LINES, MOST_PARAMETERS = 60, 8
 LONG = {
-    "checkpoint/convert.py:adapted": "each decision about the result depends on those before it",
     "distributed/launch.py:connect": "one generator: what is taken before the yield is given back behind it",
     "optim/build.py:build_optimizer": "documents eleven arguments",
 }

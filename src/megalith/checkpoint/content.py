@@ -2,7 +2,7 @@
 
 A chunk is a live local tensor together with its place in a global one. The same list describes a save (the tensors
 are read) and a load (the tensors are filled in place), so nothing has to be rebuilt between the two. Two chunks of one
-tensor are compared and copied by the box of elements that both hold (`common_part`, `fill`).
+tensor are compared and copied by the box of elements that both hold (`overlapping_views`, `fill`).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def view_of(chunk: Chunk, box: Sequence[Span]) -> Tensor:
     return view
 
 
-def common_part(one: Chunk, other: Chunk) -> tuple[Tensor, Tensor] | None:
+def overlapping_views(one: Chunk, other: Chunk) -> tuple[Tensor, Tensor] | None:
     """Views of the elements that two chunks of one key both hold; None if there are none."""
     box = overlap(one.offset, one.tensor.shape, other.offset, other.tensor.shape)
     return None if box is None else (view_of(one, box), view_of(other, box))
@@ -138,7 +138,7 @@ def fill(target: Chunk, sources: Iterable[Chunk]) -> int:
     """Copy into a chunk what others of its key hold of it, cast to its dtype; returns the number of elements."""
     copied = 0
     for source in sources:
-        views = common_part(target, source)
+        views = overlapping_views(target, source)
         if views is not None:
             views[0].copy_(views[1])
             copied += views[0].numel()

@@ -1,6 +1,6 @@
 """Converting a checkpoint of any format and layout into another: `megalith checkpoint convert` and Megatron's tools.
 
-A conversion is a stack of adapters (`adapted`) over the source, written by the writer of a format. No process group,
+A conversion is a stack of adapters (`adapt`) over the source, written by the writer of a format. No process group,
 no device and no model is needed, and memory is bounded by the largest tensor.
 """
 
@@ -21,10 +21,15 @@ from megalith.checkpoint.files.commit import claimed, replace_durably
 from megalith.checkpoint.files.folder import CheckpointFolder, damaged
 from megalith.checkpoint.files.safe_loading import ForeignEnum
 from megalith.checkpoint.formats.megatron_names import CORE
-from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, CONTENT_METADATA, WORD_EMBEDDINGS, is_rng_object
+from megalith.checkpoint.formats.torch_dist import (
+    CHECKPOINT_VERSION,
+    CONTENT_METADATA,
+    OPTIMIZER_PREFIX,
+    WORD_EMBEDDINGS,
+    is_rng_object,
+)
 from megalith.checkpoint.model_space import model_space_of
-from megalith.checkpoint.sources.adapted import (
-    ForExpertRanks,
+from megalith.checkpoint.sources.adapters import (
     InPrecision,
     Repadded,
     Upcycled,
@@ -32,12 +37,14 @@ from megalith.checkpoint.sources.adapted import (
     Watched,
     WeightsOnly,
     WithCommon,
+    WithExpertOptimizer,
     args_of,
 )
 from megalith.checkpoint.sources.huggingface import HuggingFaceSource, files_of_tokenizer
 from megalith.checkpoint.sources.source import Source
 from megalith.checkpoint.store.store import RELEASE, TRACKER_FILE, facts_of, locate
 from megalith.checkpoint.writers.torch_dist import no_check, rng_keys, write_torch, write_torch_dist
+from megalith.config import ModelConfig
 from megalith.config.foreign_args import refuse_registered_parts
 from megalith.errors import CheckpointError, ConfigError, LayoutError
 from megalith.layout import Layout
@@ -80,7 +87,7 @@ _DIVIDING = (*_UNDIVIDED, *_UNEVEN)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ConversionOptions:
     """What is to be made of a checkpoint."""
 
     format: str = "torch_dist"  # torch or torch_dist
@@ -104,7 +111,7 @@ class Wanted:
 
 
 @dataclass
-class Converted:
+class ConversionResult:
     """What a conversion made."""
 
     path: Path  # the new checkpoint folder
@@ -116,13 +123,13 @@ class Converted:
 def convert(
     source_path: Path,
     destination: Path,
-    wanted: Wanted,
+    wanted: ConversionOptions,
     *,
     iteration: int | None = None,
     verify: bool = True,
     on_read: Callable[[Chunk], None] | None = None,
     check: Callable[[Path], None] = no_check,
-) -> Converted:
+) -> ConversionResult:
     """Convert one checkpoint; `source_path` and `iteration` are those of `locate`.
 
     Args:
@@ -136,7 +143,7 @@ def convert(
         ConfigError: nonsense is asked.
     """
     started = time.perf_counter()
-    check_wanted(wanted)
+    check_options(wanted)
     found = locate(source_path, iteration)
     folder = CheckpointFolder(found)
     problems = folder.problems() if verify else []
@@ -144,7 +151,7 @@ def convert(
         raise damaged(found, problems)
     _check_tokens(folder, wanted)
     notes: list[str] = []
-    source, layout = adapted(folder.source, wanted, str(found), notes, known_tokens(folder))
+    source, layout = adapt(folder.source, wanted, str(found), notes, known_tokens(folder))
     if on_read is not None:
         source = Watched(source, on_read)
     if wanted.iteration is not None:
@@ -169,10 +176,10 @@ def convert(
             else partial(write_torch, names=wanted.names)
         )
         size = write(source, final, facts=facts, files=files, publish=publish, check=check)
-    return Converted(final, size, time.perf_counter() - started, notes)
+    return ConversionResult(final, size, time.perf_counter() - started, notes)
 
 
-def check_wanted(wanted: Wanted) -> None:
+def check_options(wanted: ConversionOptions) -> None:
     """Raise a ConfigError that names all that is no format, layout, dtype or vocabulary, before any file is opened."""
     wrong = []
     if wanted.format not in FORMATS:
@@ -189,7 +196,7 @@ def check_wanted(wanted: Wanted) -> None:
         wanted.upcycling.check()
 
 
-def _check_tokens(folder: CheckpointFolder, wanted: Wanted) -> None:
+def _check_tokens(folder: CheckpointFolder, wanted: ConversionOptions) -> None:
     """Refuse to leave rows of tokens out."""
     tokens = _tokenizer_size(folder)
     if wanted.true_vocab_size is not None and tokens is not None and wanted.true_vocab_size < tokens:
@@ -234,12 +241,20 @@ def _check_place(final: Path, found: Path, *, replace: bool) -> None:
         raise CheckpointError(f"{final} is there already; give another folder, or --replace to put the result there")
 
 
-def adapted(
-    source: Source, wanted: Wanted, where: str, notes: list[str], tokens: int | None = None
+def adapt(
+    source: Source, wanted: ConversionOptions, where: str, notes: list[str], tokens: int | None = None
 ) -> tuple[Source, Layout]:
-    """The source as the result is to be, and its layout; `notes` gets what the user must hear."""
-    common = source.common()
-    args = args_of(common)
+    """Wrap a source in the adapters that make it the result of a conversion; return it and the result's layout.
+
+    Args:
+        where: Name of the source in errors.
+        notes: Extended by what the user must be told: what is not carried over, and why.
+        tokens: Number of tokens that the rows of the vocabulary are padded from (`known_tokens`).
+
+    Raises:
+        LayoutError: The model does not divide over the layout.
+    """
+    args = args_of(source.common())
     if not args:
         raise CheckpointError(
             f"{where} carries no args, so that its model cannot be known; convert it where it was made"
@@ -253,33 +268,70 @@ def adapted(
     if wanted.upcycling is not None:
         source = Upcycled(WeightsOnly(source), wanted.upcycling, model, where)
         notes.append("experts are copies, and routers are new: the result is weights only")
-    held = source.contents()
-    ep = wanted.ep or _size(args, "expert")
-    layout = Layout(tp=wanted.tp or _size(args, "tensor"), dp=ep, pp=wanted.pp or _size(args, "pipeline"), ep=ep)
-    _check_experts(args_of(source.common()), ep, where)
-    if wanted.pp not in (None, _size(args, "pipeline")) and not wanted.run_args:
+    layout = _layout_of_result(args_of(source.common()), model, wanted, where)
+    result: Source = InPrecision(source, DTYPES[wanted.dtype] if wanted.dtype else None)
+    if not _keeps_optimizer(source, wanted, layout, notes):
+        result = WeightsOnly(result)
+    result = _repadded(result, args, model, wanted, layout, where, tokens, notes)
+    if layout.ep > 1:
+        result = WithExpertOptimizer(result)
+    of_run = {name: value for name, value in wanted.run_args.items() if name in _DIVIDING}
+    generation = _generation(args, wanted)
+
+    def own(common: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
+        """Keep the common state that a checkpoint of this version has, with the args of the result."""
+        made = {**divided_args(args, layout, wanted.format), **of_run, **generation}
+        kept = {key: common[key] for key in _COMMON if key in common} | {"args": Namespace(**made)}
+        return {**kept, "checkpoint_version": CHECKPOINT_VERSION, "content_metadata": CONTENT_METADATA}
+
+    return WithCommon(result, own), layout
+
+
+def _layout_of_result(args: Mapping[str, Any], model: ModelConfig, wanted: ConversionOptions, where: str) -> Layout:
+    """Return the layout that is asked for, by default that of the args; a LayoutError if the model does not divide."""
+    pp, ep = _size(args, "pipeline"), wanted.ep or _size(args, "expert")
+    layout = Layout(tp=wanted.tp or _size(args, "tensor"), dp=ep, pp=wanted.pp or pp, ep=ep)
+    _check_experts(args, ep, where)
+    if layout.pp != pp and not wanted.run_args:
         _check_divides(int(args["num_layers"]), "layers", "--pp", layout.pp, where)
     if layout.pp > 1 and model.predictions and model.position_embedding_type == "learned_absolute":
         raise CheckpointError(
             f"the model in {where} has --mtp-num-layers and --position-embedding-type learned_absolute, which together "
             f"cannot be divided over --pp {layout.pp}; use one stage"
         )
-    result: Source = InPrecision(source, DTYPES[wanted.dtype] if wanted.dtype else None)
-    if not wanted.optimizer:
-        result = WeightsOnly(result)
-    elif wanted.upcycling is None and (
-        not any(key.startswith("optimizer.") for key in held.tensors) or "optimizer" not in common
-    ):
-        result = WeightsOnly(result)
-        why = "; ".join(held.left_out) or "the checkpoint has no optimizer state"
+    return layout
+
+
+def _keeps_optimizer(source: Source, wanted: ConversionOptions, layout: Layout, notes: list[str]) -> bool:
+    """Return whether the optimizer is carried over; notes say why it is not, and whether random states are."""
+    if not wanted.optimizer or wanted.upcycling is not None:
+        return False
+    held = source.contents()
+    if "optimizer" not in source.common() or not any(key.startswith(OPTIMIZER_PREFIX) for key in held.tensors):
+        why = "; ".join(held.unreadable) or "the checkpoint has no optimizer state"
         notes.append(f"{why}: the result is weights only")
-    elif any(map(is_rng_object, held.objects)) and rng_keys(layout) != set(filter(is_rng_object, held.objects)):
+        return False
+    if any(map(is_rng_object, held.objects)) and rng_keys(layout) != set(filter(is_rng_object, held.objects)):
         notes.append(
             "the random states are those of another layout and are left out: dropout starts from --seed, and Megatron "
             "loads the result with --no-load-rng"
         )
+    return True
+
+
+def _repadded(
+    source: Source,
+    args: Mapping[str, Any],
+    model: ModelConfig,
+    wanted: ConversionOptions,
+    layout: Layout,
+    where: str,
+    tokens: int | None,
+    notes: list[str],
+) -> Source:
+    """Return the source with its vocabulary padded for the layout; notes say what changes or cannot be known."""
     rows = int(args["padded_vocab_size"])
-    if WORD_EMBEDDINGS in held.tensors:
+    if WORD_EMBEDDINGS in source.contents().tensors:
         padded = _padded(args, wanted, layout, where, tokens)
     elif wanted.true_vocab_size is not None or rows % layout.tp:
         flag = "--tp" if wanted.true_vocab_size is None else "--true-vocab-size"
@@ -291,24 +343,13 @@ def adapted(
         padded = rows
     if padded != rows:
         notes.append(f"the vocabulary is padded to {padded} rows instead of {rows}")
-        result = Repadded(result, padded, repeat_last=wanted.true_vocab_size is None and rows > (tokens or rows))
-    elif wanted.true_vocab_size is None and tokens is None and layout.tp != _size(args, "tensor"):
+        return Repadded(source, padded, repeat_last=wanted.true_vocab_size is None and rows > (tokens or rows))
+    if wanted.true_vocab_size is None and tokens is None and layout.tp != _size(args, "tensor"):
         notes.append(
             f"the vocabulary keeps its {rows} rows, since the checkpoint does not tell how many tokens they are padded "
             f"from; Megatron may build another number at --tp {layout.tp}: --true-vocab-size N pads N tokens for it"
         )
-    if ep > 1:
-        result = ForExpertRanks(result)
-    of_run = {name: value for name, value in wanted.run_args.items() if name in _DIVIDING}
-    generation = _generation(args, wanted)
-
-    def own(common: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
-        """The common state that a checkpoint of this version has, and nothing else."""
-        made = {**divided_args(args, layout, wanted.format), **of_run, **generation}
-        kept = {key: common[key] for key in _COMMON if key in common} | {"args": Namespace(**made)}
-        return {**kept, "checkpoint_version": CHECKPOINT_VERSION, "content_metadata": CONTENT_METADATA}
-
-    return WithCommon(result, own), layout
+    return source
 
 
 def _check_experts(args: Mapping[str, Any], ep: int, where: str) -> None:
@@ -325,14 +366,14 @@ def _check_divides(count: int, what: str, flag: str, size: int, where: str) -> N
         raise LayoutError(f"the {count} {what} of {where} do not divide over {flag} {size}; use {sizes}")
 
 
-def _generation(args: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
+def _generation(args: Mapping[str, Any], wanted: ConversionOptions) -> dict[str, Any]:
     """What the args say of the names; those of a time before core or after it say nothing."""
     legacy = wanted.names != CORE
     said = {"use_legacy_models": legacy, "use_mcore_models": not legacy}
     return {name: value for name, value in said.items() if legacy or name in args}
 
 
-def _padded(args: Mapping[str, Any], wanted: Wanted, layout: Layout, where: str, known: int | None) -> int:
+def _padded(args: Mapping[str, Any], wanted: ConversionOptions, layout: Layout, where: str, known: int | None) -> int:
     """The rows of the vocabulary in the result."""
     rows = int(args["padded_vocab_size"])
     tokens = wanted.true_vocab_size

@@ -24,7 +24,7 @@ from megalith.checkpoint.formats.torch_dist import (
     read_optimizer_common,
     weight_of,
 )
-from megalith.checkpoint.sources.adapted import InPrecision, WeightsOnly, args_of, over_vocabulary
+from megalith.checkpoint.sources.adapters import InPrecision, WeightsOnly, args_of, has_vocabulary_rows
 from megalith.checkpoint.sources.source import HALF_PRECISION, MAIN_PREFIX, Source, StoredTensor, short
 
 _BLOCK = 2**22  # elements that are compared at once, so that what the arithmetic needs beside them stays small
@@ -78,7 +78,7 @@ def compared(source: Source, *, weights: bool) -> Source:
     return WeightsOnly(plain) if weights else plain
 
 
-def in_one_precision(one: Source, other: Source) -> tuple[Source, Source, int | None]:
+def with_equal_precision(one: Source, other: Source) -> tuple[Source, Source, int | None]:
     """Two sources whose weights can be equal, and which of them (0, 1 or None) shows its main parameters as its
     weights.
 
@@ -125,7 +125,7 @@ def _of_key(
     if held.shape != match.shape:
         what.append(f"shapes {list(held.shape)} and {list(match.shape)}")
         rows = min(held.shape[0], match.shape[0]) if held.shape else 0
-        if not over_vocabulary(key) or held.shape[1:] != match.shape[1:]:
+        if not has_vocabulary_rows(key) or held.shape[1:] != match.shape[1:]:
             yield TensorDifference(key, "; ".join(what))
             return
         shape = (rows, *held.shape[1:])

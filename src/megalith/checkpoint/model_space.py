@@ -29,12 +29,12 @@ from megalith.registry import EMPTY, Registry
 OUTPUT_LAYER = "output_layer.weight"
 
 
-Place = tuple[int, int, int]
+Coordinates = tuple[int, int, int]
 """Tensor-parallel rank, pipeline stage and expert-parallel rank."""
 
 
 @dataclass(frozen=True)
-class Division:
+class ParallelLayout:
     """How a model is divided over the ranks that write a checkpoint."""
 
     tp: int
@@ -46,7 +46,7 @@ class Division:
         return len(self.stages)
 
     @property
-    def places(self) -> list[Place]:
+    def ranks(self) -> list[Coordinates]:
         return list(product(range(self.tp), range(self.pp), range(self.ep)))
 
     def experts(self, expert: int, count: int) -> range:
@@ -120,7 +120,7 @@ class ModelSpace:
         last = len(stages) == 1 and chunk == len(stages[0]) - 1
         return name == WORD_EMBEDDINGS and (self.tied or self.model.predictions > 0) and not last
 
-    def names_of(self, division: Division, stage: int, expert: int) -> list[list[str]]:
+    def names_of(self, division: ParallelLayout, stage: int, expert: int) -> list[list[str]]:
         """What an expert-parallel rank of a pipeline stage holds, by virtual chunk, each in module order.
 
         The copy of a tied embedding that the last stage holds stands last, as `output_layer.weight`, which is no name
@@ -171,11 +171,11 @@ def model_space_of(args: Mapping[str, Any], where: str, registry: Registry = EMP
         raise CheckpointError(f"{where}: the saved args describe no model: {error}") from error
 
 
-def division_of(args: Mapping[str, Any], num_layers: int, where: str) -> Division:
+def parallel_layout(args: Mapping[str, Any], num_layers: int, where: str) -> ParallelLayout:
     """The division of the run that wrote a checkpoint."""
     # Before checkpoint version 3 the tensor-parallel size had another name.
     tp = int(args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1)
-    return Division(tp, int(args.get("expert_model_parallel_size") or 1), _stages_of(args, num_layers, where))
+    return ParallelLayout(tp, int(args.get("expert_model_parallel_size") or 1), _stages_of(args, num_layers, where))
 
 
 def _stages_of(args: Mapping[str, Any], num_layers: int, where: str) -> Stages:

@@ -192,7 +192,7 @@ def human(size: int) -> str:
 def _facts(folder: CheckpointFolder, common: Mapping[str, Any], contents: Contents) -> Any:
     from rich.table import Table
 
-    from megalith.checkpoint.sources.adapted import args_of
+    from megalith.checkpoint.sources.adapters import args_of
 
     args, manifest = args_of(common), folder.manifest()
     wrote = f"Megalith {manifest['megalith_version']}, {manifest['created']}" if manifest else "another program"
@@ -275,7 +275,7 @@ def _add_diff(commands: Any) -> None:
 
 def _run_diff(options: argparse.Namespace) -> int:
     """Compare and say what differs; returns 0 if nothing does."""
-    from megalith.checkpoint.diff import compared, in_one_precision, state_differences, tensor_differences
+    from megalith.checkpoint.diff import compared, state_differences, tensor_differences, with_equal_precision
     from megalith.checkpoint.sources.source import open_source
     from megalith.checkpoint.store.store import locate
 
@@ -285,7 +285,7 @@ def _run_diff(options: argparse.Namespace) -> int:
         print(f"{letter}  {path} ({source.format})")
     first, second = (source.common() for source in sources)
     states = state_differences(first, second, _architecture, weights=options.weights)
-    *pair, main = in_one_precision(*sources)
+    *pair, main = with_equal_precision(*sources)
     if main is not None:
         print(
             f"the weights of {'AB'[main]} are in half precision: compared with those of {'BA'[main]}, which are in "

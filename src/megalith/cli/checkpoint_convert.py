@@ -21,7 +21,7 @@ from megalith.train.streams import warn
 
 if TYPE_CHECKING:
     from megalith.assemble.huggingface import Comparison
-    from megalith.checkpoint.convert import Converted
+    from megalith.checkpoint.convert import ConversionResult
 
 
 def add_convert(commands: Any) -> None:
@@ -62,11 +62,11 @@ def add_convert(commands: Any) -> None:
 
 
 def _run_convert(options: argparse.Namespace) -> int:
-    from megalith.checkpoint.convert import Wanted, convert
-    from megalith.checkpoint.sources.adapted import Upcycling
+    from megalith.checkpoint.convert import ConversionOptions, convert
+    from megalith.checkpoint.sources.adapters import Upcycling
 
     upcycling = None if options.upcycle is None else Upcycling(options.upcycle, options.moe_router_topk)
-    wanted = Wanted(
+    wanted = ConversionOptions(
         format=options.format,
         tp=options.tp,
         pp=options.pp,
@@ -127,7 +127,7 @@ def add_huggingface(commands: Any) -> None:
         )
 
 
-def _show(made: Converted) -> None:
+def _show(made: ConversionResult) -> None:
     for note in made.notes:
         warn(f"note: {note}")
     print(f"{made.path}: {made.bytes / 2**20:.1f} MiB in {made.seconds:.1f} s")
@@ -135,7 +135,7 @@ def _show(made: Converted) -> None:
 
 def run_import(options: argparse.Namespace) -> int:
     """Import, compare, and say what was made."""
-    from megalith.checkpoint.convert import Wanted, convert
+    from megalith.checkpoint.convert import ConversionOptions, convert
     from megalith.checkpoint.sources.source import is_huggingface
 
     if not is_huggingface(options.source):
@@ -149,7 +149,7 @@ def run_import(options: argparse.Namespace) -> int:
         if not options.no_compare:
             compared.append(_compare(folder, options.source))
 
-    wanted = Wanted(release=True, iteration=options.iteration, replace=options.replace)
+    wanted = ConversionOptions(release=True, iteration=options.iteration, replace=options.replace)
     made = convert(options.source, options.destination, wanted, check=check)
     _show(made)
     _say(compared[0] if compared else None)
@@ -161,7 +161,7 @@ def run_import(options: argparse.Namespace) -> int:
 def _compare(made: Path, folder: Path) -> Comparison:
     from megalith.assemble.huggingface import compare_logits
     from megalith.checkpoint.model_space import model_space_of
-    from megalith.checkpoint.sources.adapted import args_of
+    from megalith.checkpoint.sources.adapters import args_of
     from megalith.checkpoint.sources.huggingface import HuggingFaceSource
     from megalith.checkpoint.sources.source import open_source
     from megalith.checkpoint.writers.huggingface import Weights
@@ -172,11 +172,11 @@ def _compare(made: Path, folder: Path) -> Comparison:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Export, compare, and say what was made."""
+    """ExportOptions, compare, and say what was made."""
     from megalith.assemble.huggingface import compare_logits
-    from megalith.checkpoint.writers.huggingface import Export, export
+    from megalith.checkpoint.writers.huggingface import ExportOptions, export
 
-    wanted = Export(options.dtype, options.max_shard_size, options.true_vocab_size, options.model_type)
+    wanted = ExportOptions(options.dtype, options.max_shard_size, options.true_vocab_size, options.model_type)
     compared: list[Comparison] = []
     made = export(
         options.source,
@@ -201,8 +201,8 @@ def convert_instead(config: RunConfig) -> int:
     """Convert the checkpoint of `--load` as the run would save it."""
     if config.launch.rank != 0:
         return 0
-    from megalith.checkpoint.convert import Wanted, convert
-    from megalith.checkpoint.sources.adapted import args_of
+    from megalith.checkpoint.convert import ConversionOptions, convert
+    from megalith.checkpoint.sources.adapters import args_of
     from megalith.checkpoint.sources.source import open_source
     from megalith.checkpoint.store.store import locate
     from megalith.compat.megatron import console
@@ -216,7 +216,7 @@ def convert_instead(config: RunConfig) -> int:
     _check_architecture(config, args_of(common), found)
     iteration = int(common.get("iteration") or 0)
     print(console.loading_line(load, iteration, distributed=source.format == "torch_dist"))
-    wanted = Wanted(
+    wanted = ConversionOptions(
         format=form,
         tp=config.parallel.tensor_model_parallel_size,
         pp=config.parallel.pipeline_model_parallel_size,

@@ -17,7 +17,7 @@ from megalith.checkpoint.formats.torch_dist import (
     CHECKPOINT_VERSION,
     CONTENT_METADATA,
     WORD_EMBEDDINGS,
-    Whole,
+    LocalTensor,
     is_of_experts,
     optimizer_chunks,
     optimizer_common,
@@ -93,8 +93,8 @@ def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -
 
     The replicas of the model write a share each of what they hold alike; fully sharded they hold nothing alike.
     """
-    alike, buffers = _model_chunks(state, run, once=True), _buffer_chunks(state, run, once=True)
-    divided = _optimizer_chunks(state, run, once=True) if with_optimizer else []
+    alike, buffers = _model_chunks(state, run, dedup=True), _buffer_chunks(state, run, dedup=True)
+    divided = _optimizer_chunks(state, run, dedup=True) if with_optimizer else []
     if run.fully_sharded:
         alike, divided = [], alike + divided
     elif not run.parallel.divides_states:
@@ -108,12 +108,12 @@ def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -
 
 def chunks_to_load(state: TrainState, run: RunConfig, *, with_optimizer: bool) -> list[Chunk]:
     """Everything that this rank holds of the model and its optimizer, to be filled in place."""
-    chunks = _model_chunks(state, run, once=False) + _buffer_chunks(state, run, once=False)
-    return chunks + _optimizer_chunks(state, run, once=False) if with_optimizer else chunks
+    chunks = _model_chunks(state, run, dedup=False) + _buffer_chunks(state, run, dedup=False)
+    return chunks + _optimizer_chunks(state, run, dedup=False) if with_optimizer else chunks
 
 
-def _model_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
-    names = _stored_names(state, once=once)
+def _model_chunks(state: TrainState, run: RunConfig, *, dedup: bool) -> list[Chunk]:
+    names = _stored_names(state, dedup=dedup)
     boxes = [
         (box.name, replace(box, name=names[box.name])) for box in state.optimizer.weight_boxes() if box.name in names
     ]
@@ -121,7 +121,7 @@ def _model_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chun
     return [
         chunk
         for axis, part in _by_axis(boxes, state)
-        for chunk in weight_chunks(part, placements, stacking, rank=axis.index, size=axis.size, once=once)
+        for chunk in weight_chunks(part, placements, stacking, rank=axis.index, size=axis.size, dedup=dedup)
     ]
 
 
@@ -135,17 +135,17 @@ def _by_axis(boxes: Sequence[tuple[str, StateBox]], state: TrainState) -> Iterat
         yield axis, [box for name, box in boxes if (name in experts) == of_experts]
 
 
-def _buffer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
+def _buffer_chunks(state: TrainState, run: RunConfig, *, dedup: bool) -> list[Chunk]:
     """Return the chunks of router biases and offsets, which no optimizer updates."""
     tp, kept = state.context.tp, [item for model in state.chunks for item in saved_tensors(model)]
     buffers = {name: (tensor, placement) for name, tensor, placement in kept if not isinstance(tensor, Parameter)}
-    boxes = [Whole(name, tensor) for name, (tensor, _) in buffers.items()]
+    boxes = [LocalTensor(name, tensor) for name, (tensor, _) in buffers.items()]
     placements = {name: placement for name, (_, placement) in buffers.items()}
-    return weight_chunks(boxes, placements, stacking_of(run.model), rank=tp.index, size=tp.size, once=once)
+    return weight_chunks(boxes, placements, stacking_of(run.model), rank=tp.index, size=tp.size, dedup=dedup)
 
 
-def _optimizer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[Chunk]:
-    names = _stored_names(state, once=once)
+def _optimizer_chunks(state: TrainState, run: RunConfig, *, dedup: bool) -> list[Chunk]:
+    names = _stored_names(state, dedup=dedup)
     boxes = []
     for box in state.optimizer.state_boxes():
         kind, _, name = box.name.partition(".")
@@ -156,7 +156,7 @@ def _optimizer_chunks(state: TrainState, run: RunConfig, *, once: bool) -> list[
     return [
         chunk
         for axis, part in _by_axis(boxes, state)
-        for chunk in optimizer_chunks(part, placements, stacking, rank=axis.index, size=axis.size, once=once)
+        for chunk in optimizer_chunks(part, placements, stacking, rank=axis.index, size=axis.size, dedup=dedup)
     ]
 
 
@@ -169,13 +169,13 @@ def _parameters(state: TrainState) -> Iterator[tuple[str, Tensor, Placement]]:
         yield from named_placements(model)
 
 
-def _stored_names(state: TrainState, *, once: bool) -> dict[str, str]:
+def _stored_names(state: TrainState, *, dedup: bool) -> dict[str, str]:
     """Parameter name -> the name that it is stored under.
 
     The second copy of a tied embedding is loaded from the first, and is left out where each element counts once.
     """
     copies = {model.copied_weight for model in state.chunks}
-    names = [name for name, _, _ in _parameters(state) if not (once and name in copies)]
+    names = [name for name, _, _ in _parameters(state) if not (dedup and name in copies)]
     whole = {name: stored for model in state.chunks for name, stored in whole_names(model).items()}
     return {name: WORD_EMBEDDINGS if name in copies else whole[name] for name in names}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megalith.checkpoint.formats.torch_dist import expert_of
+from megalith.checkpoint.formats.megatron_names import parse_name
 from megalith.checkpoint.model_space import model_space
 from megalith.config import ModelConfig
 from megalith.datasheet import find_accelerator
@@ -79,7 +79,7 @@ def registered_flops(
         math.prod(global_shape(parameter.shape, placement, context.tp.size))
         for chunk in chunks
         for name, parameter, placement in named_placements(chunk)
-        if first and name != chunk.copied_weight and expert_of(name) is None
+        if first and name != chunk.copied_weight and parse_name(name).expert is None
     )
     own = comm.all_reduce(torch.tensor([float(here)], dtype=torch.float64, device=context.device), context.world)
     if not isinstance(chunks[0], MODELS[config.model_family]):
@@ -90,7 +90,7 @@ def registered_flops(
     if isinstance(config.position_embedding_type, Registered):
         built_in["position_embedding_type"] = "rope" if config.rotary_kind else "none"
     space = model_space(replace(config, **built_in), chunks[0].vocab_size)
-    usual = sum(math.prod(shape) for name, shape in space.shapes.items() if expert_of(name) is None)
+    usual = sum(math.prod(shape) for name, shape in space.shapes.items() if parse_name(name).expert is None)
     return of_built_in + 6.0 * tokens * (own.item() - usual)
 
 

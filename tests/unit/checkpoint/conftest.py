@@ -12,7 +12,7 @@ import torch
 
 from megalith.checkpoint import CheckpointContent
 from megalith.checkpoint.formats.torch_dist import (
-    Whole,
+    LocalTensor,
     dense,
     model_chunks,
     optimizer_chunks,
@@ -48,7 +48,7 @@ def build_content(seed: int = 0, *, dtype: torch.dtype = torch.bfloat16) -> Chec
     placements = {name: placement for name, (_, placement) in SHAPES.items()}
     parameters = {name: torch.randn(shape, generator=generator).to(dtype) for name, (shape, _) in SHAPES.items()}
     states = [
-        Whole(f"{state}.{name}", torch.randn(shape, generator=generator))
+        LocalTensor(f"{state}.{name}", torch.randn(shape, generator=generator))
         for state in ("exp_avg", "exp_avg_sq", "fp32_param")
         for name, (shape, _) in SHAPES.items()
     ]

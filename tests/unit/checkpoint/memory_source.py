@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalith.checkpoint import CheckpointContent
 from megalith.checkpoint.content import Chunk, check_filled, fill
-from megalith.checkpoint.formats.torch_dist import Whole, optimizer_chunks, optimizer_common, weight_chunks
+from megalith.checkpoint.formats.torch_dist import LocalTensor, optimizer_chunks, optimizer_common, weight_chunks
 from megalith.checkpoint.model_space import model_space_of
 from megalith.checkpoint.sources.source import Contents, StoredTensor
 from megalith.registry import EMPTY, Registry
@@ -87,8 +87,10 @@ def model_source(
     space = model_space_of(args, "the test", registry)
     dtype = getattr(torch, args["params_dtype"])
 
-    def boxes(prefix: str) -> list[Whole]:
-        return [Whole(prefix + name, torch.randn(shape, generator=generator)) for name, shape in space.shapes.items()]
+    def boxes(prefix: str) -> list[LocalTensor]:
+        return [
+            LocalTensor(prefix + name, torch.randn(shape, generator=generator)) for name, shape in space.shapes.items()
+        ]
 
     chunks = weight_chunks(boxes(""), space.placements, space.stacking)
     for state in (["exp_avg", "exp_avg_sq"] + ["fp32_param"] * (dtype != torch.float32)) if states else []:

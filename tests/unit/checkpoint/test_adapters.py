@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalith.checkpoint import CheckpointContent, Chunk
 from megalith.checkpoint.formats.torch_dist import read_optimizer_common
-from megalith.checkpoint.sources.adapted import InPrecision, Repadded, WeightsOnly, over_vocabulary
+from megalith.checkpoint.sources.adapters import InPrecision, Repadded, WeightsOnly, has_vocabulary_rows
 from megalith.checkpoint.sources.source import Source
 
 from .memory_source import ARGS, GPT2, model_source
@@ -59,16 +59,16 @@ def test_other_tensors_are_not_padded() -> None:
     held = model_source()
     source = Repadded(held, 64)
     for key, stored in source.contents().tensors.items():
-        if not over_vocabulary(key):
+        if not has_vocabulary_rows(key):
             assert stored == held.contents().tensors[key]
-    assert [key for key in held.tensors if over_vocabulary(key)] == [
+    assert [key for key in held.tensors if has_vocabulary_rows(key)] == [
         *(prefix + name for prefix in ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.") for name in _BOTH)
     ]
 
 
 @pytest.mark.parametrize("key", ["output_layer.bias", "lm_head.output_layer.bias", "lm_head.output_layer.weight"])
 def test_output_layers_of_bert_and_t5_have_the_rows_of_the_vocabulary(key: str) -> None:
-    assert over_vocabulary(key) and over_vocabulary(f"optimizer.state.exp_avg.{key}")
+    assert has_vocabulary_rows(key) and has_vocabulary_rows(f"optimizer.state.exp_avg.{key}")
 
 
 _BOTH = (EMBEDDING, OUTPUT)

@@ -15,9 +15,9 @@ import torch
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
 from megalith.checkpoint.formats.megatron_names import parse_name
-from megalith.checkpoint.formats.torch_dist import Whole, model_chunks, read_optimizer_common, weight_chunks
-from megalith.checkpoint.model_space import ModelSpace, division_of, model_space_of
-from megalith.checkpoint.sources.bucket_space import registered
+from megalith.checkpoint.formats.torch_dist import LocalTensor, model_chunks, read_optimizer_common, weight_chunks
+from megalith.checkpoint.model_space import ModelSpace, model_space_of, parallel_layout
+from megalith.checkpoint.sources.bucket_space import registration_order
 from megalith.errors import CheckpointError
 from megalith.nn.placement import local_part
 
@@ -60,7 +60,7 @@ def save(folder: Path, *, tp: int, pp: int, ep: int, etp: int, scale: float | No
     sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
     args = {**ARGS, **sizes, **args}
     space = model_space_of(args, "test")
-    division, state = division_of(args, space.num_layers, "test"), state_of(space)
+    division, state = parallel_layout(args, space.num_layers, "test"), state_of(space)
     weights = [(name, tensor, space.placements[name]) for name, tensor in state.items()]
     chunks, objects = model_chunks(weights, space.stacking), dict[str, Any]()
 
@@ -68,7 +68,7 @@ def save(folder: Path, *, tp: int, pp: int, ep: int, etp: int, scale: float | No
         return [name for name in space.names_of(division, stage, expert)[0] if name not in space.buffers]
 
     def write(prefix: str, names: list[str], size: int, rank: int) -> None:
-        order = registered(
+        order = registration_order(
             names,
             fused=args.get("transformer_impl") == "transformer_engine",
             grouped=bool(args.get("moe_grouped_gemm")),
@@ -106,7 +106,7 @@ def check(folder: Path, *, verify: bool = True, **args: Any) -> DirectoryStore:
     wanted, found = [], []
     for name, tensor in state_of(space).items():
         for number, kind in enumerate(("fp32_param", "exp_avg", "exp_avg_sq")):
-            (like,) = weight_chunks([Whole(name, tensor)], space.placements, space.stacking)
+            (like,) = weight_chunks([LocalTensor(name, tensor)], space.placements, space.stacking)
             key = f"optimizer.state.{kind}.{like.key}"
             found.append(Chunk(key, torch.full_like(like.tensor, -1.0), like.offset, like.global_shape))
             wanted.append(like.tensor + 1000 * number)
@@ -167,7 +167,7 @@ def test_what_cannot_be_placed_is_refused_and_the_weights_load(tmp_path: Path, a
     vars(common["args"]).update(args)
     torch.save(common, store.folder(1) / "common.pt")
     held = store.contents(1)
-    assert len(held.left_out) == 1 and "--no-load-optim" in held.left_out[0]
+    assert len(held.unreadable) == 1 and "--no-load-optim" in held.unreadable[0]
     assert not any(key.startswith("optimizer.state.") for key in held.tensors)
     with pytest.raises(CheckpointError, match=said):
         check(tmp_path / "whole", verify=False)
@@ -186,7 +186,7 @@ def test_latent_attention_of_transformer_engine_has_norms_where_the_files_say() 
         )
     ]
     keys = ["decoder.layers.self_attention.linear_kv_up_proj.layer_norm_weight"]
-    within = registered(names, fused=True, grouped=True, keys=keys)
+    within = registration_order(names, fused=True, grouped=True, keys=keys)
     assert within == [names[0], names[2], names[1], *names[3:]]
-    assert registered(names, fused=True, grouped=True, keys=()) == names
-    assert registered(names, fused=False, grouped=False, keys=keys) == names
+    assert registration_order(names, fused=True, grouped=True, keys=()) == names
+    assert registration_order(names, fused=False, grouped=False, keys=keys) == names

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
-from megalith.checkpoint.convert import Wanted, convert, divided_args
+from megalith.checkpoint.convert import ConversionOptions, convert, divided_args
 from megalith.checkpoint.diff import compared, tensor_differences
 from megalith.checkpoint.files.folder import CheckpointFolder
 from megalith.checkpoint.files.safe_loading import load_tensors_and_plain_data, read_metadata
-from megalith.checkpoint.sources.adapted import args_of
+from megalith.checkpoint.sources.adapters import args_of
 from megalith.checkpoint.sources.source import Source, open_source
 from megalith.checkpoint.store.store import locate
 from megalith.checkpoint.writers.huggingface import Export, export
@@ -76,8 +76,8 @@ class Form:
         return f"{self.format}-tp{self.tp}pp{self.pp}"
 
     @property
-    def wanted(self) -> Wanted:
-        return Wanted(format=self.format, tp=self.tp, pp=self.pp)
+    def wanted(self) -> ConversionOptions:
+        return ConversionOptions(format=self.format, tp=self.tp, pp=self.pp)
 
 
 FORMS = [Form(*form) for form in product(("torch_dist", "torch"), (1, 2, 4), (1, 2, 4))]
@@ -133,14 +133,14 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
 def test_experts_are_divided_over_ranks_and_put_together_again(form: str, mixture: Path, tmp_path: Path) -> None:
     """With the second optimizer that Megatron has for experts that are spread."""
-    spread = convert(mixture, tmp_path / "spread", Wanted(format=form, tp=2, pp=2, ep=2)).path
+    spread = convert(mixture, tmp_path / "spread", ConversionOptions(format=form, tp=2, pp=2, ep=2)).path
     assert differences(mixture, spread) == []
     common = open_source(spread).common()
     assert (args_of(common)["expert_model_parallel_size"], set(common["optimizer"])) == (2, {0, 1})
     assert [group["is_expert_parallel"] for group in common["optimizer"][1]["optimizer"]["param_groups"]] == [True]
-    again = convert(spread, tmp_path / "again", Wanted(format=form, tp=1, pp=1)).path
+    again = convert(spread, tmp_path / "again", ConversionOptions(format=form, tp=1, pp=1)).path
     assert args_of(open_source(again).common())["expert_model_parallel_size"] == 2, "by default that of the source"
-    together = convert(again, tmp_path / "together", Wanted(ep=1)).path
+    together = convert(again, tmp_path / "together", ConversionOptions(ep=1)).path
     assert differences(mixture, together) == []
     assert set(open_source(together).common()["optimizer"]) == {"optimizer"}
 
@@ -159,7 +159,7 @@ def test_norms_have_the_keys_of_the_modules_that_megatron_has(modules: str, tmp_
 
 
 def test_each_expert_rank_has_files_with_its_own_experts(mixture: Path, tmp_path: Path) -> None:
-    made = convert(mixture, tmp_path / "a", Wanted(format="torch", ep=4)).path
+    made = convert(mixture, tmp_path / "a", ConversionOptions(format="torch", ep=4)).path
     folders = [f"mp_rank_00_{rank:03d}" for rank in range(4)]
     assert sorted(path.name for path in made.iterdir() if path.is_dir()) == folders
     experts = whole(open_source(locate(mixture)), "decoder.layers.mlp.experts.experts.linear_fc2.weight")
@@ -168,7 +168,7 @@ def test_each_expert_rank_has_files_with_its_own_experts(mixture: Path, tmp_path
         own = [name for name in model if ".layers.1." in name and name.endswith("linear_fc2.weight")]
         assert own == ["decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight"]
         assert torch.equal(model[own[0]], experts[1, rank])
-    written_files = convert(mixture, tmp_path / "b", Wanted(ep=4)).path
+    written_files = convert(mixture, tmp_path / "b", ConversionOptions(ep=4)).path
     assert len(list(written_files.glob("__*_0.distcp"))) == 4
 
 
@@ -183,19 +183,19 @@ def test_experts_that_cannot_be_divided(
     model: str, ep: int, said: str, models: dict[str, Path], mixture: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(LayoutError, match=said):
-        convert({**models, "mixture": mixture}[model], tmp_path, Wanted(ep=ep))
+        convert({**models, "mixture": mixture}[model], tmp_path, ConversionOptions(ep=ep))
 
 
 def test_layers_that_cannot_be_divided(models: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="4 layers.*--pp 3.* 1, 2, 4"):
-        convert(models["llama"], tmp_path, Wanted(pp=3))
+        convert(models["llama"], tmp_path, ConversionOptions(pp=3))
 
 
 def test_tokens_are_not_left_out(tmp_path: Path) -> None:
     facts = {"megalith_version": "0", "created": "", "tokenizer": {"vocab_size": 45}}
     write_torch_dist(model_source(), tmp_path / "a" / "iter_0000007", facts=facts, files={}, publish=lambda: None)
     with pytest.raises(CheckpointError, match="--true-vocab-size 44 .*45"):
-        convert(tmp_path / "a", tmp_path / "b", Wanted(true_vocab_size=44))
+        convert(tmp_path / "a", tmp_path / "b", ConversionOptions(true_vocab_size=44))
 
 
 PADDED: dict[str, Any] = {**ARGS, "make_vocab_size_divisible_by": 8}
@@ -211,7 +211,7 @@ def padded_for_one_rank(save: Path, **facts: Any) -> MemorySource:
 
 def test_the_tokens_of_the_tokenizer_are_padded_for_the_target(tmp_path: Path) -> None:
     source = padded_for_one_rank(tmp_path / "a", tokenizer={"vocab_size": 42})
-    made = convert(tmp_path / "a", tmp_path / "b", Wanted(tp=4, format="torch"))
+    made = convert(tmp_path / "a", tmp_path / "b", ConversionOptions(tp=4, format="torch"))
     found = open_source(made.path)
     assert args_of(found.common())["padded_vocab_size"] == 64
     assert any("64" in note and "48" in note for note in made.notes)
@@ -220,7 +220,7 @@ def test_the_tokens_of_the_tokenizer_are_padded_for_the_target(tmp_path: Path) -
         found.read(CheckpointContent([Chunk(key, whole, (0, 0), (64, 16))]))
         assert torch.equal(whole[:48], source.tensors[key])
         assert torch.equal(whole[48:], source.tensors[key][-1:].expand(16, 16))  # as the padding that was trained
-    convert(tmp_path / "b", tmp_path / "c", Wanted(tp=1))
+    convert(tmp_path / "b", tmp_path / "c", ConversionOptions(tp=1))
     assert args_of(open_source(locate(tmp_path / "c")).common())["padded_vocab_size"] == 48
     assert differences(tmp_path / "a", tmp_path / "c") == []
 
@@ -237,13 +237,13 @@ def test_the_tokens_of_the_tokenizer_are_padded_for_the_target(tmp_path: Path) -
 )
 def test_rows_that_are_not_known_to_be_padding_are_kept(facts: dict[str, Any], hinted: bool, tmp_path: Path) -> None:
     padded_for_one_rank(tmp_path / "a", **facts)
-    made = convert(tmp_path / "a", tmp_path / "b", Wanted(tp=4))
+    made = convert(tmp_path / "a", tmp_path / "b", ConversionOptions(tp=4))
     assert args_of(open_source(made.path).common())["padded_vocab_size"] == 48
     assert any("--true-vocab-size" in note for note in made.notes) == hinted
 
 
 def test_the_chunks_of_a_layout_are_those_that_its_ranks_hold(models: dict[str, Path], tmp_path: Path) -> None:
-    made = convert(models["gpt2"], tmp_path, Wanted(tp=2, pp=2)).path
+    made = convert(models["gpt2"], tmp_path, ConversionOptions(tp=2, pp=2)).path
     tensors = open_source(made).contents().tensors
     assert tensors["embedding.word_embeddings.weight"].chunks == 2
     assert tensors["decoder.layers.mlp.linear_fc1.weight"].chunks == 8
@@ -252,7 +252,7 @@ def test_the_chunks_of_a_layout_are_those_that_its_ranks_hold(models: dict[str, 
 
 
 def test_the_tracker_and_the_manifest_tell_of_the_result(models: dict[str, Path], tmp_path: Path) -> None:
-    convert(models["gpt2"], tmp_path, Wanted(tp=2))
+    convert(models["gpt2"], tmp_path, ConversionOptions(tp=2))
     store = DirectoryStore(tmp_path)
     assert store.latest() == 7 and store.verify(7) == []
     manifest = store.manifest(7)
@@ -262,7 +262,7 @@ def test_the_tracker_and_the_manifest_tell_of_the_result(models: dict[str, Path]
 
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
 def test_without_the_optimizer(form: str, models: dict[str, Path], tmp_path: Path) -> None:
-    made = convert(models["llama-bf16"], tmp_path, Wanted(format=form, optimizer=False)).path
+    made = convert(models["llama-bf16"], tmp_path, ConversionOptions(format=form, optimizer=False)).path
     source = open_source(made)
     assert not [key for key in source.contents().tensors if key.startswith("optimizer.")]
     assert "optimizer" not in source.common() and "opt_param_scheduler" not in source.common()
@@ -271,37 +271,37 @@ def test_without_the_optimizer(form: str, models: dict[str, Path], tmp_path: Pat
 
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
 def test_another_dtype(form: str, models: dict[str, Path], tmp_path: Path) -> None:
-    convert(models["llama-bf16"], tmp_path / "fp32", Wanted(format=form, dtype="float32"))
+    convert(models["llama-bf16"], tmp_path / "fp32", ConversionOptions(format=form, dtype="float32"))
     source = open_source(locate(tmp_path / "fp32"))
     main = whole(open_source(locate(models["llama-bf16"])), "optimizer.state.fp32_param.output_layer.weight")
     assert torch.equal(whole(source, "output_layer.weight"), main)
-    convert(tmp_path / "fp32", tmp_path / "back", Wanted(format=form, dtype="bfloat16"))
+    convert(tmp_path / "fp32", tmp_path / "back", ConversionOptions(format=form, dtype="bfloat16"))
     assert differences(models["llama-bf16"], tmp_path / "back") == []
 
 
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
 def test_the_vocabulary_is_padded_anew_and_back(form: str, models: dict[str, Path], tmp_path: Path) -> None:
     """43 tokens: 48 rows in multiples of 8 on one rank, 64 on four."""
-    made = convert(models["llama"], tmp_path / "four", Wanted(format=form, tp=4, true_vocab_size=43))
+    made = convert(models["llama"], tmp_path / "four", ConversionOptions(format=form, tp=4, true_vocab_size=43))
     assert made.notes == ["the vocabulary is padded to 64 rows instead of 48"]
     rows = whole(open_source(made.path), "output_layer.weight")
     assert rows.shape == (64, 16) and not rows[48:].any()
-    convert(tmp_path / "four", tmp_path / "back", Wanted(tp=1, true_vocab_size=43))
+    convert(tmp_path / "four", tmp_path / "back", ConversionOptions(tp=1, true_vocab_size=43))
     assert differences(models["llama"], tmp_path / "back") == []
 
 
 def test_a_checkpoint_without_optimizer_is_converted_and_said_to_have_none(tmp_path: Path) -> None:
     save = written(model_source(states=False), tmp_path / "a")
-    made = convert(save, tmp_path / "b", Wanted())
+    made = convert(save, tmp_path / "b", ConversionOptions())
     assert made.notes == ["the checkpoint has no optimizer state: the result is weights only"]
 
 
 def test_release(models: dict[str, Path], tmp_path: Path) -> None:
-    made = convert(models["llama"], tmp_path, Wanted(format="torch", optimizer=False, release=True))
+    made = convert(models["llama"], tmp_path, ConversionOptions(format="torch", optimizer=False, release=True))
     assert made.path == tmp_path / "release"
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert locate(tmp_path) == tmp_path / "release"
-    again = convert(tmp_path, tmp_path / "again", Wanted(tp=2))
+    again = convert(tmp_path, tmp_path / "again", ConversionOptions(tp=2))
     assert again.path == tmp_path / "again" / "release"
 
 
@@ -311,7 +311,7 @@ def test_the_tokenizer_and_what_a_resume_compares_go_along(form: str, tmp_path: 
     facts = {"megalith_version": "0", "created": "", **kept}
     final = tmp_path / "a" / "iter_0000007"
     write_torch_dist(model_source(), final, facts=facts, files={"vocab.json": b"{}"}, publish=lambda: None)
-    folder = CheckpointFolder(convert(tmp_path / "a", tmp_path / "b", Wanted(format=form, tp=2)).path)
+    folder = CheckpointFolder(convert(tmp_path / "a", tmp_path / "b", ConversionOptions(format=form, tp=2)).path)
     manifest = folder.manifest()
     assert manifest is not None and {name: manifest[name] for name in kept} == kept
     assert folder.read_file("vocab.json") == b"{}" and "vocab.json" in manifest["files"]
@@ -355,18 +355,18 @@ def test_the_args_of_another_layout() -> None:
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
-        convert(tmp_path / "nowhere", tmp_path / "b", Wanted())
+        convert(tmp_path / "nowhere", tmp_path / "b", ConversionOptions())
 
 
 def test_a_folder_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(CheckpointError, match=r"iter_0000000.*notes\.txt"):
-        convert(tmp_path, tmp_path / "b", Wanted())
+        convert(tmp_path, tmp_path / "b", ConversionOptions())
 
 
 def test_an_iteration_that_is_not_there(models: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="iteration 8.* 7"):
-        convert(models["llama"], tmp_path, Wanted(), iteration=8)
+        convert(models["llama"], tmp_path, ConversionOptions(), iteration=8)
 
 
 @pytest.mark.parametrize(("form", "lost"), [("torch_dist", "__1_0.distcp"), ("torch", "mp_rank_01/model_optim_rng.pt")])
@@ -374,21 +374,21 @@ def test_an_iteration_that_is_not_there(models: dict[str, Path], tmp_path: Path)
 def test_a_folder_that_was_copied_in_part(
     form: str, lost: str, with_manifest: bool, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    made = convert(models["gpt2"], tmp_path / "a", Wanted(format=form, tp=2)).path
+    made = convert(models["gpt2"], tmp_path / "a", ConversionOptions(format=form, tp=2)).path
     (made / lost).unlink()
     if not with_manifest:
         (made / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=f"{lost} is missing"):
-        convert(tmp_path / "a", tmp_path / "b", Wanted())
+        convert(tmp_path / "a", tmp_path / "b", ConversionOptions())
     assert not list((tmp_path / "b").glob("*"))
 
 
 def test_a_missing_rank_folder_is_named(models: dict[str, Path], tmp_path: Path) -> None:
-    made = convert(models["gpt2"], tmp_path / "a", Wanted(format="torch", tp=2, pp=2)).path
+    made = convert(models["gpt2"], tmp_path / "a", ConversionOptions(format="torch", tp=2, pp=2)).path
     shutil.rmtree(made / "mp_rank_01_000")
     (made / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="(?s)2.*mp_rank_01_000/"):
-        convert(tmp_path / "a", tmp_path / "b", Wanted())
+        convert(tmp_path / "a", tmp_path / "b", ConversionOptions())
 
 
 def test_a_changed_byte_is_found_before_anything_is_written(models: dict[str, Path], tmp_path: Path) -> None:
@@ -399,38 +399,38 @@ def test_a_changed_byte_is_found_before_anything_is_written(models: dict[str, Pa
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"__0_1\.distcp"):
-        convert(save, tmp_path / "b", Wanted())
+        convert(save, tmp_path / "b", ConversionOptions())
 
 
 def test_a_vocabulary_that_does_not_divide(tmp_path: Path) -> None:
     save = written(model_source({**ARGS, "padded_vocab_size": 45}), tmp_path / "a")
     with pytest.raises(CheckpointError, match="45.*--tp 2.*--true-vocab-size"):
-        convert(save, tmp_path / "b", Wanted(tp=2))
+        convert(save, tmp_path / "b", ConversionOptions(tp=2))
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(3, 1), (1, 3)])
 def test_a_layout_that_does_not_divide(tp: int, pp: int, models: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises((CheckpointError, LayoutError), match="divide"):
-        convert(models["gpt2"], tmp_path / "b", Wanted(tp=tp, pp=pp))
+        convert(models["gpt2"], tmp_path / "b", ConversionOptions(tp=tp, pp=pp))
     assert not list(tmp_path.glob("b/*"))
 
 
 def test_nonsense_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        convert(tmp_path, tmp_path, Wanted(format="zarr", tp=0, dtype="fp8", true_vocab_size=0))
+        convert(tmp_path, tmp_path, ConversionOptions(format="zarr", tp=0, dtype="fp8", true_vocab_size=0))
     assert [text.split()[0] for text in caught.value.violations] == ["--format", "--dtype", "--tp", "--true-vocab-size"]
 
 
 def test_the_source_is_never_replaced(models: dict[str, Path]) -> None:
     with pytest.raises(CheckpointError, match="is the checkpoint to convert; give another folder"):
-        convert(models["gpt2"], models["gpt2"], Wanted(tp=2, replace=True))
+        convert(models["gpt2"], models["gpt2"], ConversionOptions(tp=2, replace=True))
 
 
 def test_what_is_there_is_replaced_only_when_that_is_said(models: dict[str, Path], tmp_path: Path) -> None:
-    convert(models["gpt2"], tmp_path, Wanted())
+    convert(models["gpt2"], tmp_path, ConversionOptions())
     with pytest.raises(CheckpointError, match="--replace"):
-        convert(models["llama"], tmp_path, Wanted())
-    convert(models["llama"], tmp_path, Wanted(replace=True))
+        convert(models["llama"], tmp_path, ConversionOptions())
+    convert(models["llama"], tmp_path, ConversionOptions(replace=True))
     assert differences(models["llama"], tmp_path) == []
 
 
@@ -447,7 +447,7 @@ def test_optimizer_state_that_no_group_has_is_not_lost(tmp_path: Path) -> None:
     del common["optimizer"]["param_groups"][1]
     save = written(MemorySource(source.tensors, common), tmp_path / "a")
     with pytest.raises(CheckpointError, match=r"(?s)optimizer.*decoder\.final_layernorm\.weight"):
-        convert(save, tmp_path / "b", Wanted(format="torch"))
+        convert(save, tmp_path / "b", ConversionOptions(format="torch"))
 
 
 def test_groups_of_older_checkpoints_are_converted_to_those_that_megatron_looks_for(tmp_path: Path) -> None:
@@ -457,7 +457,7 @@ def test_groups_of_older_checkpoints_are_converted_to_those_that_megatron_looks_
     plain, without = common["optimizer"]["param_groups"]
     old = [{**plain, "is_decoupled_lr": False}, {**without, "lr_mult": 0.5}, {**plain, "is_decoupled_lr": True}]
     common["optimizer"]["param_groups"] = old
-    made = convert(written(MemorySource(source.tensors, common), tmp_path / "a"), tmp_path / "b", Wanted())
+    made = convert(written(MemorySource(source.tensors, common), tmp_path / "a"), tmp_path / "b", ConversionOptions())
     groups = open_source(made.path).common()["optimizer"]["param_groups"]
     keys = ("wd_mult", "max_lr", "min_lr", "lr_mult", "is_decoupled_lr", "default_config")
     assert [tuple(group[key] for key in keys) for group in groups] == [
@@ -475,11 +475,11 @@ def test_files_by_rank_keep_the_groups_of_a_decoupled_rate(tmp_path: Path) -> No
     apart = {**plain, "max_lr": 5e-4, "default_config": False}
     common["optimizer"]["param_groups"] = [{**plain, "max_lr": 1e-3}, without, apart]
     save = written(MemorySource(source.tensors, common), tmp_path / "a")
-    made = convert(save, tmp_path / "b", Wanted(format="torch"))
+    made = convert(save, tmp_path / "b", ConversionOptions(format="torch"))
     groups = load_tensors_and_plain_data(made.path / "mp_rank_00/model_optim_rng.pt")["optimizer"]["param_groups"]
     assert [(group["wd_mult"], group.get("max_lr")) for group in groups] == [(1.0, 1e-3), (1.0, 5e-4), (0.0, 1e-3)]
     assert len(groups[1]["params"]) == 1  # the tied embedding
-    convert(tmp_path / "b", tmp_path / "c", Wanted(format="torch_dist"))
+    convert(tmp_path / "b", tmp_path / "c", ConversionOptions(format="torch_dist"))
     assert differences(save, tmp_path / "c") == []
 
 
@@ -491,7 +491,7 @@ def test_groups_that_files_by_rank_cannot_tell_apart_are_refused(tmp_path: Path)
     groups.insert(1, {**groups[0], "lr_mult": 0.5})
     save = written(MemorySource(source.tensors, common), tmp_path / "a")
     with pytest.raises(CheckpointError, match="--use-mup.*--format torch_dist"):
-        convert(save, tmp_path / "b", Wanted(format="torch"))
+        convert(save, tmp_path / "b", ConversionOptions(format="torch"))
     assert not any((tmp_path / "b").glob("iter_*"))
 
 
@@ -506,7 +506,7 @@ def test_an_interrupted_conversion_leaves_nothing(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(models["gpt2"], tmp_path, Wanted(), on_read=stop)
+        convert(models["gpt2"], tmp_path, ConversionOptions(), on_read=stop)
     assert not list(tmp_path.glob("*")) and not list(tmp_path.glob(".*"))
 
 

@@ -14,9 +14,9 @@ from megalith.checkpoint.diff import (
     TensorDifference,
     compared,
     difference,
-    in_one_precision,
     state_differences,
     tensor_differences,
+    with_equal_precision,
 )
 
 from .memory_source import ARGS, GPT2, MemorySource, model_source
@@ -111,7 +111,7 @@ def test_weights_in_fp32_are_compared_with_main_parameters(dtype: str, place: in
     pair[place] = half
 
     def differing() -> list[str]:
-        *sources, shown = in_one_precision(*pair)
+        *sources, shown = with_equal_precision(*pair)
         assert shown == place
         one, other = (compared(source, weights=True) for source in sources)
         return [item.name for item in tensor_differences(one, other) if not item.is_none]
@@ -125,7 +125,7 @@ def test_weights_of_one_precision_are_compared_as_they_are() -> None:
     half, bare = model_source({**ARGS, "params_dtype": "float16"}), model_source(states=False)
     rounded = model_source({**ARGS, "params_dtype": "float16"}, states=False)
     for one, other in ((half, half), (bare, bare), (bare, rounded)):
-        assert in_one_precision(one, other) == (one, other, None)
+        assert with_equal_precision(one, other) == (one, other, None)
 
 
 def test_another_padding_is_said_and_the_common_rows_compared() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.files import hashing
-from megalith.checkpoint.files.hashing import FileRecord, HashedReading, ReadThrough, hash_files
+from megalith.checkpoint.files.hashing import FileRecord, HashingFileReader, HashingReader, hash_files
 from megalith.errors import DamagedCheckpointError
 from megalith.train.checkpoint_fit import find_checkpoint
 
@@ -39,7 +39,7 @@ def test_any_parts_of_a_file_and_its_hash(tmp_path: Path, size: int) -> None:
     path.write_bytes(data)
     for _ in range(20):
         with path.open("rb") as file:
-            reading = HashedReading(file.fileno(), size)
+            reading = HashingFileReader(file.fileno(), size)
             for _ in range(draw.randrange(6)):
                 start = draw.randrange(size + 1)
                 view = bytearray(draw.randrange(size - start + 1))
@@ -55,7 +55,7 @@ def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path.write_bytes(bytes(3_000_000))
     preadv = os.preadv
     monkeypatch.setattr(hashing.os, "preadv", lambda *args: taken.append(preadv(*args)) or taken[-1])
-    through = ReadThrough(tmp_path, {"file": FileRecord(3_000_000, "")})
+    through = HashingReader(tmp_path, {"file": FileRecord(3_000_000, "")})
     with path.open("rb") as file, through.reading("file", file.fileno()) as reading:
         for start in (100, 1_000_000, 2_500_000):
             reading.read(memoryview(bytearray(400_000)), start)
@@ -66,7 +66,7 @@ def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(50))
     with (tmp_path / "file").open("rb") as file, pytest.raises(EOFError, match="byte 50"):
-        reading = HashedReading(file.fileno(), 60)
+        reading = HashingFileReader(file.fileno(), 60)
         with closing(reading):
             reading.record()
 
@@ -75,9 +75,9 @@ def test_files_that_nothing_is_read_from_are_hashed_too(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(name.encode() * 100)
     expected = {name: record_of(tmp_path / name) for name in ("a", "b")}
-    assert ReadThrough(tmp_path, expected).problems() == []
+    assert HashingReader(tmp_path, expected).problems() == []
     (tmp_path / "b").write_bytes(b"c" * 100)
-    through = ReadThrough(tmp_path, expected)
+    through = HashingReader(tmp_path, expected)
     with (tmp_path / "a").open("rb") as file, through.reading("a", file.fileno()) as reading:
         reading.read(memoryview(bytearray(10)), 20)
     assert through.problems() == [f"{tmp_path / 'b'} has changed since it was saved: its hash differs"]
@@ -116,6 +116,6 @@ def test_what_was_hashed_by_a_load_is_not_hashed_again(
     store.save(10, make_content(10), {})
     store.load(10, make_content(0))
     monkeypatch.setattr("megalith.checkpoint.files.manifest.hash_files", None)
-    monkeypatch.setattr("megalith.checkpoint.files.folder.ReadThrough", None)
+    monkeypatch.setattr("megalith.checkpoint.files.folder.HashingReader", None)
     assert store.verify(10) == []
     store.load(10, make_content(0))

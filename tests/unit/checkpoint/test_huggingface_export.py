@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
-from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.convert import ConversionOptions, convert
 from megalith.checkpoint.formats.torch_dist import model_chunks, stacking_of
 from megalith.checkpoint.sources.huggingface import HuggingFaceSource
-from megalith.checkpoint.writers.huggingface import Export, Weights, bytes_of_size, export
+from megalith.checkpoint.writers.huggingface import ExportOptions, Weights, bytes_of_size, export
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.gpt import GPT
@@ -33,7 +33,7 @@ def saved(tmp_path: Path) -> Path:
     """A save folder with the weights of a Hugging Face folder, `hf`, and its tokenizer."""
     write_folder(tmp_path / "hf")
     write_tokenizer(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "saved", Wanted(release=True))
+    convert(tmp_path / "hf", tmp_path / "saved", ConversionOptions(release=True))
     return tmp_path / "saved"
 
 
@@ -45,8 +45,8 @@ def _files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_weights_there_and_back(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     write_folder(tmp_path / "hf", kind, GPT2 if kind == "gpt2" else LLAMA, dtype=dtype)
-    convert(tmp_path / "hf", tmp_path / "saved", Wanted(release=True))
-    made = export(tmp_path / "saved", tmp_path / "out", Export())
+    convert(tmp_path / "hf", tmp_path / "saved", ConversionOptions(release=True))
+    made = export(tmp_path / "saved", tmp_path / "out", ExportOptions())
     assert made.family.model_type == kind and made.shards == 1
     assert _files(tmp_path / "out")["model.safetensors"] == _files(tmp_path / "hf")["model.safetensors"]
     was, now = (json.loads(_files(tmp_path / name)["config.json"]) for name in ("hf", "out"))
@@ -55,7 +55,7 @@ def test_weights_there_and_back(tmp_path: Path, kind: str, dtype: torch.dtype) -
 
 def test_from_a_hugging_face_folder_itself(tmp_path: Path) -> None:
     weights = write_folder(tmp_path / "hf", shards=3)
-    export(tmp_path / "hf", tmp_path / "out", Export())
+    export(tmp_path / "hf", tmp_path / "out", ExportOptions())
     found = load_file(tmp_path / "out/model.safetensors")
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
@@ -64,12 +64,12 @@ def test_mixed_dtypes_keep_their_order(tmp_path: Path) -> None:
     weights = write_folder(tmp_path / "a", dtype=torch.bfloat16)
     weights |= {name: tensor.float() for name, tensor in weights.items() if "norm" in name}
     write_folder(tmp_path / "hf", weights=weights, dtype=torch.bfloat16)
-    export(tmp_path / "hf", tmp_path / "out", Export())
+    export(tmp_path / "hf", tmp_path / "out", ExportOptions())
     assert _files(tmp_path / "out")["model.safetensors"] == _files(tmp_path / "hf")["model.safetensors"]
 
 
 def test_the_tokenizer_and_the_config_come_along(saved: Path, tmp_path: Path) -> None:
-    made = export(saved, tmp_path / "out", Export())
+    made = export(saved, tmp_path / "out", ExportOptions())
     files = _files(tmp_path / "out")
     names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     assert set(files) == names
@@ -81,7 +81,7 @@ def test_the_tokenizer_and_the_config_come_along(saved: Path, tmp_path: Path) ->
 
 def test_shards(saved: Path, tmp_path: Path) -> None:
     limit = 4096
-    made = export(saved, tmp_path / "out", Export(max_shard_size=str(limit)))
+    made = export(saved, tmp_path / "out", ExportOptions(max_shard_size=str(limit)))
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     count = len(files)
@@ -100,7 +100,7 @@ def test_shards(saved: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_another_dtype(saved: Path, tmp_path: Path, dtype: str) -> None:
-    export(saved, tmp_path / "out", Export(dtype=dtype))
+    export(saved, tmp_path / "out", ExportOptions(dtype=dtype))
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["torch_dtype"] == dtype
     weights, wanted = load_file(tmp_path / "out/model.safetensors"), load_file(tmp_path / "hf/model.safetensors")
@@ -124,7 +124,7 @@ def _trained(folder: Path, rows: int, manifest: dict[str, Any], **args: Any) -> 
 def test_padding_is_left_out(tmp_path: Path) -> None:
     write_folder(tmp_path / "hf")
     _trained(tmp_path, 64, {"tokenizer": {"vocab_size": 41, "special": {"eod": 40}}})
-    made = export(tmp_path / "trained", tmp_path / "out", Export())
+    made = export(tmp_path / "trained", tmp_path / "out", ExportOptions())
     assert made.notes[0] == "the vocabulary has 41 rows: 23 rows of padding are left out"
     assert "no files of a tokenizer" in made.notes[1]
     weights = load_file(tmp_path / "out/model.safetensors")
@@ -132,25 +132,25 @@ def test_padding_is_left_out(tmp_path: Path) -> None:
     assert torch.equal(weights["lm_head.weight"][:, 0], torch.arange(41.0))
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["vocab_size"], config["eos_token_id"]) == (41, 40)
-    made = export(tmp_path / "trained", tmp_path / "more", Export(true_vocab_size=50))
+    made = export(tmp_path / "trained", tmp_path / "more", ExportOptions(true_vocab_size=50))
     assert made.vocab_size == 50
     with pytest.raises(CheckpointError, match="--true-vocab-size 65 .*64"):
-        export(tmp_path / "trained", tmp_path / "none", Export(true_vocab_size=65))
+        export(tmp_path / "trained", tmp_path / "none", ExportOptions(true_vocab_size=65))
 
 
 def test_padding_that_nobody_knows_of_is_kept_and_said(tmp_path: Path) -> None:
     write_folder(tmp_path / "hf")
     _trained(tmp_path, 64, {})
-    made = export(tmp_path / "trained", tmp_path / "out", Export())
+    made = export(tmp_path / "trained", tmp_path / "out", ExportOptions())
     assert made.vocab_size == 64 and "--true-vocab-size N" in made.notes[0]
 
 
 def test_a_family_of_choice(saved: Path, tmp_path: Path) -> None:
-    made = export(saved, tmp_path / "out", Export(model_type="mistral"))
+    made = export(saved, tmp_path / "out", ExportOptions(model_type="mistral"))
     assert made.family.architecture == "MistralForCausalLM"
     assert HuggingFaceSource(tmp_path / "out").about.model == HuggingFaceSource(tmp_path / "hf").about.model
     with pytest.raises(CheckpointError, match="qwen3.*head_norm RMSNorm"):
-        export(saved, tmp_path / "none", Export(model_type="qwen3"))
+        export(saved, tmp_path / "none", ExportOptions(model_type="qwen3"))
     assert not (tmp_path / "none").exists()
 
 
@@ -164,8 +164,8 @@ def test_a_byte_level_tokenizer_needs_no_transformers(
     monkeypatch.setitem(sys.modules, "transformers", None)
     write_folder(tmp_path / "hf", kind, model)
     vocab_file, merge_file = train_byte_level_bpe([*TEXTS, "the cat sat on the mat"] * 3, 280, tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "saved", Wanted(release=True))
-    export(tmp_path / "saved", tmp_path / "out", Export())
+    convert(tmp_path / "hf", tmp_path / "saved", ConversionOptions(release=True))
+    export(tmp_path / "saved", tmp_path / "out", ExportOptions())
     files = _files(tmp_path / "out")
     assert {"vocab.json", "merges.txt", "tokenizer.json", "generation_config.json"} <= set(files)
     settings = json.loads(files["tokenizer_config.json"])
@@ -179,7 +179,7 @@ def test_a_byte_level_tokenizer_needs_no_transformers(
         assert (found.vocab_size, found.eod) == (reference.vocab_size, reference.eod)
         assert found.encode("a<|endoftext|>")[-1] == reference.eod
         (tmp_path / "out/tokenizer.json").unlink(missing_ok=True)
-    convert(tmp_path / "out", tmp_path / "again", Wanted(release=True))
+    convert(tmp_path / "out", tmp_path / "again", ConversionOptions(release=True))
     assert {"vocab.json", "merges.txt"} <= set(_files(tmp_path / "again/release"))
 
 
@@ -189,8 +189,8 @@ def test_converters_find_the_context_of_gpt2(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "hf/config.json").read_text())
     assert config.pop("n_ctx") == config["n_positions"]
     (tmp_path / "hf/config.json").write_text(json.dumps(config))
-    convert(tmp_path / "hf", tmp_path / "saved", Wanted(release=True))
-    export(tmp_path / "saved", tmp_path / "out", Export())
+    convert(tmp_path / "hf", tmp_path / "saved", ConversionOptions(release=True))
+    export(tmp_path / "saved", tmp_path / "out", ExportOptions())
     assert json.loads((tmp_path / "out/config.json").read_text()) == {**config, "n_ctx": config["n_positions"]}
 
 
@@ -201,15 +201,15 @@ def test_a_refusal_leaves_nothing(saved: Path, tmp_path: Path) -> None:
 
     before = sorted(tmp_path.iterdir())
     with pytest.raises(CheckpointError, match="other logits"):
-        export(saved, tmp_path / "out", Export(), check=refuse)
+        export(saved, tmp_path / "out", ExportOptions(), check=refuse)
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_nothing_is_overwritten(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    export(saved, tmp_path / "empty", Export())
+    export(saved, tmp_path / "empty", ExportOptions())
     with pytest.raises(CheckpointError, match="is there already"):
-        export(saved, tmp_path / "empty", Export())
+        export(saved, tmp_path / "empty", ExportOptions())
 
 
 def test_damage_is_found_first(saved: Path, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_damage_is_found_first(saved: Path, tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match="is damaged"):
-        export(saved, tmp_path / "out", Export())
+        export(saved, tmp_path / "out", ExportOptions())
     assert not (tmp_path / "out").exists()
 
 
@@ -234,13 +234,13 @@ def test_one_tensor_at_a_time(kind: str, model: ModelConfig, tmp_path: Path, mon
 
     monkeypatch.setattr(Weights, "read", counting)
     write_folder(tmp_path / "hf", kind, model)
-    made = export(tmp_path / "hf", tmp_path / "out", Export())
+    made = export(tmp_path / "hf", tmp_path / "out", ExportOptions())
     names = {part.parameter for tensor in made.family.tensors(model, VOCAB) for part in tensor.parts}
     assert sorted(reads) == sorted(names)
 
 
 def test_nonsense_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        export(tmp_path, tmp_path / "out", Export("int8", "5 parsecs", 0))
+        export(tmp_path, tmp_path / "out", ExportOptions("int8", "5 parsecs", 0))
     assert len(caught.value.violations) == 3
     assert [bytes_of_size(text) for text in ("5GB", "1.5 kb", "700")] == [5 * 10**9, 1500, 700]

@@ -12,7 +12,7 @@ import pytest
 from megalith.assemble.reading import saved_args
 from megalith.assemble.trained import load_trained
 from megalith.checkpoint import CheckpointContent, DirectoryStore, Retention
-from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.convert import ConversionOptions, convert
 from megalith.checkpoint.files.commit import begin_building
 from megalith.cli.checkpoint import run as checkpoint_command
 from megalith.errors import DamagedCheckpointError, NewerFormatError
@@ -61,8 +61,8 @@ def test_nothing_falls_past_it(store: DirectoryStore, tmp_path: Path, make_conte
         lambda: DirectoryStore(path).common(6),
         lambda: saved_args(path),
         lambda: load_trained(path, "cpu"),  # type: ignore[arg-type]
-        lambda: convert(path, tmp_path / "converted", Wanted()),
-        lambda: convert(path, tmp_path / "converted", Wanted(), verify=False),
+        lambda: convert(path, tmp_path / "converted", ConversionOptions()),
+        lambda: convert(path, tmp_path / "converted", ConversionOptions(), verify=False),
         lambda: checkpoint_command(["inspect", str(path)]),
         lambda: checkpoint_command(["diff", str(store.folder(3)), str(path)]),
     ]

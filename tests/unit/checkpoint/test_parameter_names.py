@@ -25,9 +25,9 @@ from megalith.checkpoint.formats.megatron_names import (
 )
 from megalith.checkpoint.formats.megatron_optimizer import members
 from megalith.checkpoint.formats.per_rank_layout import of_experts
-from megalith.checkpoint.formats.torch_dist import Stacking, dense, is_extra_state, is_of_experts, stays_fp32
-from megalith.checkpoint.sources.adapted import Upcycled, Upcycling, over_vocabulary
-from megalith.checkpoint.sources.bucket_space import registered
+from megalith.checkpoint.formats.torch_dist import Stacking, dense, is_always_fp32, is_extra_state, is_of_experts
+from megalith.checkpoint.sources.adapters import Upcycled, Upcycling, has_vocabulary_rows
+from megalith.checkpoint.sources.bucket_space import registration_order
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 from megalith.models.gpt import GPT
@@ -97,13 +97,13 @@ def test_a_users_parameter_is_a_plain_one(name: str) -> None:
         assert stacking.written_keys([stored, f"optimizer.state.exp_avg.{stored}"]) == {}
     assert model_space_key(stored) == stored and module_name(name, range(2)) == name
     assert not is_of_experts(stored) and not is_of_experts(f"optimizer.state.exp_avg.{stored}")
-    assert not stays_fp32(stored) and not over_vocabulary(stored) and not is_legacy_qkv(name)
+    assert not is_always_fp32(stored) and not has_vocabulary_rows(stored) and not is_legacy_qkv(name)
     assert of_experts([{name: 1}], expert=True) == [{}] and of_experts([{name: 1}], expert=False) == [{name: 1}]
     assert grouped_experts(name, range(2)) == [] and legacy_path(name, range(2), "2023", tied=True) is None
     assert list(entries([name], range(2), last=False)) == [(name, name)]
     assert with_family({}, [name])["model_family"] == "gpt"
     order = [f"{LAYER}self_attention.linear_proj.weight", name, f"{LAYER}self_attention.linear_qkv.weight"]
-    assert registered(order, fused=True, grouped=True, keys=()) == order
+    assert registration_order(order, fused=True, grouped=True, keys=()) == order
 
 
 def test_norms_of_layers_are_found_among_a_users() -> None:

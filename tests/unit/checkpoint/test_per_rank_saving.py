@@ -15,7 +15,7 @@ import torch
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
 from megalith.checkpoint.files.safe_loading import load_tensors_and_plain_data
 from megalith.checkpoint.formats.torch_dist import (
-    Whole,
+    LocalTensor,
     dense,
     optimizer_chunks,
     optimizer_common,
@@ -46,15 +46,15 @@ def content_of(number: int, **args: Any) -> CheckpointContent:
     """A model whose every number is `number`, with its optimizer and random states."""
     known = {**ARGS, **args}
     space = model_space_of(known, "test")
-    weights = [Whole(name, torch.full(shape, float(number))) for name, shape in space.shapes.items()]
+    weights = [LocalTensor(name, torch.full(shape, float(number))) for name, shape in space.shapes.items()]
     kinds = ["exp_avg", "exp_avg_sq"] + (["fp32_param"] if known["params_dtype"] != "float32" else [])
     states = [
-        Whole(f"{kind}.{name}", torch.full(shape, number + 0.5))
+        LocalTensor(f"{kind}.{name}", torch.full(shape, number + 0.5))
         for kind in kinds
         for name, shape in space.shapes.items()
     ]
     dtype = getattr(torch, known["params_dtype"])
-    weights = [Whole(box.name, box.tensor.to(dtype)) for box in weights]
+    weights = [LocalTensor(box.name, box.tensor.to(dtype)) for box in weights]
     return CheckpointContent(
         weight_chunks(weights, space.placements, dense(2)) + optimizer_chunks(states, space.placements, dense(2)),
         {rng_object_key(): [{"torch_rng_state": torch.arange(8, dtype=torch.uint8)}]},

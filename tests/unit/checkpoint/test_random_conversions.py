@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.convert import ConversionOptions, convert
 from megalith.checkpoint.diff import compared, tensor_differences
 from megalith.checkpoint.sources.source import open_source
 from megalith.checkpoint.store.store import locate
@@ -59,7 +59,7 @@ def draw_model(random: random.Random) -> dict[str, Any]:
     return args
 
 
-def draw_form(random: random.Random, args: dict[str, Any]) -> Wanted:
+def draw_form(random: random.Random, args: dict[str, Any]) -> ConversionOptions:
     """A format and a layout."""
     pp = random.choice((1, 2, 4))
     most = 2 if args["num_query_groups"] == 1 else 4
@@ -77,7 +77,7 @@ def draw_form(random: random.Random, args: dict[str, Any]) -> Wanted:
     elif pp == 4 and args["num_layers"] == 8 and random.random() < 0.5:
         run_args |= {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3}
     kind = random.choice(("torch_dist", "torch"))
-    return Wanted(format=kind, tp=random.choice((1, 2, most)), pp=pp, ep=ep, run_args=run_args)
+    return ConversionOptions(format=kind, tp=random.choice((1, 2, most)), pp=pp, ep=ep, run_args=run_args)
 
 
 def drawn_source(args: dict[str, Any], seed: int) -> MemorySource:
@@ -113,4 +113,4 @@ def test_learned_positions_beside_prediction_have_no_stages(tmp_path: Path) -> N
     args = {**ARGS, "mtp_num_layers": 1, "position_embedding_type": "learned_absolute"}
     here = written(drawn_source(args, 0), tmp_path / "first")
     with pytest.raises(CheckpointError, match=r"--mtp-num-layers.*learned_absolute.*--pp 2.*one stage"):
-        convert(here, tmp_path / "second", Wanted(pp=2))
+        convert(here, tmp_path / "second", ConversionOptions(pp=2))

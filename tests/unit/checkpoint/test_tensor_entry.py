@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megalith.checkpoint.files import torch_archive
-from megalith.checkpoint.files.hashing import FileReading, HashedFile, hash_files, joined
+from megalith.checkpoint.files.hashing import FileReader, HashedFile, crc32_combine, hash_files
 from megalith.checkpoint.files.torch_archive import read_tensor_entry, write_tensor_entry
 
 TENSORS = {
@@ -32,7 +32,7 @@ def test_sums_of_parts_join() -> None:
     draw = random.Random(0)
     for _ in range(50):
         first, second = draw.randbytes(draw.randrange(300)), draw.randbytes(draw.randrange(70_000))
-        assert joined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+        assert crc32_combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
 def written(path: Path, tensors: list[torch.Tensor]) -> list[bytes]:
@@ -71,7 +71,7 @@ def test_entries_are_read_back_from_the_middle_of_a_file(tmp_path: Path) -> None
     start = 0
     with (tmp_path / "file").open("rb") as file:
         for (name, tensor), entry in zip(TENSORS.items(), entries, strict=True):
-            found = read_tensor_entry(FileReading(file.fileno()), start, len(entry), tuple(tensor.shape), None)
+            found = read_tensor_entry(FileReader(file.fileno()), start, len(entry), tuple(tensor.shape), None)
             assert torch.equal(found.float(), tensor.float()), name
             start += len(entry)
 
@@ -86,7 +86,7 @@ def test_entries_that_begin_alike_are_taken_apart_once(tmp_path: Path, monkeypat
     start = 0
     with (tmp_path / "file").open("rb") as file:
         for tensor, entry in zip(tensors, entries, strict=True):
-            found = read_tensor_entry(FileReading(file.fileno()), start, len(entry), (4, 2), None, heads)
+            found = read_tensor_entry(FileReader(file.fileno()), start, len(entry), (4, 2), None, heads)
             assert found.dtype == tensor.dtype and torch.equal(found, tensor)
             start += len(entry)
     assert len(taken_apart) == 2

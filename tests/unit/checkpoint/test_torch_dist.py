@@ -15,8 +15,8 @@ from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.content import Chunk, share_of
 from megalith.checkpoint.formats.megatron_names import parse_name
 from megalith.checkpoint.formats.torch_dist import (
+    LocalTensor,
     Stacking,
-    Whole,
     dense,
     is_extra_state,
     model_chunks,
@@ -55,7 +55,10 @@ EXPERT = "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"
 
 
 def test_experts_are_stacked_in_their_layer() -> None:
-    alike, apart = Stacking({"decoder": (4, 4)}).slot(EXPERT), Stacking({"decoder": (0, 4)}, apart=True).slot(EXPERT)
+    alike, apart = (
+        Stacking({"decoder": (4, 4)}).slot(EXPERT),
+        Stacking({"decoder": (0, 4)}, non_homogeneous=True).slot(EXPERT),
+    )
     assert (alike.key, alike.index, alike.extents) == (
         "decoder.layers.mlp.experts.experts.linear_fc1.weight",
         (1, 2),
@@ -68,7 +71,7 @@ def test_experts_are_stacked_in_their_layer() -> None:
     )
     for slot in (alike, apart):
         assert parse_name(slot.key).stacked_axes == len(slot.index)
-    own = Stacking({"decoder": (0, 4)}, apart=True).slot("decoder.layers.0.input_layernorm.weight")
+    own = Stacking({"decoder": (0, 4)}, non_homogeneous=True).slot("decoder.layers.0.input_layernorm.weight")
     assert own.key == "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
     assert parse_name(own.key).stacked_axes == 0
 
@@ -79,7 +82,7 @@ def test_empty_states_of_experts() -> None:
     assert "decoder.layers.mlp.experts.experts.linear_fc2._extra_state/shard_1.1_2.2" in keys
     assert "decoder.layers.mlp.shared_experts.linear_fc1._extra_state/shard_1_2" in keys
     assert not any(".mlp.linear_fc1." in key for key in keys) and len(keys) == 2 + 4 + 2
-    apart = Stacking({"decoder": (0, 2)}, apart=True).extra_state_objects()
+    apart = Stacking({"decoder": (0, 2)}, non_homogeneous=True).extra_state_objects()
     assert "decoder.layers.0.mlp.linear_fc1._extra_state/shard_0_1" in apart
     assert "decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_1_2" in apart
     assert all(map(is_extra_state, apart))
@@ -151,8 +154,11 @@ def test_counted_once_what_several_ranks_hold_is_the_first_ones() -> None:
         ("decoder.final_layernorm.weight", torch.ones(4), Replicated()),
         ("decoder.layers.0.self_attention.linear_qkv.weight", torch.ones(3, 2), GroupedHeads(1, 2, 1)),
     ]
-    boxes, placements = [Whole(name, tensor) for name, tensor, _ in named], {name: found for name, _, found in named}
-    first, second = (weight_chunks(boxes, placements, dense(1), rank=rank, size=2, once=True) for rank in range(2))
+    boxes, placements = (
+        [LocalTensor(name, tensor) for name, tensor, _ in named],
+        {name: found for name, _, found in named},
+    )
+    first, second = (weight_chunks(boxes, placements, dense(1), rank=rank, size=2, dedup=True) for rank in range(2))
     assert [chunk.key.split(".")[-2] for chunk in first] == ["final_layernorm", "linear_qkv", "linear_qkv"]
     assert [(chunk.key.split(".")[-2], chunk.offset) for chunk in second] == [("linear_qkv", (0, 1, 0))]
     assert torch.equal(assemble([*first[1:], *second]), torch.ones(1, 4, 2))
@@ -192,7 +198,7 @@ def test_shares_are_a_partition_of_about_equal_bytes(size: int) -> None:
 
 def test_optimizer_state_is_keyed_and_cut_like_its_parameter() -> None:
     name = "decoder.layers.0.mlp.linear_fc1.weight"
-    chunks = optimizer_chunks([Whole(f"exp_avg.{name}", torch.ones(4, 2))], {name: Fused(0, 2)}, dense(1))
+    chunks = optimizer_chunks([LocalTensor(f"exp_avg.{name}", torch.ones(4, 2))], {name: Fused(0, 2)}, dense(1))
     assert [chunk.key for chunk in chunks] == ["optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"] * 2
     assert [chunk.offset for chunk in chunks] == [(0, 0, 0), (0, 2, 0)]
 

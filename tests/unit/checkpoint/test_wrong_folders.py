@@ -14,7 +14,7 @@ import torch
 from megalith.assemble.reading import saved_args
 from megalith.assemble.trained import load_trained
 from megalith.checkpoint import CheckpointContent, DirectoryStore
-from megalith.checkpoint.convert import Wanted, convert
+from megalith.checkpoint.convert import ConversionOptions, convert
 from megalith.checkpoint.files.safe_loading import load_tensors_and_plain_data, map_tensors
 from megalith.checkpoint.store.store import locate
 from megalith.cli.main import main
@@ -25,7 +25,7 @@ MakeContent = Callable[[int], CheckpointContent]
 AGAIN = "copy the folder again from where it was written, or take another checkpoint"
 WAYS: dict[str, Callable[[Path, Path], object]] = {
     "train": lambda folder, _: find_checkpoint(DirectoryStore(folder)),
-    "convert": lambda folder, out: convert(folder, out, Wanted()),
+    "convert": lambda folder, out: convert(folder, out, ConversionOptions()),
     "generate": lambda folder, _: load_trained(folder, torch.device("cpu")),
     "serve": lambda folder, _: saved_args(folder),
 }
@@ -72,7 +72,7 @@ def test_a_remedy_that_was_said_is_not_said_again(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(DamagedCheckpointError) as caught:
-        convert(tmp_path, tmp_path / "out", Wanted())
+        convert(tmp_path, tmp_path / "out", ConversionOptions())
     assert str(caught.value).count("again") == 1
 
 

@@ -53,7 +53,7 @@ from megalith.checkpoint.content import (
     view_of,
     volume,
 )
-from megalith.checkpoint.files.hashing import FileRecord, HashedFile, ReadThrough, hash_files
+from megalith.checkpoint.files.hashing import FileRecord, HashedFile, HashingReader, hash_files
 from megalith.checkpoint.files.safe_loading import dump_bytes, load_bytes, read_metadata
 from megalith.checkpoint.files.torch_archive import Heads, read_tensor_entry, write_tensor_entry
 from megalith.checkpoint.files.torch_internals import StorageInfo
@@ -262,12 +262,12 @@ class _Read:
 
 @torch.no_grad()
 def read_sharded(
-    path: Path, metadata: Metadata, content: CheckpointContent, through: ReadThrough | None = None
+    path: Path, metadata: Metadata, content: CheckpointContent, through: HashingReader | None = None
 ) -> dict[str, Any]:
     """Fill the chunks of `content`, which `source.fitted` has checked, and return its objects."""
     # Objects first and here: torch's list of safe types is global, so threads must not share it.
     objects = {key: _read_object(path, metadata, key) for key in content.objects}
-    through = through or ReadThrough(path, {})
+    through = through or HashingReader(path, {})
     heads: Heads = {}
     by_file: dict[str, list[_Read]] = {}
     for parts in by_key(content.chunks).values():
@@ -317,7 +317,7 @@ def _reads(path: Path, metadata: Metadata, wanted: Sequence[Chunk]) -> Iterator[
         check_filled(str(path), chunk, filled)
 
 
-def _read_file(path: Path, reads: Sequence[_Read], through: ReadThrough, heads: Heads) -> None:
+def _read_file(path: Path, reads: Sequence[_Read], through: HashingReader, heads: Heads) -> None:
     """Read from one file in ascending order, straight into the destination where a whole entry goes there."""
     with path.open("rb", buffering=0) as file, through.reading(path.name, file.fileno()) as reading:
         for read in sorted(reads, key=lambda read: read.place.offset):

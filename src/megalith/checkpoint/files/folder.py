@@ -33,7 +33,7 @@ from megalith.checkpoint.files.dcp import (
     merged_metadata,
     write_metadata,
 )
-from megalith.checkpoint.files.hashing import FileRecord, ReadThrough, hash_files
+from megalith.checkpoint.files.hashing import FileRecord, HashingReader, hash_files
 from megalith.checkpoint.files.manifest import MANIFEST_FILE
 from megalith.checkpoint.files.safe_loading import dump_bytes
 from megalith.checkpoint.sources.source import Source, fitted, listing, open_source
@@ -199,7 +199,7 @@ class Reading:
         if not expected:
             return LoadedContent(self.common, self.source.read(self.content), self.unexpected)
         assert isinstance(self.source, TorchDistSource)
-        through = ReadThrough(self.source.path, expected)
+        through = HashingReader(self.source.path, expected)
         try:
             objects = self.source.read(self.content, through)
             problems = through.problems()

@@ -8,7 +8,7 @@ could rewrite the manifest as well; what a file may do when it is loaded is limi
 
 Why not BLAKE2b alone: 1.1 GB/s per thread where one thread writes 4 GB/s to an NVMe disk; zlib's CRC-32 does 4.7.
 
-A load hashes the files while it reads them (`ReadThrough`): hashing first would cost a second trip through memory for
+A load hashes the files while it reads them (`HashingReader`): hashing first would cost a second trip through memory for
 every byte, which is most of the time on a fast disk. A few MiB go from the file to their destination, and then through
 the hash in a second thread while they are in the processor's cache. Asking the system for more read-ahead than its own
 (`posix_fadvise`) made that slower; `Prefetch` asks for files before the load begins.
@@ -40,7 +40,7 @@ _POLYNOMIAL = 0xEDB88320  # of zlib, bits reversed
 _Table = tuple[tuple[int, ...], ...]
 
 
-def joined(first: int, second: int, length: int) -> int:
+def crc32_combine(first: int, second: int, length: int) -> int:
     """Return the CRC-32 of A + B, where B has `length` bytes, from those of A and B: one pass gives several sums.
 
     A CRC-32 is a polynomial over GF(2) modulo a fixed one, and n bytes more multiply it by x**(8 n). That is linear in
@@ -76,7 +76,7 @@ def _appended(checksum: int, power: int) -> int:
             checksum = checksum >> 1 ^ (_POLYNOMIAL if checksum & 1 else 0)
         return checksum
     half = 1 << (power - 1)
-    return joined(joined(checksum, 0, half), 0, half)
+    return crc32_combine(crc32_combine(checksum, 0, half), 0, half)
 
 
 HASH_NAME = "crc32-1MiB/blake2b-128"
@@ -126,7 +126,7 @@ class BlockHash:
     def update_summed(self, piece: memoryview) -> int:
         """As `update`; returns the CRC-32 of these bytes alone."""
         checksum = zlib.crc32(piece)
-        self._extend(joined(self._block, checksum, len(piece)), len(piece))
+        self._extend(crc32_combine(self._block, checksum, len(piece)), len(piece))
         return checksum
 
     def _extend(self, block: int, length: int) -> None:
@@ -183,7 +183,7 @@ class HashedFile(io.RawIOBase):
         """Write all of `data`; returns its CRC-32."""
         checksum = 0
         for piece in self._pieces(memoryview(data).cast("B")):
-            checksum = joined(checksum, self._hash.update_summed(piece), len(piece))
+            checksum = crc32_combine(checksum, self._hash.update_summed(piece), len(piece))
             self._put(piece)
         return checksum
 
@@ -265,7 +265,7 @@ _PIECE = 4 * BLOCK_SIZE  # bytes that are read, or hashed, in one go
 _BEHIND = 4  # such pieces at most are read and not hashed
 
 
-class FileReading:
+class FileReader:
     """An open file, read wherever it is asked for."""
 
     def __init__(self, fd: int) -> None:
@@ -275,7 +275,7 @@ class FileReading:
         read_exactly(self.fd, view, start)
 
 
-class HashedReading(FileReading):
+class HashingFileReader(FileReader):
     """An open file that is hashed whole as it is read from its begin to its end; a second thread hashes.
 
     What is asked for behind the place that was reached is read again, and hashed once. What was read must stay as it is
@@ -334,7 +334,7 @@ class HashedReading(FileReading):
                 piece = piece[len(part) :]
 
 
-class ReadThrough:
+class HashingReader:
     """The files of a folder to hash while they are read; what is filled may be used only when `problems` is empty."""
 
     def __init__(self, folder: Path, expected: Mapping[str, FileRecord]) -> None:
@@ -342,12 +342,12 @@ class ReadThrough:
         self._found: dict[str, FileRecord] = {}
 
     @contextmanager
-    def reading(self, name: str, fd: int) -> Iterator[FileReading]:
+    def reading(self, name: str, fd: int) -> Iterator[FileReader]:
         """How to read an open file of the folder: in ascending order if it is to be hashed. One thread for a file."""
         if name not in self._expected or name in self._found:
-            yield FileReading(fd)
+            yield FileReader(fd)
             return
-        hashed = HashedReading(fd, self._expected[name].size)
+        hashed = HashingFileReader(fd, self._expected[name].size)
         try:
             yield hashed
             self._found[name] = hashed.record()

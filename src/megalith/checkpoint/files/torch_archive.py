@@ -44,7 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.files.hashing import FileReading, HashedFile, read_exactly
+from megalith.checkpoint.files.hashing import FileReader, HashedFile, read_exactly
 from megalith.checkpoint.files.safe_loading import RefusedTypeError, RestrictedUnpickler
 from megalith.checkpoint.files.torch_internals import rebuild_tensor
 from megalith.errors import CheckpointError
@@ -168,7 +168,7 @@ did, and to take an archive apart costs more than to read a small tensor."""
 
 
 def read_tensor_entry(
-    file: FileReading,
+    file: FileReader,
     start: int,
     length: int,
     shape: tuple[int, ...],
@@ -208,7 +208,7 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 def _located(
-    entry: _FileSlice, file: FileReading, start: int, key: tuple[int, tuple[int, ...]], heads: Heads
+    entry: _FileSlice, file: FileReader, start: int, key: tuple[int, tuple[int, ...]], heads: Heads
 ) -> tuple[_Header, int] | None:
     """As `_locate`; an entry that begins byte for byte as one that was taken apart is like that one."""
     if key in heads:
@@ -221,7 +221,7 @@ def _located(
     return located
 
 
-def _bytes_at(file: FileReading, start: int, length: int) -> bytes:
+def _bytes_at(file: FileReader, start: int, length: int) -> bytes:
     head = bytearray(length)
     file.read(memoryview(head), start)
     return bytes(head)

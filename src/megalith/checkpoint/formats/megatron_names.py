@@ -122,52 +122,39 @@ def _inverse(table: Mapping[str, str]) -> dict[str, str]:
     return {new: old for old, new in table.items()}
 
 
-def within_linear(path: str) -> str:
-    """Return the path that a parameter of a layer has in model space: norms are parts of the linear layer behind."""
-    return _moved(path, _NORMS_WITHIN)
+def _moved_key(key: str, table: Mapping[str, str]) -> str:
+    """Replace the beginning of the path by the table in the key of a weight of a layer."""
+    name = parse_name(key)
+    return key if name.stack is None or name.routed else str(replace(name, path=_moved(name.path, table)))
 
 
 def model_space_key(key: str) -> str:
-    """Return the key in model space of the key of a weight in a file, which may have norms that model space has not:
-    before attention and MLP as modules of their own, of latent vectors as parts of the linear layer behind them.
+    """Return the key in model space of the key of a weight in a file, where norms may be in other modules.
 
     >>> model_space_key("decoder.layers.pre_mlp_layernorm.weight")
     'decoder.layers.mlp.linear_fc1.layer_norm_weight'
     >>> model_space_key("my.pre_mlp_layernorm.weight")
     'my.pre_mlp_layernorm.weight'
     """
-    name = parse_name(key)
-    if name.stack is None or name.routed:
-        return key
-    return str(replace(name, path=_moved(name.path, _NORMS_WITHIN | _inverse(_LATENT_NORMS_WITHIN))))
+    return _moved_key(key, _NORMS_WITHIN | _inverse(_LATENT_NORMS_WITHIN))
 
 
 def file_key(key: str, *, latent: bool, fused: bool, has_experts: bool) -> str:
-    """Return the key in a file that Megatron writes of the key of a weight in model space.
+    """Return the key in a file of Megatron of the key of a weight in model space.
 
     Args:
         latent: Attention is computed from latent vectors.
         fused: The modules are TransformerEngine's.
         has_experts: The layers that the key belongs to are MoE layers.
     """
-    name = parse_name(key)
-    if name.stack is None or name.routed:
-        return key
-    apart = _inverse(_NORMS_WITHIN)
-    table = dict[str, str]()
-    if latent:
-        table |= {old: new for old, new in apart.items() if old.startswith("self_attention.")}
-    if latent and fused:
-        table |= _LATENT_NORMS_WITHIN
-    if has_experts if fused else latent:
-        table |= {old: new for old, new in apart.items() if old.startswith("mlp.")}
-    return str(replace(name, path=_moved(name.path, table)))
+    before_attention, before_mlp = _inverse(_NORMS_WITHIN).items()
+    table = dict([before_attention] * latent + [before_mlp] * (has_experts if fused else latent))
+    return _moved_key(key, table | _LATENT_NORMS_WITHIN if latent and fused else table)
 
 
 def has_latent_norm_within(key: str) -> bool:
     """Return whether the key of a weight is of a norm of latent attention that is part of the linear layer behind."""
-    name = parse_name(key)
-    return name.stack is not None and name.path.startswith(tuple(_LATENT_NORMS_WITHIN.values()))
+    return _moved_key(key, _inverse(_LATENT_NORMS_WITHIN)) != key
 
 
 def linear_behind(name: ParameterName, *, latent: bool) -> str | None:
@@ -175,23 +162,33 @@ def linear_behind(name: ParameterName, *, latent: bool) -> str | None:
 
     `latent` tells whether that is so of the norms of latent attention, as it is of the others.
     """
-    within = _moved(name.path, _NORMS_WITHIN | _LATENT_NORMS_WITHIN if latent else _NORMS_WITHIN)
-    is_norm = name.stack is not None and within != name.path
-    return f"{name.prefix}{within.rpartition('layer_norm_')[0]}weight" if is_norm else None
+    within = _moved_key(str(name), _NORMS_WITHIN | _LATENT_NORMS_WITHIN if latent else _NORMS_WITHIN)
+    return None if within == str(name) else f"{within.rpartition('layer_norm_')[0]}weight"
 
 
 # --- names in files of format torch -----------------------------------------------------------------------------------
 
 _WRAPPERS = ("module.", "model.")
 _COMPUTED = (EXTRA_STATE, "inv_freq")
-_LINEARS = frozenset(
-    {
-        *("self_attention.linear_proj", "self_attention.linear_qkv", "eh_proj"),
-        *(f"{mlp}.{linear}" for mlp in ("mlp", "mlp.shared_experts") for linear in ("linear_fc1", "linear_fc2")),
-        *("cross_attention.linear_proj", "cross_attention.linear_q", "cross_attention.linear_kv"),
-    }
+_LINEARS = (
+    *("self_attention.linear_proj", "self_attention.linear_qkv", "eh_proj", "mlp.linear_fc1", "mlp.linear_fc2"),
+    *("cross_attention.linear_proj", "cross_attention.linear_q", "cross_attention.linear_kv"),
+    *("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"),
 )
 """The modules of a layer that have an entry for the state of FP8, beside all those of experts."""
+CORE = "core"
+LEGACY = {
+    "2023": ("input_layernorm", "post_attention_layernorm", "final_layernorm"),
+    "0.12": ("input_norm", "post_attention_norm", "final_norm"),
+}
+"""Generation of the names from before core -> what it calls the norms. The earlier is that of Megatron-LM 23.06, the
+later what `--use-legacy-models` read until Megatron-Core 0.12."""
+_LEGACY_PARTS = {
+    "self_attention.linear_qkv": "self_attention.query_key_value",
+    "self_attention.linear_proj": "self_attention.dense",
+    "mlp.linear_fc1": "mlp.dense_h_to_4h",
+    "mlp.linear_fc2": "mlp.dense_4h_to_h",
+}
 _RENAMED = {
     "language_model.encoder.": "decoder.",
     "language_model.transformer.": "decoder.",
@@ -200,37 +197,14 @@ _RENAMED = {
 }
 """Beginning of a name from before core -> that of core."""
 _RENAMED_IN_LAYER = {
-    **{
-        f"{attention}.{old}.": f"self_attention.{new}."
-        for attention in ("attention", "self_attention")
-        for old, new in (("query_key_value", "linear_qkv"), ("dense", "linear_proj"))
-    },
-    "attention.": "self_attention.",
-    "mlp.dense_h_to_4h.": "mlp.linear_fc1.",
-    "mlp.dense_4h_to_h.": "mlp.linear_fc2.",
-    "input_norm.": "input_layernorm.",
-    "post_attention_layernorm.": "pre_mlp_layernorm.",
-    "post_attention_norm.": "pre_mlp_layernorm.",
-    **_inverse(_NORMS_WITHIN),
-    **_inverse(_LATENT_NORMS_WITHIN),
+    **{f"{old}.": f"{new}." for new, old in _LEGACY_PARTS.items()},
+    **{f"{norm}.": "input_layernorm." for norm, _, _ in LEGACY.values()},
+    **{f"{norm}.": "pre_mlp_layernorm." for _, norm, _ in LEGACY.values()},
+    **_inverse(_NORMS_WITHIN | _LATENT_NORMS_WITHIN),
 }
+"""Beginning of a path of any generation -> ours."""
 _GROUPED_LINEAR = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
-
-
-CORE = "core"
-LEGACY = {
-    "2023": ("input_layernorm", "post_attention_layernorm", "final_layernorm"),
-    "0.12": ("input_norm", "post_attention_norm", "final_norm"),
-}
-"""Generation of the names from before core -> what it calls the norms. The earlier is that of Megatron-LM 23.06, the
-later what `--use-legacy-models` read until Megatron-Core 0.12."""
-
-_LEGACY_PARTS = {
-    "self_attention.linear_qkv": "self_attention.query_key_value",
-    "self_attention.linear_proj": "self_attention.dense",
-    "mlp.linear_fc1": "mlp.dense_h_to_4h",
-    "mlp.linear_fc2": "mlp.dense_4h_to_h",
-}
+_FINAL_NORMS = ("encoder.final_layernorm.", "decoder.final_layernorm.")
 
 
 def flattened(model: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -255,12 +229,14 @@ def _in_core(name: str) -> ParameterName:
     """Take apart the name of a parameter in a file of any generation, with the layer that core has it in."""
     for wrapper in _WRAPPERS:
         name = name.removeprefix(wrapper)
-    return parse_name(_moved(_moved(name, _RENAMED), {"decoder.final_norm.": "decoder.final_layernorm."}))
+    found = parse_name(_moved(_moved(name, _RENAMED), {"decoder.final_norm.": "decoder.final_layernorm."}))
+    return found if found.stack is None else replace(found, path=_moved(found.path, {"attention.": "self_attention."}))
 
 
 def is_legacy_qkv(name: str) -> bool:
     """Return whether a name in a file is that of the projection to queries, keys and values before core."""
-    return _in_core(name).module in ("attention.query_key_value", "self_attention.query_key_value")
+    found = _in_core(name)
+    return found.stack is not None and found.module == _LEGACY_PARTS["self_attention.linear_qkv"]
 
 
 def module_name(name: str, layers: Sequence[int], first_expert: int = 0) -> str | None:
@@ -357,9 +333,6 @@ def legacy_path(name: str, layers: Sequence[int], generation: str, *, tied: bool
     if owner in ("embedding.word_embeddings", "embedding.position_embeddings"):
         return "language_model", "embedding", owner.partition(".")[2], kind
     return None
-
-
-_FINAL_NORMS = ("encoder.final_layernorm.", "decoder.final_layernorm.")
 
 
 def with_family(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Place:
+class BufferRange:
     """Where a parameter stands: from element `start` of bucket `bucket`, in the given local shape."""
 
     bucket: int
@@ -65,9 +65,9 @@ def bucket_sizes(shapes: Mapping[str, Sequence[int]], limit: int | None, alone: 
     return [*sizes, end] if held else sizes
 
 
-def coalesced_places(
+def coalesced_ranges(
     shapes: Mapping[str, Sequence[int]], total: int, limits: Sequence[int | None], alone: Collection[str], where: str
-) -> dict[str, Place]:
+) -> dict[str, BufferRange]:
     """Where parameters stand in a buffer of `total` elements whose buckets were put together, each without its padding.
 
     The buffer does not say where its buckets ended: they are those of the first of the `limits` that it can be.
@@ -76,8 +76,8 @@ def coalesced_places(
     sizes = next((sizes for sizes in divisions if sum(sizes) == total), [total])
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     return {
-        name: Place(0, starts[place.bucket] + place.start, place.shape)
-        for name, place in places(shapes, sizes, where).items()
+        name: BufferRange(0, starts[place.bucket] + place.start, place.shape)
+        for name, place in buffer_ranges(shapes, sizes, where).items()
     }
 
 
@@ -88,9 +88,11 @@ def bucket_limits(args: Mapping[str, Any]) -> list[int | None]:
     return [*several, None] if args.get("overlap_grad_reduce") else [None, *several]
 
 
-def places(shapes: Mapping[str, Sequence[int]], bucket_sizes: Sequence[int], where: str) -> dict[str, Place]:
+def buffer_ranges(
+    shapes: Mapping[str, Sequence[int]], bucket_sizes: Sequence[int], where: str
+) -> dict[str, BufferRange]:
     """Lay parameters out, in module order, in buckets of so many elements, without the padding at their end."""
-    found: dict[str, Place] = {}
+    found: dict[str, BufferRange] = {}
     bucket, end = 0, 0
     for name in reversed(list(shapes)):
         shape = tuple(shapes[name])
@@ -104,7 +106,7 @@ def places(shapes: Mapping[str, Sequence[int]], bucket_sizes: Sequence[int], whe
                 f"{where}: the buffer of the distributed optimizer has buckets of {list(bucket_sizes)} elements, "
                 f"and {name} does not fit: it was saved from another model or layout than the args say"
             )
-        found[name] = Place(bucket, start, shape)
+        found[name] = BufferRange(bucket, start, shape)
     if bucket != len(bucket_sizes) - 1 or bucket_sizes[-1] not in (end, _aligned(end)):
         raise CheckpointError(
             f"{where}: the parameters end at element {end} of bucket {bucket}, the buckets of the distributed "
@@ -263,7 +265,7 @@ def buffer_tensors(buffer: Mapping[str, Any], shapes: Shapes, where: str) -> Ite
                 f"{where}: {label} has shape {list(buffer[label].shape)} instead of [{size}]; {_WITHOUT}"
             )
     try:
-        found = places(shapes, [size], where)
+        found = buffer_ranges(shapes, [size], where)
     except CheckpointError as error:
         raise UnreadableState(f"{error}; {_WITHOUT}") from error
     for name, place in found.items():

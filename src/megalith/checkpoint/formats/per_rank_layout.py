@@ -1,7 +1,7 @@
 """What stands in each file of Megatron's format `torch`, and where model space lies in it. Touches no file.
 
-A checkpoint has one `PlaceFiles` for each (tensor, pipeline, expert) place. The bodies of its files are the dicts that
-Megatron 0.16.1 saves, key for key in its order, with tensors on the meta device in them. `PlaceFiles.tensors` says for
+A checkpoint has one `RankFiles` for each (tensor, pipeline, expert) place. The bodies of its files are the dicts that
+Megatron 0.16.1 saves, key for key in its order, with tensors on the meta device in them. `RankFiles.tensors` says for
 each of these the boxes of model space that it is made of: `weight_chunks` of a meta tensor are views of it, and their
 offsets and strides say where the elements of a box stand. What belongs in two places (a norm that every tensor-parallel
 rank holds, the second copy of a tied embedding) has a box in both.
@@ -22,16 +22,30 @@ from torch import Tensor
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.files.torch_archive import tensors_in
 from megalith.checkpoint.formats.megatron_names import CORE, entries, legacy_path, parse_name
-from megalith.checkpoint.formats.megatron_optimizer import BUFFERS, MAIN, MOMENTS, bucket_sizes, inner, members, places
+from megalith.checkpoint.formats.megatron_optimizer import (
+    BUFFERS,
+    MAIN,
+    MOMENTS,
+    bucket_sizes,
+    buffer_ranges,
+    inner,
+    members,
+)
 from megalith.checkpoint.formats.torch_dist import (
     CHECKPOINT_VERSION,
     OPTIMIZER_PREFIX,
-    Whole,
+    LocalTensor,
     rng_object_key,
     weight_chunks,
     weight_of,
 )
-from megalith.checkpoint.model_space import Division, ModelSpace, Place, division_of, model_space_of
+from megalith.checkpoint.model_space import (
+    Coordinates,
+    ModelSpace,
+    ParallelLayout,
+    model_space_of,
+    parallel_layout,
+)
 from megalith.checkpoint.sources.source import listing
 from megalith.errors import CheckpointError
 
@@ -43,20 +57,20 @@ _ENTRY_OVERHEAD = 512  # bytes of an archive around one tensor
 _FIXED_OVERHEAD = 2**17
 
 
-def folder_name(place: Place, division: Division) -> str:
+def folder_name(place: Coordinates, division: ParallelLayout) -> str:
     """The folder of a place; pipeline and experts count only where they are divided."""
     tensor, pipeline, expert = place
     parts = [f"{pipeline:03d}"] * (division.pp > 1) + [f"{expert:03d}"] * (division.ep > 1)
     return "_".join([f"mp_rank_{tensor:02d}", *parts])
 
 
-def chunk_key(chunk: int, num_chunks: int) -> str:
+def model_key(chunk: int, num_chunks: int) -> str:
     """The key of a virtual chunk's model in a file."""
     return f"model{chunk}" if num_chunks > 1 else "model"
 
 
 @dataclass(frozen=True)
-class Target(Division):
+class Target(ParallelLayout):
     """What is to be written."""
 
     space: ModelSpace  # the model
@@ -73,25 +87,25 @@ class Target(Division):
     def chunks(self) -> Iterator[Chunk]:
         """A part at least of every row of every tensor in model space that the files hold."""
         for stage, expert in product(range(self.pp), range(self.ep)):
-            for room in PlaceFiles(self, 0, stage, expert).rooms:
-                yield from room.chunks
+            for held in RankFiles(self, 0, stage, expert).tensors:
+                yield from held.chunks
 
-    def places_of(self, chunks: Iterable[Chunk]) -> list[Place]:
+    def ranks_holding(self, chunks: Iterable[Chunk]) -> list[Coordinates]:
         """Those places that may hold something of given chunks."""
-        rows = {row_of(chunk) for chunk in chunks}
-        held: dict[tuple[int, int], set[Row]] = {}
+        rows = {layer_index_of(chunk) for chunk in chunks}
+        held: dict[tuple[int, int], set[LayerIndex]] = {}
         for stage, expert in product(range(self.pp), range(self.ep)):
             names = {name for part in self.space.names_of(self, stage, expert) for name in part}
             slots = (self.space.stacking.slot(self.space.stored_name(name)) for name in names)
             held[stage, expert] = {(slot.key, slot.index) for slot in slots}
-        return [place for place in self.places if rows & held[place[1:]]]
+        return [place for place in self.ranks if rows & held[place[1:]]]
 
 
-Row = tuple[str, tuple[int, ...]]
+LayerIndex = tuple[str, tuple[int, ...]]
 """The key of a weight, and the place on its leading axes of layers and experts."""
 
 
-def row_of(chunk: Chunk) -> Row:
+def layer_index_of(chunk: Chunk) -> LayerIndex:
     """To which weight, layer and expert a chunk belongs, that of an optimizer's state too."""
     key = weight_of(chunk.key)
     return key, chunk.offset[: parse_name(key).stacked_axes]
@@ -111,7 +125,10 @@ def target_of(
     check_expert_tensor_size(args, where)
     if names != CORE:
         _check_legacy(space, names, where)
-    division, distributed = division_of(args, space.num_layers, where), bool(args.get("use_distributed_optimizer"))
+    division, distributed = (
+        parallel_layout(args, space.num_layers, where),
+        bool(args.get("use_distributed_optimizer")),
+    )
     sizes = (division.tp, division.ep, division.stages)
     return Target(*sizes, space, dtype, common, objects, distributed, names)
 
@@ -144,19 +161,19 @@ def _check_legacy(space: ModelSpace, generation: str, where: str) -> None:
 
 
 @dataclass(frozen=True)
-class Room:
+class FileTensor:
     """A tensor of a file and the boxes of model space in it."""
 
     tensor: Tensor  # on the meta device; it is in the body of the file
     chunks: list[Chunk]  # views of it
 
 
-class PlaceFiles:
+class RankFiles:
     """The files of one place of what is to be written."""
 
     def __init__(self, target: Target, tp: int, pp: int, ep: int) -> None:
         self._target, self.tp, self.pp, self.ep = target, tp, pp, ep
-        self.rooms: list[Room] = []
+        self.tensors: list[FileTensor] = []
         self._first_expert = target.experts(ep, target.space.model.num_experts or 0).start
         self._names = target.space.names_of(target, pp, ep)
         moved = [[name for name in names if name not in target.space.buffers] for names in self._names]
@@ -184,7 +201,7 @@ class PlaceFiles:
         space = self._target.space
         return space.local_shape(name, self._target.tp, self.tp)
 
-    def _room(self, name: str, dtype: torch.dtype, prefix: str = "") -> Tensor:
+    def _new_tensor(self, name: str, dtype: torch.dtype, prefix: str = "") -> Tensor:
         """A new tensor like a parameter; `prefix` stands before its key."""
         tensor = torch.empty(self._shape(name), dtype=dtype, device="meta")
         self._add(name, tensor, tensor, prefix)
@@ -193,10 +210,10 @@ class PlaceFiles:
     def _add(self, name: str, tensor: Tensor, view: Tensor, prefix: str) -> None:
         """Note that `view` of `tensor` holds what this place has of a parameter, or of its state."""
         space = self._target.space
-        box = Whole(space.stored_name(name), view)
+        box = LocalTensor(space.stored_name(name), view)
         found = weight_chunks([box], space.placements, space.stacking, rank=self.tp, size=self._target.tp)
         chunks = [Chunk(prefix + part.key, part.tensor, part.offset, part.global_shape) for part in found]
-        self.rooms.append(Room(tensor, chunks))
+        self.tensors.append(FileTensor(tensor, chunks))
 
     # --- model_optim_rng.pt ---------------------------------------------------------------------------------------
 
@@ -210,7 +227,7 @@ class PlaceFiles:
         }
         for chunk in range(len(self._names)):
             model = self._model(chunk) if target.names == CORE else self._legacy_model(chunk)
-            body[chunk_key(chunk, len(self._names))] = model
+            body[model_key(chunk, len(self._names))] = model
         if target.has_optimizer:
             body["optimizer"] = self._optimizers(common["optimizer"])
             if "opt_param_scheduler" in common:
@@ -227,7 +244,7 @@ class PlaceFiles:
         dtypes = dict.fromkeys(target.space.buffers, torch.float32)
         layers = target.space.layers_in(stages[self.pp][chunk])
         return OrderedDict(
-            (raw, None if name is None else self._room(name, dtypes.get(name, target.dtype)))
+            (raw, None if name is None else self._new_tensor(name, dtypes.get(name, target.dtype)))
             for raw, name in entries(self._names[chunk], layers, self._first_expert, last=last)
         )
 
@@ -239,7 +256,7 @@ class PlaceFiles:
             inside = model
             for key in path[:-1]:
                 inside = inside.setdefault(key, OrderedDict())
-            inside[path[-1]] = self._room(name, target.dtype)
+            inside[path[-1]] = self._new_tensor(name, target.dtype)
         return model
 
     def _optimizers(self, state: Mapping[Any, Any]) -> Any:
@@ -277,12 +294,14 @@ class PlaceFiles:
         plain = {"state": dict(enumerate(states)), "param_groups": numbered}
         if not half:
             return plain
-        main = [[self._room(name, torch.float32, f"{OPTIMIZER_PREFIX}{MAIN}.") for name in part] for part in names]
+        main = [
+            [self._new_tensor(name, torch.float32, f"{OPTIMIZER_PREFIX}{MAIN}.") for name in part] for part in names
+        ]
         return {"optimizer": plain, **scaler, "fp32_from_fp16_params": main}
 
     def _state(self, name: str, step: Tensor) -> dict[str, Tensor]:
         count = torch.tensor(float(step), dtype=torch.float32)
-        return {"step": count, **{kind: self._room(name, torch.float32, _prefix(kind)) for kind in MOMENTS}}
+        return {"step": count, **{kind: self._new_tensor(name, torch.float32, _prefix(kind)) for kind in MOMENTS}}
 
     # --- distrib_optim.pt -----------------------------------------------------------------------------------------
 
@@ -303,7 +322,7 @@ class PlaceFiles:
 
     def _buffers(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
         size = sum(bucket_sizes(shapes, limit=None))
-        where = places(shapes, [size], self.folder)
+        where = buffer_ranges(shapes, [size], self.folder)
         found: dict[str, Any] = {}
         for label, kind in BUFFERS.items():
             found[label] = torch.empty(size, device="meta")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.content import Chunk
-from megalith.checkpoint.formats.megatron_names import PREDICTION, file_key, parse_name, within_linear
+from megalith.checkpoint.formats.megatron_names import PREDICTION, file_key, model_space_key, parse_name
 from megalith.config import ModelConfig
 from megalith.config.values import read_pattern
 from megalith.errors import CheckpointError, LayoutError
@@ -51,7 +51,7 @@ class Stacking:
     """How the parameters of a model are put together."""
 
     stacks: Mapping[str, tuple[int, ...]]  # name -> experts of each layer, 0 where it is dense
-    apart: bool = False  # each layer has keys of its own
+    non_homogeneous: bool = False  # each layer has keys of its own
     shared: bool = False  # whether mixtures have experts that take every token
     predictions: tuple[int, ...] = ()  # experts of each layer of multi-token prediction, 0 where it is dense
     attention: tuple[str, ...] = ("linear_proj", "linear_qkv")  # the linear modules of self-attention
@@ -76,7 +76,7 @@ class Stacking:
             raise LayoutError(f"{name} is outside a model of {len(experts)} layers; pass the whole model's {flag}")
         prefix, index, extents = (found.prefix, (), ()) if ahead else self._of_layer(found.stack, found.layer)
         if found.expert is None or not experts[found.layer]:  # as a dense layer of a user may have modules of that name
-            return Slot(prefix + within_linear(str(replace(found, prefix=""))), index, extents)
+            return Slot(model_space_key(str(replace(found, prefix=prefix))), index, extents)
         index, extents = (*index, found.expert), (*extents, experts[found.layer])
         return Slot(str(replace(found, prefix=prefix, expert=None)), index, extents)
 
@@ -86,7 +86,7 @@ class Stacking:
 
     def _of_layer(self, stack: str, layer: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         """What the keys of a layer begin with, and its place on the axis of layers."""
-        if self.apart:
+        if self.non_homogeneous:
             return f"{stack}.layers.{layer}.", (), ()
         return f"{stack}.layers.", (layer,), (len(self.stacks[stack]),)
 
@@ -161,7 +161,7 @@ def is_of_experts(key: str) -> bool:
     return parse_name(weight_of(key)).routed
 
 
-def stays_fp32(key: str) -> bool:
+def is_always_fp32(key: str) -> bool:
     """Return whether the key of a weight is of what is fp32 in a model of any dtype: offsets that a router adds."""
     name = parse_name(key)
     return name.stack is not None and name.path in ("mlp.router.expert_bias", "mlp.router.qb_beta")
@@ -226,7 +226,7 @@ class Box(Protocol):
 
 
 @dataclass(frozen=True)
-class Whole:
+class LocalTensor:
     """A tensor that is a box of itself."""
 
     name: str
@@ -253,7 +253,7 @@ def model_chunks(
     `named` has module name, local tensor and placement; layers and experts have the numbers of the whole model. `rank`
     and `size` are those of the tensor-parallel axis.
     """
-    whole = [(Whole(name, tensor.detach()), placement) for name, tensor, placement in named]
+    whole = [(LocalTensor(name, tensor.detach()), placement) for name, tensor, placement in named]
     placements = {box.name: placement for box, placement in whole}
     return weight_chunks([box for box, _ in whole], placements, stacking, rank=rank, size=size)
 
@@ -265,13 +265,13 @@ def weight_chunks(
     *,
     rank: int = 0,
     size: int = 1,
-    once: bool = False,
+    dedup: bool = False,
 ) -> list[Chunk]:
-    """`model_chunks` of parameters of which boxes are here; `once` leaves out what a rank before this one has too."""
+    """`model_chunks` of parameters of which boxes are here; `dedup` leaves out what a rank before this one has too."""
     return [
         chunk
         for box in boxes
-        for chunk in _chunks(box, box.name, "", placements[box.name], stacking, rank, size, once=once)
+        for chunk in _chunks(box, box.name, "", placements[box.name], stacking, rank, size, dedup=dedup)
     ]
 
 
@@ -282,7 +282,7 @@ def optimizer_chunks(
     *,
     rank: int = 0,
     size: int = 1,
-    once: bool = False,
+    dedup: bool = False,
 ) -> list[Chunk]:
     """`weight_chunks` of optimizer state; `placements` has `<state>.<parameter>` where that is divided otherwise."""
     chunks: list[Chunk] = []
@@ -290,12 +290,12 @@ def optimizer_chunks(
         state, _, name = box.name.partition(".")
         prefix = f"{OPTIMIZER_PREFIX}{state}."
         placement = placements.get(box.name, placements[name])
-        chunks += _chunks(box, name, prefix, placement, stacking, rank, size, once=once)
+        chunks += _chunks(box, name, prefix, placement, stacking, rank, size, dedup=dedup)
     return chunks
 
 
 def _chunks(
-    box: Box, name: str, prefix: str, placement: Placement, stacking: Stacking, rank: int, size: int, *, once: bool
+    box: Box, name: str, prefix: str, placement: Placement, stacking: Stacking, rank: int, size: int, *, dedup: bool
 ) -> Iterator[Chunk]:
     """The chunks of a box that belongs to the parameter `name`; `prefix` stands before the key."""
     slot, dim, extent = stacking.slot(name), dim_of(placement), global_shape(box.shape, placement, size)
@@ -303,7 +303,7 @@ def _chunks(
     for piece in local_pieces(placement, extent[dim], size, rank):
         start, stop = max(first, piece.local), min(last, piece.local + piece.length)
         # Replicated parts: of the ranks that hold one, the first writes it.
-        if start < stop and (not once or piece.holders[0] == rank):
+        if start < stop and (not dedup or piece.holders[0] == rank):
             part = box.tensor.narrow(dim, start - first, stop - start)
             part = part.view(*(1 for _ in slot.index), *part.shape)
             offset = (*box.offset[:dim], piece.whole + start - piece.local, *box.offset[dim + 1 :])

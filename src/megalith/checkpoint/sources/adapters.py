@@ -21,11 +21,11 @@ from megalith.checkpoint.formats.megatron_optimizer import decays, with_rates
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
     WORD_EMBEDDINGS,
+    is_always_fp32,
     is_of_experts,
     is_rng_object,
     optimizer_common,
     read_optimizer_common,
-    stays_fp32,
     weight_of,
     with_expert_groups,
 )
@@ -109,7 +109,7 @@ class InPrecision(Adapter):
     def contents(self) -> Contents:
         held = self.held
         weights = {
-            key: stored if stays_fp32(key) else replace(stored, dtype=self._dtype or stored.dtype)
+            key: stored if is_always_fp32(key) else replace(stored, dtype=self._dtype or stored.dtype)
             for key, stored in held.tensors.items()
             if not key.startswith(OPTIMIZER_PREFIX)
         }
@@ -155,7 +155,7 @@ def _precision(args: Mapping[str, Any]) -> str:
     return "float16" if args.get("fp16") else "bfloat16" if args.get("bf16") else "float32"
 
 
-class ForExpertRanks(Adapter):
+class WithExpertOptimizer(Adapter):
     """With the second optimizer that Megatron has for experts that are spread over ranks: groups of their own."""
 
     def common(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class Repadded(Adapter):
     def contents(self) -> Contents:
         held = self.held
         tensors = {
-            key: replace(stored, shape=(self._rows, *stored.shape[1:])) if over_vocabulary(key) else stored
+            key: replace(stored, shape=(self._rows, *stored.shape[1:])) if has_vocabulary_rows(key) else stored
             for key, stored in held.tensors.items()
         }
         return Contents(tensors, held.objects)
@@ -210,7 +210,7 @@ class Repadded(Adapter):
         chunks: list[Chunk] = []
         added: list[tuple[Tensor, Tensor]] = []
         for chunk in content.chunks:
-            if not over_vocabulary(chunk.key):
+            if not has_vocabulary_rows(chunk.key):
                 chunks.append(chunk)
                 continue
             shape = held[chunk.key].shape
@@ -230,7 +230,7 @@ class Repadded(Adapter):
         return read
 
 
-def over_vocabulary(key: str) -> bool:
+def has_vocabulary_rows(key: str) -> bool:
     """Return whether the rows of a tensor, a weight or an optimizer's state of one, are those of the vocabulary."""
     return weight_of(key) in _OVER_VOCABULARY
 

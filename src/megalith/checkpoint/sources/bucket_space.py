@@ -9,7 +9,7 @@
 Without expert parallelism the places are those of tensor parallelism, fastest, and pipeline. With it the experts have
 an optimizer of their own, `chained_1`, with the places of expert-tensor parallelism, expert parallelism and pipeline;
 before core 0.10, which had no expert-tensor parallelism, of tensor parallelism, pipeline and expert parallelism. A
-chunk without experts has no buffer there. What stands where in a buffer: `formats.megatron_optimizer.places`.
+chunk without experts has no buffer there. What stands where in a buffer: `formats.megatron_optimizer.buffer_ranges`.
 Source: docs/reference/checkpoints.md#optimizer-in-torch_dist, and megatron-core 0.9.0 to 0.16.1, whose checkpoints
 `tests/parity/test_megatron_core_written.py` reads.
 """
@@ -26,19 +26,19 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, check_filled, common_part, fill
+from megalith.checkpoint.content import CheckpointContent, Chunk, by_key, check_filled, fill, overlapping_views
 from megalith.checkpoint.files.dcp import read_sharded
 from megalith.checkpoint.formats.megatron_names import has_latent_norm_within, linear_behind, parse_name
 from megalith.checkpoint.formats.megatron_optimizer import (
     BUFFERS,
-    Place,
+    BufferRange,
     UnreadableState,
     bucket_limits,
-    coalesced_places,
-    places,
+    buffer_ranges,
+    coalesced_ranges,
 )
-from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, Whole, weight_chunks
-from megalith.checkpoint.model_space import division_of, model_space_of
+from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, LocalTensor, weight_chunks
+from megalith.checkpoint.model_space import model_space_of, parallel_layout
 from megalith.checkpoint.sources.source import Contents, StoredTensor
 from megalith.errors import CheckpointError
 
@@ -59,7 +59,7 @@ def in_bucket_space(stored: Contents) -> bool:
 
 
 @dataclass(frozen=True)
-class _Owner:
+class _OptimizerShard:
     """An optimizer in a place."""
 
     prefix: str  # of its keys
@@ -71,13 +71,13 @@ class _Owner:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ParameterRange:
     """A parameter as one place holds it: its chunks in model space lie over a flat range of a bucket."""
 
     name: str
-    owner: _Owner
+    owner: _OptimizerShard
     buffer: int
-    place: Place
+    place: BufferRange
 
 
 class BucketSpace:
@@ -87,7 +87,7 @@ class BucketSpace:
         self._path, self._metadata, self._stored, self._args = path, metadata, stored, args
         where = str(path)
         self._space = model_space_of(args, where)
-        self._division = division_of(args, self._space.num_layers, where)
+        self._division = parallel_layout(args, self._space.num_layers, where)
         self._tp, self._ep = self._division.tp, self._division.ep
         self._etp = int(args.get("expert_tensor_parallel_size") or self._tp)
         self._check_experts()
@@ -133,14 +133,14 @@ class BucketSpace:
                 "without expert parallelism"
             )
 
-    def _owner(self, chained: int | None, index: int, prefix: str) -> _Owner:
+    def _owner(self, chained: int | None, index: int, prefix: str) -> _OptimizerShard:
         """Which place an optimizer is in."""
         if chained != 1:
             stage, rank = divmod(index, self._tp)
             own = self._names(stage, 0)
             if chained == 0:
                 own = [[name for name in names if not parse_name(name).routed] for names in own]
-            return _Owner(prefix, stage, rank, self._tp, own)
+            return _OptimizerShard(prefix, stage, rank, self._tp, own)
         if "expert_tensor_parallel_size" in self._args:
             rest, rank = divmod(index, self._etp)
             stage, expert = divmod(rest, self._ep)
@@ -149,7 +149,7 @@ class BucketSpace:
             expert, stage = divmod(rest, self._division.pp)
         own = self._names(stage, expert)
         experts = [[name for name in names if parse_name(name).routed] for names in own]
-        return _Owner(prefix, stage, rank, self._etp, [names for names in experts if names])
+        return _OptimizerShard(prefix, stage, rank, self._etp, [names for names in experts if names])
 
     def _names(self, stage: int, expert: int) -> list[list[str]]:
         """The parameters of each virtual chunk that have state, in the order in which they were registered."""
@@ -159,9 +159,9 @@ class BucketSpace:
         parts = space.names_of(self._division, stage, expert)
         moved = [[name for name in names if name not in space.buffers] for names in parts]
         keys = self._stored.tensors
-        return [registered(names, fused=space.stacking.fused, grouped=grouped, keys=keys) for names in moved]
+        return [registration_order(names, fused=space.stacking.fused, grouped=grouped, keys=keys) for names in moved]
 
-    def _lay_out(self, owner: _Owner) -> list[_Part]:
+    def _lay_out(self, owner: _OptimizerShard) -> list[_ParameterRange]:
         """The parts of an owner that no owner before it has too."""
         sizes = self._sizes(owner)
         if len(sizes) != len(owner.buffers):
@@ -171,23 +171,25 @@ class BucketSpace:
         found = []
         for buffer, names in enumerate(owner.buffers):
             for name, place in self._places(owner, buffer, names, sizes[buffer]).items():
-                part = _Part(name, owner, buffer, place)
+                part = _ParameterRange(name, owner, buffer, place)
                 if not self._space.is_copy(name, owner.stage) and self._like(part):
                     found.append(part)
         return found
 
-    def _places(self, owner: _Owner, buffer: int, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Place]:
+    def _places(
+        self, owner: _OptimizerShard, buffer: int, names: Sequence[str], sizes: Sequence[int]
+    ) -> dict[str, BufferRange]:
         space, stages, where = self._space, self._division.stages, str(self._path)
         shapes = {name: space.local_shape(name, owner.size, owner.rank) for name in names}
         try:
             if owner.prefix not in self._gathered:
-                return places(shapes, sizes, where)
+                return buffer_ranges(shapes, sizes, where)
             alone = [name for name in names if space.is_shared(name, stages, owner.stage, buffer)]
-            return coalesced_places(shapes, sizes[0], bucket_limits(self._args), alone, where)
+            return coalesced_ranges(shapes, sizes[0], bucket_limits(self._args), alone, where)
         except CheckpointError as error:
             raise UnreadableState(f"{error}; {_WITHOUT}") from error
 
-    def _state_of(self, owner: _Owner) -> list[dict[str, Any]]:
+    def _state_of(self, owner: _OptimizerShard) -> list[dict[str, Any]]:
         """What replica 0 had gathered of a place: kind -> flat tensor, by buffer."""
         if self._last is None or self._last[0] != owner.prefix:
             state = self._object(owner, "param_state")
@@ -197,7 +199,7 @@ class BucketSpace:
             self._last = (owner.prefix, [next(iter(by_dtype.values())) for by_dtype in buffers])
         return self._last[1]
 
-    def _sizes(self, owner: _Owner) -> list[list[int]]:
+    def _sizes(self, owner: _OptimizerShard) -> list[list[int]]:
         """Elements of each bucket of each buffer, without the padding at the bucket's end."""
         if owner.prefix in self._gathered:
             return [[int(found["numel_unpadded"])] for found in self._state_of(owner)]
@@ -206,7 +208,7 @@ class BucketSpace:
             raise self._unreadable(f"lacks {owner.prefix}.per_bucket_numel_unpadded, which says what stands where")
         return [[int(size) for found in by_dtype.values() for size in found] for by_dtype in sizes]
 
-    def _object(self, owner: _Owner, name: str) -> Any:
+    def _object(self, owner: _OptimizerShard, name: str) -> Any:
         """An object of an owner; None if it has none of that name."""
         key = f"{owner.prefix}.{name}/shard_0_1"
         if key not in self._stored.objects:
@@ -214,9 +216,9 @@ class BucketSpace:
         return read_sharded(self._path, self._metadata, CheckpointContent(objects={key: None}))[key]
 
     @cached_property
-    def _by_key(self) -> dict[str, list[tuple[_Part, list[Chunk]]]]:
+    def _by_key(self) -> dict[str, list[tuple[_ParameterRange, list[Chunk]]]]:
         """Key of a weight -> the parts of it, each with its chunks on the meta device; an owner's parts together."""
-        found: dict[str, list[tuple[_Part, list[Chunk]]]] = {}
+        found: dict[str, list[tuple[_ParameterRange, list[Chunk]]]] = {}
         for part in self._parts:
             like = self._like(part)
             found.setdefault(like[0].key, []).append((part, like))
@@ -231,24 +233,24 @@ class BucketSpace:
             for kind in BUFFERS.values()
         }
 
-    def _like(self, part: _Part) -> list[Chunk]:
+    def _like(self, part: _ParameterRange) -> list[Chunk]:
         return self._chunks(part, torch.empty(part.place.shape, device="meta"))
 
-    def _chunks(self, part: _Part, tensor: torch.Tensor) -> list[Chunk]:
+    def _chunks(self, part: _ParameterRange, tensor: torch.Tensor) -> list[Chunk]:
         """A part's local tensor in model space, under the keys of the weights; not what a rank before it has too."""
         space, owner = self._space, part.owner
-        box = Whole(part.name, tensor)
-        return weight_chunks([box], space.placements, space.stacking, rank=owner.rank, size=owner.size, once=True)
+        box = LocalTensor(part.name, tensor)
+        return weight_chunks([box], space.placements, space.stacking, rank=owner.rank, size=owner.size, dedup=True)
 
     def scalars(self) -> dict[Any, Any]:
         """What `optimizer_common` makes, out of the objects of the first place of each optimizer."""
-        first: dict[str, _Owner] = {}
+        first: dict[str, _OptimizerShard] = {}
         for owner in self._owners:
             first.setdefault(owner.prefix.split(".")[0], owner)
         parts = [self._scalars(owner) for owner in first.values()]
         return parts[0] if len(parts) == 1 else dict(enumerate(parts))
 
-    def _scalars(self, owner: _Owner) -> dict[Any, Any]:
+    def _scalars(self, owner: _OptimizerShard) -> dict[Any, Any]:
         found = self._object(owner, "optimizer")
         if not isinstance(found, Mapping):
             return {}
@@ -265,7 +267,9 @@ class BucketSpace:
             for key, parts in self._by_key.items()
             if f"{OPTIMIZER_PREFIX}{label}.{key}" in targets
             for part, like in parts
-            if any(common_part(target, own) for target in targets[f"{OPTIMIZER_PREFIX}{label}.{key}"] for own in like)
+            if any(
+                overlapping_views(target, own) for target in targets[f"{OPTIMIZER_PREFIX}{label}.{key}"] for own in like
+            )
         ]
         order = {owner.prefix: number for number, owner in enumerate(self._owners)}
         filled = dict.fromkeys(map(id, wanted), 0)
@@ -276,7 +280,7 @@ class BucketSpace:
         for chunk in wanted:
             check_filled(str(self._path), chunk, filled[id(chunk)])
 
-    def _load(self, part: _Part, kind: str) -> torch.Tensor:
+    def _load(self, part: _ParameterRange, kind: str) -> torch.Tensor:
         place = part.place
         if part.owner.prefix in self._gathered:
             whole: torch.Tensor = self._state_of(part.owner)[part.buffer][kind]
@@ -292,7 +296,7 @@ def _number(digits: str | None) -> int | None:
     return None if digits is None else int(digits)
 
 
-def registered(names: Sequence[str], *, fused: bool, grouped: bool, keys: Iterable[str]) -> list[str]:
+def registration_order(names: Sequence[str], *, fused: bool, grouped: bool, keys: Iterable[str]) -> list[str]:
     """Return parameters in the order in which the modules that wrote a checkpoint registered them: that of its buffers.
 
     `names` are ours, in the order of Megatron's own modules. With `fused`, those of TransformerEngine, another order
@@ -305,7 +309,7 @@ def registered(names: Sequence[str], *, fused: bool, grouped: bool, keys: Iterab
 
     >>> layer = [f"decoder.layers.0.{name}.weight" for name in ("input_layernorm", "self_attention.linear_proj",
     ...          "self_attention.linear_qkv")]
-    >>> [name.split(".")[-2] for name in registered(layer, fused=True, grouped=False, keys=())]
+    >>> [name.split(".")[-2] for name in registration_order(layer, fused=True, grouped=False, keys=())]
     ['linear_proj', 'input_layernorm', 'linear_qkv']
     """
     if not fused:

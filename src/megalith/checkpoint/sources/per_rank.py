@@ -52,8 +52,8 @@ from megalith.checkpoint.formats.per_rank_layout import (
     MODEL_FILE,
     OWN_KEYS,
     check_expert_tensor_size,
-    chunk_key,
     folder_name,
+    model_key,
     of_experts,
 )
 from megalith.checkpoint.formats.torch_dist import (
@@ -63,7 +63,13 @@ from megalith.checkpoint.formats.torch_dist import (
     rng_object_key,
     weight_chunks,
 )
-from megalith.checkpoint.model_space import Division, ModelSpace, Place, division_of, model_space_of
+from megalith.checkpoint.model_space import (
+    Coordinates,
+    ModelSpace,
+    ParallelLayout,
+    model_space_of,
+    parallel_layout,
+)
 from megalith.checkpoint.sources.source import Contents, StoredTensor, listing
 from megalith.errors import CheckpointError, LayoutError
 
@@ -151,15 +157,15 @@ class PerRankSource:
         return model_space_of(self._args, str(self.path))
 
     @cached_property
-    def _layout(self) -> Division:
+    def _layout(self) -> ParallelLayout:
         check_expert_tensor_size(self._args, str(self.path))
-        return division_of(self._args, self._space.num_layers, str(self.path))
+        return parallel_layout(self._args, self._space.num_layers, str(self.path))
 
     @cached_property
-    def _files(self) -> dict[Place, Mapping[str, Any]]:
+    def _files(self) -> dict[Coordinates, Mapping[str, Any]]:
         """The content of the file of each place."""
         layout = self._layout
-        folder_of = {place: folder_name(place, layout) for place in layout.places}
+        folder_of = {place: folder_name(place, layout) for place in layout.ranks}
         lines = []
         for name in folder_of.values():
             if not self._found.get(name):
@@ -205,18 +211,18 @@ class PerRankSource:
             return [], (str(error),)
 
     @cached_property
-    def _weights(self) -> dict[Place, list[Named]]:
+    def _weights(self) -> dict[Coordinates, list[Named]]:
         stages = self._layout.stages
         return {
             place: [self._named(place, body, chunk) for chunk in range(len(stages[place[1]]))]
             for place, body in self._files.items()
         }
 
-    def _named(self, place: Place, body: Mapping[str, Any], chunk: int) -> Named:
+    def _named(self, place: Coordinates, body: Mapping[str, Any], chunk: int) -> Named:
         """The weights of one virtual chunk."""
         (tp, pp, _), stages, space, where = place, self._layout.stages, self._space, self._file(place, MODEL_FILE)
         experts = self._experts(place)
-        key = chunk_key(chunk, len(stages[pp]))
+        key = model_key(chunk, len(stages[pp]))
         if not isinstance(body.get(key), Mapping):
             raise CheckpointError(f"{where} has no {key!r}; it holds {', '.join(map(str, body))}")
         layers, expected = (space.layers_in(stages[pp][chunk]), space.names_of(self._layout, pp, place[2])[chunk])
@@ -253,7 +259,7 @@ class PerRankSource:
             raise CheckpointError(listing(f"{where} does not hold the model that its args describe", lines))
         return found
 
-    def _experts(self, place: Place) -> range:
+    def _experts(self, place: Coordinates) -> range:
         return self._layout.experts(place[2], self._space.model.num_experts or 0)
 
     def _shape(self, name: str, tp: int) -> tuple[int, ...]:
@@ -262,17 +268,20 @@ class PerRankSource:
         except LayoutError as error:
             raise CheckpointError(f"{self.path}: {name} does not divide as the saved args say: {error}") from error
 
-    def _weight_chunks(self, place: Place, weights: Sequence[Named]) -> list[Chunk]:
+    def _weight_chunks(self, place: Coordinates, weights: Sequence[Named]) -> list[Chunk]:
         found = (("", name, raw, tensor) for part in weights for name, (raw, tensor) in part.items())
         return self._cut(weight_chunks, place, found)
 
-    def _state_chunks(self, place: Place, weights: Sequence[Named]) -> list[Chunk]:
+    def _state_chunks(self, place: Coordinates, weights: Sequence[Named]) -> list[Chunk]:
         raw_of = {name: raw for part in weights for name, (raw, _) in part.items()}
         states = self._state(place, weights)
         return self._cut(optimizer_chunks, place, ((f"{kind}.", name, raw_of[name], x) for kind, name, x in states))
 
     def _cut(
-        self, chunks_of: Callable[..., list[Chunk]], place: Place, found: Iterable[tuple[str, str, str, Tensor]]
+        self,
+        chunks_of: Callable[..., list[Chunk]],
+        place: Coordinates,
+        found: Iterable[tuple[str, str, str, Tensor]],
     ) -> list[Chunk]:
         """Cut what a place holds (prefix, our name, name in the file, tensor) into chunks, each element once.
 
@@ -286,9 +295,9 @@ class PerRankSource:
             if not space.is_copy(name, pp) and (ep == 0 or parse_name(name).routed)
             for box in self._boxes(place, prefix, name, raw, tensor)
         ]
-        return chunks_of(boxes, space.placements, space.stacking, rank=tp, size=self._layout.tp, once=True)
+        return chunks_of(boxes, space.placements, space.stacking, rank=tp, size=self._layout.tp, dedup=True)
 
-    def _state(self, place: Place, weights: Sequence[Named]) -> Iterator[tuple[str, str, Tensor]]:
+    def _state(self, place: Coordinates, weights: Sequence[Named]) -> Iterator[tuple[str, str, Tensor]]:
         """Kind, our name and tensor of the optimizer's state in a place; an UnreadableState if its form is unknown."""
         stored = [
             {name: tensor for name, (_, tensor) in part.items() if name not in self._space.buffers} for part in weights
@@ -327,10 +336,10 @@ class PerRankSource:
             raise CheckpointError(listing(f"{self.path} has the optimizer's state in some folders only", missing))
         return not missing
 
-    def _file(self, place: Place, name: str) -> Path:
+    def _file(self, place: Coordinates, name: str) -> Path:
         return self.path / folder_name(place, self._layout) / name
 
-    def _boxes(self, place: Place, prefix: str, name: str, raw: str, tensor: Tensor) -> Iterator[_Box]:
+    def _boxes(self, place: Coordinates, prefix: str, name: str, raw: str, tensor: Tensor) -> Iterator[_Box]:
         """A tensor of parameter `name`, with the rows of query, key and value in the order of version 2 and later.
 
         Before it stood [3, heads, size] rows (version 0) or [heads, size, 3] (1) where later [heads, 3, size] do.
@@ -435,7 +444,7 @@ class PerRankSource:
         return []
 
     def changed(self, part: int = 0, parts: int = 1) -> list[str]:
-        files = [self._file(place, name) for place in self._layout.places for name in (MODEL_FILE, BUFFER_FILE)]
+        files = [self._file(place, name) for place in self._layout.ranks for name in (MODEL_FILE, BUFFER_FILE)]
         found = []
         for file in [file for file in files if file.is_file()][part::parts]:
             for record in changed_records(file):

@@ -123,7 +123,7 @@ class Contents:
 
     tensors: dict[str, StoredTensor]
     objects: frozenset[str]
-    left_out: tuple[str, ...] = ()  # why tensors that are in the files cannot be read, such as those of an optimizer
+    unreadable: tuple[str, ...] = ()  # why tensors that are in the files cannot be read, such as those of an optimizer
 
     def unrequested(self, requested: Collection[str]) -> tuple[str, ...]:
         """Return the stored keys that are not in `requested`, without the empty extra states of FP8 linears."""
@@ -157,7 +157,7 @@ def fitted(source: str, stored: Contents, wanted: CheckpointContent, requested: 
     unrequested = [key for key in stored.unrequested(requested) if key in stored.tensors]
     if unrequested:
         lines.append(f"in the checkpoint and not requested: {', '.join(unrequested)}")
-    raise CheckpointError(listing(f"{source} does not fit this model and optimizer", [*stored.left_out, *lines]))
+    raise CheckpointError(listing(f"{source} does not fit this model and optimizer", [*stored.unreadable, *lines]))
 
 
 def _read_from(key: str, chunk: Chunk, stored: Contents) -> str:

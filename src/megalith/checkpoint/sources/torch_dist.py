@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megalith.checkpoint.content import CheckpointContent, Chunk, fill, volume
 from megalith.checkpoint.files.dcp import SAVE_ID_PREFIX, open_metadata, read_sharded
-from megalith.checkpoint.files.hashing import ReadThrough, require_file
+from megalith.checkpoint.files.hashing import HashingReader, require_file
 from megalith.checkpoint.files.safe_loading import load_tensors_and_plain_data
 from megalith.checkpoint.formats.megatron_names import model_space_key, with_family
 from megalith.checkpoint.formats.megatron_optimizer import UnreadableState
@@ -93,8 +93,8 @@ class TorchDistSource:
             tensors[key] = held
         if isinstance(self._buckets, BucketSpace):
             tensors |= self._buckets.tensors()
-        left_out = (str(self._buckets),) if isinstance(self._buckets, UnreadableState) else ()
-        return Contents(tensors, self._stored.objects - {_COMMON_OBJECT}, left_out)
+        unreadable = (str(self._buckets),) if isinstance(self._buckets, UnreadableState) else ()
+        return Contents(tensors, self._stored.objects - {_COMMON_OBJECT}, unreadable)
 
     def common(self) -> dict[str, Any]:
         """As the port says; of an optimizer in bucket space with what stands in its objects."""
@@ -122,7 +122,7 @@ class TorchDistSource:
         found = self._common_file().get("args", Namespace())
         return with_family(vars(found), self._stored.tensors) if isinstance(found, Namespace) else {}
 
-    def read(self, content: CheckpointContent, through: ReadThrough | None = None) -> dict[str, Any]:
+    def read(self, content: CheckpointContent, through: HashingReader | None = None) -> dict[str, Any]:
         """As the port says; `through` has the files to hash in passing."""
         plain, buckets, ranges = [], [], []
         for chunk in content.chunks:

@@ -25,7 +25,7 @@ from megalith.checkpoint.files.commit import building, write_durably
 from megalith.checkpoint.files.folder import CheckpointFolder, damaged
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS
 from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, model_space_of
-from megalith.checkpoint.sources.adapted import InPrecision, WeightsOnly, args_of
+from megalith.checkpoint.sources.adapters import InPrecision, WeightsOnly, args_of
 from megalith.checkpoint.sources.huggingface import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -57,7 +57,7 @@ _TOKENS_OF_GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "decode
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportOptions:
     """What is asked of an export."""
 
     dtype: str | None = None  # of all weights, one of `DTYPES`; that of each in the checkpoint if None
@@ -69,7 +69,7 @@ class Export:
 
 
 @dataclass
-class Exported:
+class ExportResult:
     """What an export made."""
 
     path: Path  # the folder
@@ -112,11 +112,11 @@ class Weights:
 def export(
     path: Path,
     destination: Path,
-    wanted: Export,
+    wanted: ExportOptions,
     *,
     iteration: int | None = None,
     check: Callable[[Path, Weights, ModelSpace, int], None] | None = None,
-) -> Exported:
+) -> ExportResult:
     """Write a checkpoint, given as for `locate`, as a Hugging Face model folder; a ConfigError if nonsense is asked.
 
     Args:
@@ -165,7 +165,7 @@ def export(
             check(new.path, weights, space, rows)
         new.commit()
     architecture = config.get("architectures", [family.architecture])[0]
-    return Exported(destination, family, architecture, rows, layout.bytes, len(layout.shards), notes)
+    return ExportResult(destination, family, architecture, rows, layout.bytes, len(layout.shards), notes)
 
 
 def _space(folder: CheckpointFolder) -> ModelSpace:
@@ -175,7 +175,7 @@ def _space(folder: CheckpointFolder) -> ModelSpace:
     return model_space_of(args, where)
 
 
-def _checked(wanted: Export) -> int:
+def _checked(wanted: ExportOptions) -> int:
     """The bytes of a shard."""
     wrong: list[str] = []
     limit = 0
@@ -209,7 +209,11 @@ def _origin(original: Mapping[str, Any] | None, model: ModelConfig) -> str | Non
 
 
 def _rows(
-    wanted: Export, space: ModelSpace, manifest: Mapping[str, Any], original: Mapping[str, Any] | None, notes: list[str]
+    wanted: ExportOptions,
+    space: ModelSpace,
+    manifest: Mapping[str, Any],
+    original: Mapping[str, Any] | None,
+    notes: list[str],
 ) -> int:
     """Rows of the vocabulary to keep: those beyond the true one are padding for tensor-parallel ranks."""
     known = (original or {}).get("vocab_size") or manifest.get("tokenizer", {}).get("vocab_size")

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megalith.checkpoint.content import CheckpointContent, Chunk, common_part, volume
+from megalith.checkpoint.content import CheckpointContent, Chunk, overlapping_views, volume
 from megalith.checkpoint.files.commit import sync_folder
 from megalith.checkpoint.files.dcp import Written
 from megalith.checkpoint.files.folder import check_further_files, finish_folder
@@ -31,17 +31,24 @@ from megalith.checkpoint.files.hashing import WritingCancelled, hash_files
 from megalith.checkpoint.files.safe_loading import map_tensors
 from megalith.checkpoint.files.torch_archive import find, lay_out, seal, tensors_in, write
 from megalith.checkpoint.formats.megatron_names import CORE
-from megalith.checkpoint.formats.per_rank_layout import PlaceFiles, Room, Row, Target, row_of, target_of
+from megalith.checkpoint.formats.per_rank_layout import (
+    FileTensor,
+    LayerIndex,
+    RankFiles,
+    Target,
+    layer_index_of,
+    target_of,
+)
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, is_rng_object
-from megalith.checkpoint.model_space import Place
+from megalith.checkpoint.model_space import Coordinates
 from megalith.checkpoint.sources.source import Contents, Source, fitted
 from megalith.errors import CheckpointError
 from megalith.layout import Layout
 
 
-def _lay_out(target: Target, folder: Path, place: Place) -> None:
-    """Make the files of a place, with the room for their tensors and everything else in them."""
-    made = PlaceFiles(target, *place)
+def _lay_out(target: Target, folder: Path, place: Coordinates) -> None:
+    """Make the files of a place, with space for their tensors and everything else in them."""
+    made = RankFiles(target, *place)
     (folder / made.folder).mkdir()
     for name, body in made.bodies.items():
         lay_out(folder / made.folder / name, body)
@@ -54,27 +61,27 @@ class _Filler:
 
     def __init__(self, target: Target, folder: Path, chunks: Sequence[Chunk]) -> None:
         self._stack = ExitStack()
-        self._places: dict[Row, list[tuple[int, int, Chunk]]] = {}
+        self._places: dict[LayerIndex, list[tuple[int, int, Chunk]]] = {}
         self._files: list[int] = []
-        rows = {_row(chunk) for chunk in chunks}
-        for place in target.places_of(chunks):
-            made = PlaceFiles(target, *place)
-            touched = [room for room in made.rooms if any(_row(chunk) in rows for chunk in room.chunks)]
+        rows = {_file_index(chunk) for chunk in chunks}
+        for place in target.ranks_holding(chunks):
+            made = RankFiles(target, *place)
+            touched = [held for held in made.tensors if any(_file_index(chunk) in rows for chunk in held.chunks)]
             for name, body in made.bodies.items():
                 numbers = {id(tensor): number for number, tensor in enumerate(tensors_in(body))}
-                inside = [room for room in touched if id(room.tensor) in numbers]
+                inside = [held for held in touched if id(held.tensor) in numbers]
                 if inside:
                     self._open(folder / made.folder / name, inside, numbers)
 
-    def _open(self, path: Path, rooms: Iterable[Room], numbers: Mapping[int, int]) -> None:
+    def _open(self, path: Path, tensors: Iterable[FileTensor], numbers: Mapping[int, int]) -> None:
         starts = find(path)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._stack.callback(os.close, fd)
         self._files.append(fd)
-        for room in rooms:
-            for chunk in room.chunks:
-                entry = (fd, starts[numbers[id(room.tensor)]], chunk)
-                self._places.setdefault(_row(chunk), []).append(entry)
+        for held in tensors:
+            for chunk in held.chunks:
+                entry = (fd, starts[numbers[id(held.tensor)]], chunk)
+                self._places.setdefault(_file_index(chunk), []).append(entry)
 
     def __enter__(self) -> _Filler:
         return self
@@ -87,14 +94,14 @@ class _Filler:
 
     def write(self, chunk: Chunk) -> None:
         """Write a chunk to every place that it has elements in."""
-        for fd, start, place in self._places.get(_row(chunk), ()):
-            views = common_part(place, chunk)
+        for fd, start, place in self._places.get(_file_index(chunk), ()):
+            views = overlapping_views(place, chunk)
             if views is not None:
                 write(fd, start, *views)
 
 
-def _row(chunk: Chunk) -> Row:
-    return chunk.key, row_of(chunk)[1]
+def _file_index(chunk: Chunk) -> LayerIndex:
+    return chunk.key, layer_index_of(chunk)[1]
 
 
 def write_per_rank(source: Source, folder: Path, names: str = CORE) -> list[str]:
@@ -113,13 +120,13 @@ def write_per_rank(source: Source, folder: Path, names: str = CORE) -> list[str]
     keys = [key for key in contents.objects if is_rng_object(key)]
     objects = source.read(CheckpointContent(objects=dict.fromkeys(keys)))
     target = target_of(common, objects, contents.tensors[WORD_EMBEDDINGS].dtype, str(folder), names)
-    for place in target.places:
+    for place in target.ranks:
         _lay_out(target, folder, place)
     wanted = _wanted(target)
     with _Filler(target, folder, wanted) as filler:
         for chunk in wanted:
             filler.write(_read(source, contents, chunk))
-    made = [name for place in target.places for name in PlaceFiles(target, *place).names]
+    made = [name for place in target.ranks for name in RankFiles(target, *place).names]
     for name in made:
         seal(folder / name)
     return made
@@ -127,12 +134,14 @@ def write_per_rank(source: Source, folder: Path, names: str = CORE) -> list[str]
 
 def _wanted(target: Target) -> list[Chunk]:
     """All that the files hold, in pieces of a tensor of one layer and expert, on the meta device."""
-    found: dict[Row, Chunk] = {}
+    found: dict[LayerIndex, Chunk] = {}
     for chunk in target.chunks():
-        _, index = row_of(chunk)
+        _, index = layer_index_of(chunk)
         shape = (*(1 for _ in index), *chunk.global_shape[len(index) :])
         whole = torch.empty(shape, dtype=chunk.tensor.dtype, device="meta")
-        found[_row(chunk)] = Chunk(chunk.key, whole, index + (0,) * (len(shape) - len(index)), chunk.global_shape)
+        found[_file_index(chunk)] = Chunk(
+            chunk.key, whole, index + (0,) * (len(shape) - len(index)), chunk.global_shape
+        )
     return list(found.values())
 
 
@@ -163,7 +172,7 @@ class PerRankWriter:
         self.plan = dict[str, int]()  # key -> elements that this rank holds of it
         for chunk in self._chunks:
             self.plan[chunk.key] = self.plan.get(chunk.key, 0) + chunk.tensor.numel()
-        own = PlaceFiles(self._target, *self._place).nbytes if self._place is not None else 0
+        own = RankFiles(self._target, *self._place).nbytes if self._place is not None else 0
         self.nbytes = own + sum(map(len, self._files.values()))
 
     def merge(self, plans: Sequence[Any]) -> None:
@@ -191,7 +200,7 @@ class PerRankWriter:
         """Complete and hash the files that this rank laid out."""
         if self._place is None:
             return Written([], {}, self._seconds)
-        began, files = time.perf_counter(), [path / name for name in PlaceFiles(self._target, *self._place).names]
+        began, files = time.perf_counter(), [path / name for name in RankFiles(self._target, *self._place).names]
         for file in files:
             seal(file)
         records = hash_files(files, below=path)

@@ -26,14 +26,20 @@ from megalith.checkpoint.formats.megatron_names import CORE, parse_name
 from megalith.checkpoint.formats.megatron_optimizer import MAIN
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
-    Whole,
+    LocalTensor,
     is_rng_object,
     optimizer_chunks,
     rng_object_key,
     weight_chunks,
 )
-from megalith.checkpoint.model_space import Division, ModelSpace, Place, division_of, model_space_of
-from megalith.checkpoint.sources.adapted import args_of
+from megalith.checkpoint.model_space import (
+    Coordinates,
+    ModelSpace,
+    ParallelLayout,
+    model_space_of,
+    parallel_layout,
+)
+from megalith.checkpoint.sources.adapters import args_of
 from megalith.checkpoint.sources.per_rank import PerRankSource
 from megalith.checkpoint.sources.source import Contents, Source, fitted, keys_of, listing
 from megalith.checkpoint.writers.per_rank import write_per_rank
@@ -93,7 +99,7 @@ def write_torch_dist(
     common = source.common()
     args, where = args_of(common), str(final)
     space = model_space_of(args, where, registry)
-    division = division_of(args, space.num_layers, where)
+    division = parallel_layout(args, space.num_layers, where)
     contents = source.contents()
     per_rank = [
         _chunks(space, contents, division, (rank, stage, expert))
@@ -137,8 +143,8 @@ def write_torch(
     contents = source.contents()
     args = args_of(source.common())
     space = model_space_of(args, str(final))
-    undivided = replace(division_of(args, space.num_layers, str(final)), tp=1, ep=1)
-    whole = [chunk for place in undivided.places for chunk in _chunks(space, contents, undivided, place)]
+    undivided = replace(parallel_layout(args, space.num_layers, str(final)), tp=1, ep=1)
+    whole = [chunk for place in undivided.ranks for chunk in _chunks(space, contents, undivided, place)]
     _refuse_lost(contents, by_key(whole), _UNKNOWN)
 
     tensors = sum(stored.numel * stored.dtype.itemsize for stored in contents.tensors.values())
@@ -153,7 +159,7 @@ def write_torch(
     return size
 
 
-def _chunks(space: ModelSpace, contents: Contents, division: Division, place: Place) -> list[Chunk]:
+def _chunks(space: ModelSpace, contents: Contents, division: ParallelLayout, place: Coordinates) -> list[Chunk]:
     """What one place of the layout writes, on the meta device: over all places, each element once."""
     (rank, stage, expert), tp = place, division.tp
     names = [name for part in space.names_of(division, stage, expert) for name in part]
@@ -161,11 +167,11 @@ def _chunks(space: ModelSpace, contents: Contents, division: Division, place: Pl
     own = [name for name in held if expert == 0 or parse_name(name).routed]
     shapes = {name: space.local_shape(name, tp, rank) for name in own}
 
-    def boxes(prefix: str) -> list[Whole]:
+    def boxes(prefix: str) -> list[LocalTensor]:
         moved = [name for name in shapes if not (prefix and name in space.buffers)]
-        return [Whole(prefix + name, torch.empty(shapes[name], device="meta")) for name in moved]
+        return [LocalTensor(prefix + name, torch.empty(shapes[name], device="meta")) for name in moved]
 
-    common = {"rank": rank, "size": tp, "once": True}
+    common = {"rank": rank, "size": tp, "dedup": True}
     found = weight_chunks(boxes(""), space.placements, space.stacking, **common)  # type: ignore[arg-type]
     states = [key.removeprefix(OPTIMIZER_PREFIX) for key in contents.tensors if key.startswith(OPTIMIZER_PREFIX)]
     kinds = dict.fromkeys(state.partition(".")[0] for state in states)
@@ -177,7 +183,7 @@ def _chunks(space: ModelSpace, contents: Contents, division: Division, place: Pl
     for state, dim in _SQUARES.items():
         sides = {name: space.shapes[name][dim] for name in own if state in kinds and len(space.shapes[name]) == 2}
         squares = [
-            Whole(f"{state}.{name}", torch.empty(side, side, device="meta"))  # of every rank, whatever it has
+            LocalTensor(f"{state}.{name}", torch.empty(side, side, device="meta"))  # of every rank, whatever it has
             for name, side in sides.items()
         ]
         whole = {**space.placements, **{box.name: Replicated() for box in squares}}

@@ -18,10 +18,10 @@ from datetime import datetime
 from typing import Any
 
 from megalith.checkpoint.content import Chunk
-from megalith.checkpoint.convert import Wanted, convert, known_tokens
+from megalith.checkpoint.convert import ConversionOptions, convert, known_tokens
 from megalith.checkpoint.files.folder import CheckpointFolder
 from megalith.checkpoint.formats.megatron_names import CORE
-from megalith.checkpoint.sources.adapted import args_of
+from megalith.checkpoint.sources.adapters import args_of
 from megalith.checkpoint.sources.source import open_source
 from megalith.checkpoint.store.store import locate
 from megalith.compat.megatron import console
@@ -206,11 +206,11 @@ def _refuse(options: argparse.Namespace, files: bool) -> None:
         raise ConfigError(wrong)
 
 
-def _wanted(tool: Tool, options: argparse.Namespace) -> Wanted:
+def _wanted(tool: Tool, options: argparse.Namespace) -> ConversionOptions:
     dtype = tool.dtype
     if options.loader in _HUGGINGFACE:
         dtype = "bfloat16" if options.bf16 else "float16" if options.fp16 else "float32"
-    return Wanted(
+    return ConversionOptions(
         format="torch",
         tp=options.target_tensor_parallel_size,
         pp=options.target_pipeline_parallel_size,
