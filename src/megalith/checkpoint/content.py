@@ -71,7 +71,7 @@ class LoadedContent:
 
 
 def renamed(chunks: Iterable[Chunk], names: Mapping[str, str]) -> list[Chunk]:
-    """The chunks under other keys, those that have one."""
+    """Return the chunks under the keys that `names` gives them; a chunk that is not in it keeps its key."""
     return [replace(chunk, key=names[chunk.key]) if chunk.key in names else chunk for chunk in chunks]
 
 
@@ -84,7 +84,7 @@ def by_key(chunks: Iterable[Chunk]) -> dict[str, list[Chunk]]:
 
 
 def share_of(chunks: Sequence[Chunk], index: int, size: int) -> list[Chunk]:
-    """The chunks, of a list that `size` ranks all hold, that one of them writes: shares of about equal bytes."""
+    """Return the chunks that rank `index` of `size` writes of a list that all hold: shares of about equal bytes."""
     return [chunks[number] for number in sorted(balanced([chunk.nbytes for chunk in chunks], size)[index])]
 
 
@@ -99,7 +99,7 @@ def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def volume(shape: Iterable[int]) -> int:
-    """Number of elements of a shape; 1 for a scalar."""
+    """Return the number of elements of a shape; 1 for a scalar."""
     return math.prod(shape)
 
 
@@ -109,7 +109,7 @@ Span = tuple[int, int]
 def overlap(
     offset: Sequence[int], shape: Sequence[int], other_offset: Sequence[int], other_shape: Sequence[int]
 ) -> list[Span] | None:
-    """First and last element, by dimension, of what two boxes of one tensor both hold; None if there is nothing."""
+    """Return first and last element, by dimension, of what two boxes of one tensor share; None if they are disjoint."""
     box = []
     for start, size, other_start, other_size in zip(offset, shape, other_offset, other_shape, strict=True):
         low, high = max(start, other_start), min(start + size, other_start + other_size)
@@ -120,7 +120,7 @@ def overlap(
 
 
 def view_of(chunk: Chunk, box: Sequence[Span]) -> Tensor:
-    """The elements of a box that a chunk holds wholly."""
+    """Return a view of a box of the global tensor; the chunk holds all of its elements."""
     view = chunk.tensor
     for dim, ((low, high), start) in enumerate(zip(box, chunk.offset, strict=True)):
         view = view.narrow(dim, low - start, high - low)
@@ -128,7 +128,7 @@ def view_of(chunk: Chunk, box: Sequence[Span]) -> Tensor:
 
 
 def overlapping_views(one: Chunk, other: Chunk) -> tuple[Tensor, Tensor] | None:
-    """Views of the elements that two chunks of one key both hold; None if there are none."""
+    """Return views of the elements that two chunks of one key both hold; None if there are none."""
     box = overlap(one.offset, one.tensor.shape, other.offset, other.tensor.shape)
     return None if box is None else (view_of(one, box), view_of(other, box))
 

@@ -207,13 +207,13 @@ def _check_tokens(folder: CheckpointFolder, wanted: ConversionOptions) -> None:
 
 
 def _tokenizer_size(folder: CheckpointFolder) -> int | None:
-    """The number of tokens of the checkpoint's tokenizer, where its manifest says it."""
+    """Return the number of tokens of the checkpoint's tokenizer; None where its manifest does not say it."""
     size = ((folder.manifest() or {}).get("tokenizer") or {}).get("vocab_size")
     return None if size is None else int(size)
 
 
 def known_tokens(folder: CheckpointFolder) -> int | None:
-    """The number of tokens that the rows of a checkpoint are padded from; None where it is not known.
+    """Return the number of tokens that the rows of a checkpoint are padded from; None where it is not known.
 
     Rows that somebody chose, by --padded-vocab-size or as a model of Hugging Face has them, are not padding. A run that
     began with such a model has its rows, which no layout would be padded to.
@@ -367,14 +367,14 @@ def _check_divides(count: int, what: str, flag: str, size: int, where: str) -> N
 
 
 def _generation(args: Mapping[str, Any], wanted: ConversionOptions) -> dict[str, Any]:
-    """What the args say of the names; those of a time before core or after it say nothing."""
+    """Return the args that tell the generation of the names; none where names and args are of core."""
     legacy = wanted.names != CORE
     said = {"use_legacy_models": legacy, "use_mcore_models": not legacy}
     return {name: value for name, value in said.items() if legacy or name in args}
 
 
 def _padded(args: Mapping[str, Any], wanted: ConversionOptions, layout: Layout, where: str, known: int | None) -> int:
-    """The rows of the vocabulary in the result."""
+    """Return the number of rows of the vocabulary in the result, padding included."""
     rows = int(args["padded_vocab_size"])
     tokens = wanted.true_vocab_size
     if tokens is None and known is not None and known <= rows and not wanted.run_args:
@@ -390,13 +390,13 @@ def _padded(args: Mapping[str, Any], wanted: ConversionOptions, layout: Layout, 
 
 
 def _size(args: Mapping[str, Any], kind: str) -> int:
-    """A size of the layout; before version 3 of checkpoints the tensor-parallel one was called otherwise."""
+    """Return the size of a dimension of the layout; before checkpoint version 3 that of tensor had another name."""
     older = args.get("model_parallel_size") if kind == "tensor" else None
     return int(args.get(f"{kind}_model_parallel_size") or older or 1)
 
 
 def divided_args(args: Mapping[str, Any], layout: Layout, kind: str) -> dict[str, Any]:
-    """Megatron's arguments for a checkpoint in another layout and format.
+    """Return Megatron's arguments for a checkpoint in another layout and format.
 
     Uneven pipeline stages stay while their number does. What is no plain value goes, since a load would refuse it.
     """
@@ -426,7 +426,7 @@ def divided_args(args: Mapping[str, Any], layout: Layout, kind: str) -> dict[str
 
 
 def _numbered(source: Source, iteration: int) -> Source:
-    """The source under an iteration of choice."""
+    """Present a source under another iteration."""
 
     def counted(common: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
         samples = {"consumed_train_samples": 0, "consumed_valid_samples": 0}
@@ -436,7 +436,7 @@ def _numbered(source: Source, iteration: int) -> Source:
 
 
 def _facts(folder: CheckpointFolder, iteration: int, layout: Layout) -> dict[str, Any]:
-    """What the manifest says: of the source what a resume compares, and where the files come from."""
+    """Return the manifest's entries: of the source those that a resume compares, and where it was converted from."""
     body = folder.manifest() or {}
     kept = {key: body[key] for key in _KEPT_FACTS if key in body}
     if isinstance(folder.source, HuggingFaceSource):
@@ -446,7 +446,7 @@ def _facts(folder: CheckpointFolder, iteration: int, layout: Layout) -> dict[str
 
 
 def further_files(folder: CheckpointFolder) -> dict[str, bytes]:
-    """The tokenizer's files that lie in a checkpoint of ours, or in a Hugging Face folder."""
+    """Return name -> bytes of the tokenizer's files in a checkpoint of ours, or in a Hugging Face folder."""
     if isinstance(folder.source, HuggingFaceSource):
         return {name: path.read_bytes() for name, path in files_of_tokenizer(folder.path).items()}
     return {name: folder.read_file(name) for name in (folder.manifest() or {}).get("tokenizer_files", ())}

@@ -73,14 +73,13 @@ class StateDifference:
 
 
 def compared(source: Source, *, weights: bool) -> Source:
-    """A source as it is compared: without what only mirrors the weights, or the weights alone."""
+    """Present a source with what is compared: without fp32 copies that only mirror weights, or the weights alone."""
     plain = InPrecision(source)
     return WeightsOnly(plain) if weights else plain
 
 
 def with_equal_precision(one: Source, other: Source) -> tuple[Source, Source, int | None]:
-    """Two sources whose weights can be equal, and which of them (0, 1 or None) shows its main parameters as its
-    weights.
+    """Return two sources whose weights can be equal, and which (0, 1 or None) presents its fp32 master weights.
 
     A run in half precision keeps weights in fp32 beside those that it multiplies with. A conversion to fp32 writes
     them, so that they tell whether it was right.
@@ -143,7 +142,7 @@ def _named(key: str, weight: str, index: tuple[int, ...]) -> str:
 
 
 def _read(source: Source, key: str, stored: StoredTensor, shape: tuple[int, ...], index: tuple[int, ...]) -> Tensor:
-    """One layer or expert of a stacked tensor, or the part `shape` from the beginning of another."""
+    """Read one layer or expert of a stacked tensor, or the first `shape` elements of another."""
     inner = shape[len(index) :]
     tensor = torch.empty((*(1 for _ in index), *inner), dtype=stored.dtype)
     source.read(CheckpointContent([Chunk(key, tensor, (*index, *(0 for _ in inner)), stored.shape)]))
@@ -166,12 +165,12 @@ def difference(name: str, one: Tensor, other: Tensor, what: str = "") -> TensorD
 
 
 def _largest(values: Tensor) -> float:
-    """The largest value; infinite if one is no number."""
+    """Return the largest value; infinite if one is NaN."""
     return float(torch.where(values.isnan(), math.inf, values).max())
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The elements as integers, so that NaN equals itself and -0 does not equal 0."""
+    """View the elements as integers, so that NaN equals itself and -0 does not equal 0."""
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 

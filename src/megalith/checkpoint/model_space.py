@@ -50,7 +50,7 @@ class ParallelLayout:
         return list(product(range(self.tp), range(self.pp), range(self.ep)))
 
     def experts(self, expert: int, count: int) -> range:
-        """The numbers, of `count` experts, of those that an expert-parallel rank has."""
+        """Return the numbers of the experts, of `count`, that an expert-parallel rank has."""
         return range(*cut(count, self.ep, expert))
 
     def __str__(self) -> str:
@@ -75,12 +75,12 @@ class ModelSpace:
 
     @cached_property
     def stacking(self) -> Stacking:
-        """Under which keys its parameters stand."""
+        """Keys under which its parameters stand."""
         return stacking_of(self.model)
 
     @property
     def tied(self) -> bool:
-        """Whether the word embedding is the output layer's weight as well."""
+        """True where the word embedding is the output layer's weight as well."""
         return not self.model.untie_embeddings_and_output_weights
 
     @property
@@ -88,19 +88,19 @@ class ModelSpace:
         return self.model.stacks
 
     def layers_in(self, layers: range) -> range:
-        """The numbers of the layers, of whichever stack, of a chunk that has these; several stacks are whole there."""
+        """Return the layers, of any stack, of a virtual chunk that has `layers`; several stacks are whole there."""
         return layers if len(self.stacks) == 1 else range(max(self.stacks.values()))
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the tensor that a parameter stands in, leading axes included."""
+        """Return the shape of the stacked tensor that holds a parameter, leading axes included."""
         return (*self.stacking.slot(name).extents, *self.shapes[name])
 
     def stored_name(self, name: str) -> str:
-        """The name in model space: the second copy of a tied embedding is that of the first."""
+        """Return the name in model space: the second copy of a tied embedding is that of the first."""
         return WORD_EMBEDDINGS if name == OUTPUT_LAYER and self.tied else name
 
     def local_shape(self, name: str, size: int, index: int) -> tuple[int, ...]:
-        """The shape of what a rank of a tensor-parallel axis holds of a parameter; or a LayoutError."""
+        """Return the shape of a parameter on a rank of a tensor-parallel axis; a LayoutError if it does not divide."""
         stored = self.stored_name(name)
         shape, placement = self.shapes[stored], self.placements[stored]
         dim = dim_of(placement)
@@ -108,7 +108,7 @@ class ModelSpace:
         return (*shape[:dim], rows, *shape[dim + 1 :])
 
     def is_copy(self, name: str, stage: int) -> bool:
-        """Whether what a pipeline stage holds under a name is the second copy of the embedding (`names_of`)."""
+        """Return whether a pipeline stage holds, under this name, the second copy of the embedding (`names_of`)."""
         if self.model.predictions:
             return stage > 0 and name == WORD_EMBEDDINGS
         return self.tied and name == OUTPUT_LAYER
@@ -121,7 +121,7 @@ class ModelSpace:
         return name == WORD_EMBEDDINGS and (self.tied or self.model.predictions > 0) and not last
 
     def names_of(self, division: ParallelLayout, stage: int, expert: int) -> list[list[str]]:
-        """What an expert-parallel rank of a pipeline stage holds, by virtual chunk, each in module order.
+        """List the parameters of an expert-parallel rank of a stage, by virtual chunk, each in module order.
 
         The copy of a tied embedding that the last stage holds stands last, as `output_layer.weight`, which is no name
         of the model's own. With multi-token prediction the copy is there as what it is, tied or not.
@@ -150,7 +150,7 @@ class ModelSpace:
 
 
 def model_space(model: ModelConfig, vocab_size: int) -> ModelSpace:
-    """The model space of an architecture."""
+    """Build the model space of an architecture, on the meta device."""
     table = list(saved_tensors(model_class(model)(model, vocab_size, device="meta")))
     return ModelSpace(
         model,
@@ -162,7 +162,7 @@ def model_space(model: ModelConfig, vocab_size: int) -> ModelSpace:
 
 
 def model_space_of(args: Mapping[str, Any], where: str, registry: Registry = EMPTY) -> ModelSpace:
-    """The model space that the args of the run that wrote a checkpoint mean; `where` names it in errors."""
+    """Build the model space by the args of the run that wrote a checkpoint; `where` names it in errors."""
     try:
         return model_space(model_of(args, registry), int(args["padded_vocab_size"]))
     except KeyError as error:
@@ -172,14 +172,14 @@ def model_space_of(args: Mapping[str, Any], where: str, registry: Registry = EMP
 
 
 def parallel_layout(args: Mapping[str, Any], num_layers: int, where: str) -> ParallelLayout:
-    """The division of the run that wrote a checkpoint."""
+    """Return the layout of the run that wrote a checkpoint."""
     # Before checkpoint version 3 the tensor-parallel size had another name.
     tp = int(args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1)
     return ParallelLayout(tp, int(args.get("expert_model_parallel_size") or 1), _stages_of(args, num_layers, where))
 
 
 def _stages_of(args: Mapping[str, Any], num_layers: int, where: str) -> Stages:
-    """Layers by [pipeline stage][virtual chunk] of the run that wrote a checkpoint."""
+    """Return the layers by [pipeline stage][virtual chunk] of the run that wrote a checkpoint."""
     if args.get("pipeline_model_parallel_layout"):
         raise CheckpointError(
             f"{where} was saved with --pipeline-model-parallel-layout, which this version does not read; convert it "

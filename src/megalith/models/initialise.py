@@ -100,7 +100,7 @@ def _whole(model: LanguageModel, name: str, shape: Sequence[int], dtype: torch.d
 
 
 def generator_for(seed: int, name: str) -> Generator:
-    """A CPU generator that depends on the seed and the global name of the parameter only."""
+    """Return a CPU generator that depends on the seed and the global name of the parameter only."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -129,7 +129,7 @@ def initialise(model: LanguageModel, seed: int) -> None:
 
 
 def _draws_its_own(model: LanguageModel, module: nn.Module) -> bool:
-    """Whether a module of a user has initial weights of its own; those of Megalith declare placements."""
+    """Return whether a user's module has initial weights of its own; those of Megalith declare placements."""
     draws = model.draws_own_weights or hasattr(module, "reset_parameters")
     return draws and (module is model or not hasattr(module, "placements"))
 
@@ -151,7 +151,7 @@ def _reset_parameters(model: LanguageModel, seed: int) -> None:
 
 
 def megatron_draw_order(model: LanguageModel) -> list[str]:
-    """The names of the drawn weights of this stage in Megatron's order of construction.
+    """Return the names of the drawn weights of this stage in Megatron's order of construction.
 
     Source: docs/reference/training.md#initial-weights, checked bit for bit against real weights of all families.
     """
@@ -172,7 +172,7 @@ def megatron_draw_order(model: LanguageModel) -> list[str]:
 
 
 def _draw_for_nothing(name: str, shape: Sequence[int], dtype: torch.dtype, generator: Generator) -> None:
-    """What the constructors of torch's own modules draw, before Megatron draws the weight that it keeps."""
+    """Draw what the constructors of torch's own modules draw before Megatron draws the weight that it keeps."""
     if name in (POSITION_EMBEDDINGS, TYPE_EMBEDDINGS, *_RELATIVE):
         _normal(shape, 1.0, dtype, generator)
     elif name in _LINEARS_OF_TORCH:

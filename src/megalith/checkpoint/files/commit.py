@@ -37,7 +37,7 @@ _log = logging.getLogger("megalith.checkpoint")
 
 
 def no_point(_: str) -> None:
-    """The default for `on_point`: nothing happens at the named points of a save."""
+    """Do nothing: the default of `on_point`, which is called at the stages of a save."""
 
 
 def _suffix(owner: Owner) -> str:
@@ -45,12 +45,12 @@ def _suffix(owner: Owner) -> str:
 
 
 def workspace_of(parent: Path) -> Path:
-    """The folder for what this process has under way in a save folder that it has claimed."""
+    """Return the folder for the unfinished work of this process in a save folder that it has claimed."""
     return parent / f"{_CLAIMED}run{_suffix(Owner.this_process())}"
 
 
 def _aside(path: Path, prefix: str, *, claimed: bool) -> Path:
-    """A name for something that is on its way to or from its place."""
+    """Return the hidden name that a file or folder has before it gets its name, or after it lost it."""
     room = workspace_of(path.parent) if claimed else path.parent
     return room / f"{prefix}{path.name}{_suffix(Owner.this_process())}"
 
@@ -74,7 +74,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def _left_by_the_dead(parent: Path, prefix: str) -> list[Path]:
-    """What savers that are gone left under a prefix, in the save folder and in their workspaces.
+    """Return what savers that ended left under a prefix, in the save folder and in their workspaces.
 
     Of this system that can be asked. Of another it is known only while this process holds the claim of the folder:
     a container that is started again is another system, so leftovers would pile up otherwise.
@@ -251,7 +251,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that this user may still write to the file system of a folder."""
+    """Return the number of bytes that this user may still write to the file system of a folder."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 

@@ -72,7 +72,7 @@ _WORTH_A_THREAD = 2**22  # bytes that are read in about the time that threads ta
 
 
 def encode_objects(objects: Mapping[str, Any]) -> dict[str, bytes]:
-    """The bytes to store for each object: a list of one element, as Megatron's `ShardedObject`s are."""
+    """Serialise each object as a list of one element, as Megatron's `ShardedObject`s are."""
     return {key: dump_bytes([value], key) for key, value in objects.items()}
 
 
@@ -123,7 +123,7 @@ class RankWriter:
         self._cancelled.set()
 
     def _files(self) -> list[list[MetadataIndex]]:
-        """What stands in each file; objects in the first and before tensors, since readers want them early."""
+        """Return the items of each file; objects in the first and before tensors, since readers want them early."""
         objects = [index for index, part in self._parts.items() if isinstance(part, bytes)]
         tensors = {index: part for index, part in self._parts.items() if isinstance(part, Chunk)}
         indices = list(tensors)
@@ -159,7 +159,7 @@ def _write_item(index: MetadataIndex, part: Chunk | bytes) -> WriteItem:
 
 @contextmanager
 def _durable_stream(raw: HashedFile) -> Iterator[io.BufferedWriter]:
-    """A buffer over a file that is on the disk at the end; errors of the disk are raised as themselves."""
+    """Open a buffer over a file, which is synced at the end; errors of the disk are raised as themselves."""
     with io.BufferedWriter(raw, _WRITE_BUFFER) as stream:
         try:
             yield cast(io.BufferedWriter, stream)
@@ -175,7 +175,7 @@ def _durable_stream(raw: HashedFile) -> Iterator[io.BufferedWriter]:
 
 
 def merged_metadata(plans: Sequence[SavePlan]) -> Metadata:
-    """The table of contents of all ranks' plans, in the order of the ranks."""
+    """Merge the plans of all ranks, in rank order, into the table of contents."""
     _refuse_double_writes(plans)
     _refuse_gaps(plans)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -183,7 +183,7 @@ def merged_metadata(plans: Sequence[SavePlan]) -> Metadata:
 
 
 def _refuse_double_writes(plans: Sequence[SavePlan]) -> None:
-    """DCP would write one of two equal boxes and never say that the ranks disagree about who holds it."""
+    """Assert that no two ranks write one box: DCP would drop one and never say that the ranks disagree."""
     writer: dict[MetadataIndex, int] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
@@ -193,7 +193,7 @@ def _refuse_double_writes(plans: Sequence[SavePlan]) -> None:
 
 
 def _refuse_gaps(plans: Sequence[SavePlan]) -> None:
-    """What is not written would keep whatever a later load finds in memory."""
+    """Refuse plans that leave elements unwritten, which a load would leave as they are in memory."""
     held: dict[str, int] = {}
     whole: dict[str, int] = {}
     for item in (item for plan in plans for item in plan.items):
@@ -301,7 +301,7 @@ def _read_object(path: Path, metadata: Metadata, key: str) -> Any:
 
 
 def _reads(path: Path, metadata: Metadata, wanted: Sequence[Chunk]) -> Iterator[_Read]:
-    """What fills the chunks of one key, wholly: a gap would keep whatever a tensor held before."""
+    """Yield the reads that fill the chunks of one key; a CheckpointError if they leave a gap."""
     held = cast(TensorStorageMetadata, metadata.state_dict_metadata[wanted[0].key]).chunks
     at = {tuple(stored.offsets): stored for stored in held}
     for chunk in wanted:

@@ -106,7 +106,7 @@ class TorchDistWriter(RankWriter):
         self.nbytes = content.nbytes + others + entries + self._FIXED_OVERHEAD
 
     def merge(self, plans: Sequence[Any]) -> None:
-        """On the first rank: take the plans of all."""
+        """Merge the plans of all ranks; on the first rank only."""
         self._metadata = merged_metadata(plans)
 
     def write(self, path: Path) -> Written:
@@ -114,7 +114,7 @@ class TorchDistWriter(RankWriter):
         return super().write(path)
 
     def finish(self, path: Path, name: str, written: Sequence[Written], facts: Mapping[str, Any]) -> int:
-        """On the first rank: `finish_folder` the folder, whose name in its place is `name`."""
+        """Complete the folder (`finish_folder`), whose name in its place is `name`; on the first rank only."""
         records = write_metadata(path, name, self._metadata, written)
         return finish_folder(path, records, self._named_files, facts)
 
@@ -133,27 +133,27 @@ class CheckpointFolder:
         return Reading(self.source, found, self.source.common(), stored.unrequested(asked))
 
     def manifest(self) -> dict[str, Any] | None:
-        """The manifest, or None for a checkpoint of another program."""
+        """Read the manifest; None for a checkpoint of another program."""
         return manifests.read(self.path)
 
     def read_file(self, name: str) -> bytes:
-        """A further file that was saved with the checkpoint."""
+        """Read a further file that was saved with the checkpoint."""
         try:
             return (self.path / Path(name).name).read_bytes()
         except OSError as error:
             raise CheckpointError(f"{self.path / name} cannot be read: {error.strerror}") from error
 
     def sizes(self) -> dict[str, int]:
-        """File name, below the folder -> bytes."""
+        """Return file name, below the folder -> bytes."""
         return {str(path.relative_to(self.path)): path.stat().st_size for path in _files(self.path)}
 
     def signature(self) -> Signature:
-        """Changes when any file does: name, size and time of change of each."""
+        """Return name, size and time of change of each file: a value that changes when any file does."""
         status = [(str(path.relative_to(self.path)), path.stat()) for path in _files(self.path)]
         return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in status))
 
     def problems(self, part: int = 0, parts: int = 1, *, deferred: bool = False) -> list[str]:
-        """Everything that is wrong: by the manifest's hashes, or by the structure alone where there is no manifest.
+        """List all that is wrong: by the manifest's hashes, or by the structure alone where there is no manifest.
 
         Of the work one of `parts` is done here; what is wrong with the whole is found by each. `deferred` leaves the
         hashes of `read_through` to the load. Raises NewerFormatError for a later version, OtherModelError for a model
@@ -175,7 +175,7 @@ class CheckpointFolder:
             return [str(error)]
 
     def read_through(self, part: int = 0, parts: int = 1) -> dict[str, FileRecord]:
-        """The files that rank `part` of `parts` wrote whose hashes a load can compare; none without a manifest."""
+        """Return the files of rank `part` of `parts` whose hashes a load can compare; none without a manifest."""
         body = self.manifest()
         if body is None or not isinstance(self.source, TorchDistSource):
             return {}
@@ -215,7 +215,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _share(records: Mapping[str, FileRecord], part: int, parts: int) -> dict[str, FileRecord]:
-    """One of `parts` shares of about equal size, so that several ranks hash what one would."""
+    """Return share `part` of `parts` of the files, of about equal bytes, so that each rank hashes one."""
     names, share = list(records), balanced([record.size + 1 for record in records.values()], parts)[part]
     return {names[number]: records[names[number]] for number in sorted(share)}
 
@@ -225,7 +225,7 @@ def damaged(path: Path, problems: list[str]) -> DamagedCheckpointError:
 
 
 def with_remedy(problems: Sequence[str]) -> list[str]:
-    """What is wrong with a checkpoint and, at its end, what to do about it, if that is not said yet."""
+    """Return problems of a checkpoint followed by the remedy, unless one of them names it."""
     said = any(" again" in problem for problem in problems)
     return [
         *problems,

@@ -58,7 +58,7 @@ def crc32_combine(first: int, second: int, length: int) -> int:
 
 @cache
 def _table(power: int) -> _Table:
-    """What each value of each of the four bytes of a checksum becomes by appending 2**power zero bytes."""
+    """Compute what each value of each byte of a checksum becomes by appending 2**power zero bytes."""
     columns = [_appended(1 << bit, power) for bit in range(32)]
     tables = []
     for byte in range(4):
@@ -124,7 +124,7 @@ class BlockHash:
         self._extend(zlib.crc32(piece, self._block), len(piece))
 
     def update_summed(self, piece: memoryview) -> int:
-        """As `update`; returns the CRC-32 of these bytes alone."""
+        """Add bytes as `update` does; return the CRC-32 of these bytes alone."""
         checksum = zlib.crc32(piece)
         self._extend(crc32_combine(self._block, checksum, len(piece)), len(piece))
         return checksum
@@ -138,7 +138,7 @@ class BlockHash:
             self._block = 0
 
     def record(self) -> FileRecord:
-        """Size and digest of what has come so far."""
+        """Return size and digest of the bytes so far."""
         last = [self._block] if self.size % BLOCK_SIZE else []
         return FileRecord(self.size, _digest(self._checksums + last))
 
@@ -234,7 +234,7 @@ def hash_files(paths: Iterable[Path], threads: int | None = None, below: Path | 
 
 
 def _hash_segment(path: Path, start: int, buffers: threading.local) -> list[int]:
-    """CRC-32s of the blocks of one segment, each read into this thread's buffer, which stays in the cache."""
+    """Return the CRC-32s of the blocks of a segment, each read into this thread's buffer, which stays in the cache."""
     if not hasattr(buffers, "view"):
         buffers.view = memoryview(bytearray(BLOCK_SIZE))
     view: memoryview = buffers.view
@@ -299,7 +299,7 @@ class HashingFileReader(FileReader):
             view = view[_PIECE:]
 
     def record(self) -> FileRecord:
-        """Size and digest of the whole file; an EOFError if it has become shorter."""
+        """Return size and digest of the whole file; an EOFError if it has become shorter."""
         self._pass_over(self._size)
         self._give()
         for part in self._given:
@@ -343,7 +343,7 @@ class HashingReader:
 
     @contextmanager
     def reading(self, name: str, fd: int) -> Iterator[FileReader]:
-        """How to read an open file of the folder: in ascending order if it is to be hashed. One thread for a file."""
+        """Yield the reader of an open file of the folder; one that is hashed is read in order, by one thread."""
         if name not in self._expected or name in self._found:
             yield FileReader(fd)
             return
@@ -355,7 +355,7 @@ class HashingReader:
             hashed.close()
 
     def problems(self) -> list[str]:
-        """What differs from the records. Files that nothing was read from are hashed now."""
+        """List the files that differ from the records. Files that nothing was read from are hashed now."""
         rest = [self._folder / name for name in self._expected if name not in self._found]
         self._found |= hash_files(rest, below=self._folder)
         return [

@@ -22,7 +22,7 @@ _RESERVED = ("format", "hash", "files", "manifest_hash")
 
 
 def render(records: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> bytes:
-    """The bytes of a manifest; `facts` are anything that JSON can hold, `records` those of every other file."""
+    """Serialise a manifest; `facts` are anything that JSON can hold, `records` those of every other file."""
     taken = [key for key in _RESERVED if key in facts]
     assert not taken, f"the manifest keys {taken} are set here"
     files = {name: {"size": records[name].size, "digest": records[name].digest} for name in sorted(records)}
@@ -61,7 +61,7 @@ def refuse_newer(folder: Path) -> None:
 
 
 def _bytes(folder: Path) -> bytes | None:
-    """The bytes of a manifest, None where there is none."""
+    """Read the bytes of a manifest; None where there is none."""
     path = folder / MANIFEST_FILE
     try:
         require_file(path)
@@ -73,7 +73,7 @@ def _bytes(folder: Path) -> bytes | None:
 
 
 def _parsed(data: bytes) -> tuple[dict[str, Any], bool]:
-    """The content of a manifest without its own hash, empty if it is no JSON object, and whether the hash agrees."""
+    """Return the content without the manifest's own hash, empty if it is no JSON object, and if the hash agrees."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
@@ -102,17 +102,17 @@ def _check_format(folder: Path, data: bytes) -> None:
 
 
 def records_of(body: Mapping[str, Any]) -> dict[str, FileRecord]:
-    """File name -> expected size and digest."""
+    """Return file name -> expected size and digest."""
     return {name: FileRecord(entry["size"], entry["digest"]) for name, entry in body["files"].items()}
 
 
 def missing(folder: Path, body: Mapping[str, Any]) -> list[str]:
-    """The files of a manifest that are not there, or not with their sizes."""
+    """List the files of a manifest that are missing or have another size."""
     return _by_size(folder, records_of(body))[0]
 
 
 def _by_size(folder: Path, expected: Mapping[str, FileRecord]) -> tuple[list[str], list[Path]]:
-    """What is wrong with the files without reading them, and the others."""
+    """List the files that are missing or have another size, and return the others; nothing is read."""
     problems, sound = [], []
     for name, record in expected.items():
         path = folder / name

@@ -81,7 +81,7 @@ def _named(*objects: Any) -> dict[str, Any]:
 
 
 def _numpy_types() -> dict[str, Any]:
-    """What a pickled numpy array names, under the module names of numpy 1 and 2."""
+    """Return the types that a pickled numpy array names, under the module names of numpy 1 and 2."""
     reconstruct = np.zeros(0).__reduce__()[0]
     found: dict[str, Any] = {
         "numpy.ndarray": np.ndarray,
@@ -172,7 +172,7 @@ def load_tensors_and_plain_data(path: Path) -> Any:
 
 
 def map_tensors(path: Path) -> Any:
-    """Like `load_tensors_and_plain_data` with mapped tensors; files from before torch 1.6 are read whole."""
+    """Load as `load_tensors_and_plain_data` with mapped tensors; files from before torch 1.6 are read whole."""
 
     def load(file: IO[bytes]) -> Any:
         is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
@@ -191,7 +191,7 @@ def load_bytes(value: IO[bytes], source: str) -> Any:
 
 
 def dump_bytes(value: object, name: str) -> bytes:
-    """The bytes that `torch.save` writes for a value; a CheckpointError if `load_bytes` would refuse it."""
+    """Serialise a value with `torch.save`; a CheckpointError if `load_bytes` would refuse it."""
     stream = io.BytesIO()
     torch.save(value, stream)
     try:
@@ -244,7 +244,7 @@ _ARCHIVE = b"PK\x03\x04"  # how a ZIP begins
 
 
 def _weights_only(file: IO[bytes] | Path) -> Any:
-    """The value in a file; of one that is given by its path the tensors are mapped."""
+    """Load the value in a file with `weights_only=True`; tensors are mapped if the file is given by its path."""
     _check_archive(file)
     listed: list[Any] = [(item, name) for name, item in COMMON_TYPES.items()]
     with torch.serialization.safe_globals(listed):
@@ -265,7 +265,7 @@ def _guarded(path: Path, load: Callable[[IO[bytes]], Any]) -> Any:
 
 
 def _cut(path: Path) -> str | None:
-    """That the end of a file is missing, where that can be seen: torch's archives have their directory there."""
+    """Say that the end of a file is missing, or return None: torch's archives have their directory at the end."""
     try:
         require_file(path)
         size = path.stat().st_size

@@ -202,7 +202,7 @@ def read_tensor_entry(
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, to be written to."""
+    """View the bytes of a contiguous CPU tensor, for writing."""
     octets: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(octets)
 
@@ -210,7 +210,7 @@ def _memory(tensor: Tensor) -> memoryview:
 def _located(
     entry: _FileSlice, file: FileReader, start: int, key: tuple[int, tuple[int, ...]], heads: Heads
 ) -> tuple[_Header, int] | None:
-    """As `_locate`; an entry that begins byte for byte as one that was taken apart is like that one."""
+    """Locate as `_locate` does; an entry that begins byte for byte as an earlier one is like that one."""
     if key in heads:
         expected, header = heads[key]
         if _bytes_at(file, start, len(expected)) == expected:
@@ -228,7 +228,7 @@ def _bytes_at(file: FileReader, start: int, length: int) -> bytes:
 
 
 def _locate(entry: _FileSlice, fd: int, start: int) -> tuple[_Header, int] | None:
-    """Header, and absolute position of the elements, if these are stored as of a contiguous tensor; or a ValueError."""
+    """Return header and absolute offset of the elements of a contiguous tensor; a ValueError for any other."""
     try:
         found = _find_record(entry)
         if found is None:
@@ -244,7 +244,7 @@ def _locate(entry: _FileSlice, fd: int, start: int) -> tuple[_Header, int] | Non
 
 
 def _find_record(entry: _FileSlice) -> tuple[_Header, zipfile.ZipInfo] | None:
-    """Header and record of the elements of a plain entry, else None."""
+    """Return header and record of the elements of a plain entry, else None."""
     with zipfile.ZipFile(io.BufferedReader(entry, 4096)) as archive:
         records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
@@ -361,7 +361,7 @@ def _pickled(tensor: Tensor) -> bytes:
 
 
 def exact_storage(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous, over a storage of just its elements, since `torch.save` writes the whole storage."""
+    """Return the tensor, contiguous, over a storage of just its elements: `torch.save` writes the whole storage."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous():
         return tensor
     if not tensor.is_contiguous() or tensor.numel() == 0:
@@ -374,7 +374,7 @@ def exact_storage(tensor: Tensor) -> Tensor:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested dicts, lists and tuples, in the order in which torch numbers them."""
+    """Yield the tensors in nested dicts, lists and tuples, in the order in which torch numbers them."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -406,7 +406,7 @@ def lay_out(path: Path, value: Any) -> None:
 
 @contextmanager
 def _blank_memory(nbytes: int) -> Iterator[memoryview]:
-    """Memory that is never touched, so that none is taken; not to be written to, so that none is promised either."""
+    """Map read-only memory that is never touched, so that none is taken or reserved."""
     memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     with memoryview(memory) as view, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -414,12 +414,12 @@ def _blank_memory(nbytes: int) -> Iterator[memoryview]:
 
 
 def _room(tensor: Tensor) -> int:
-    """Bytes of a tensor, so that the next one is aligned."""
+    """Return the bytes of a tensor, rounded up so that the next one is aligned."""
     return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
 def _with_storage(value: Any, memory: memoryview, at: list[int]) -> Any:
-    """The value with a storage of its own for each tensor."""
+    """Copy the value with a storage of its own for each tensor."""
     if isinstance(value, Tensor):
         if not value.is_meta:
             return value.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -437,7 +437,7 @@ def _with_storage(value: Any, memory: memoryview, at: list[int]) -> Any:
 
 
 def find(path: Path) -> list[int]:
-    """The byte at which each tensor of a file begins, in the order of `tensors_in`."""
+    """Return the byte offset of each tensor of a file, in the order of `tensors_in`."""
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -448,7 +448,7 @@ def find(path: Path) -> list[int]:
 
 
 def _data_start(fd: int, info: zipfile.ZipInfo, archive: int = 0) -> int:
-    """The byte of a file at which the content of a record begins, in an archive that begins at byte `archive`."""
+    """Return the byte offset of the content of a record, in an archive that begins at byte `archive`."""
     # The extra field of the local header may be longer than that of the directory: padding stands in the former.
     local, start = bytearray(_LOCAL_HEADER.size), archive + info.header_offset
     read_exactly(fd, memoryview(local), start)
@@ -474,7 +474,7 @@ def write(fd: int, start: int, place: Tensor, values: Tensor) -> None:
 
 
 def _outer_dims(place: Tensor) -> int:
-    """How many leading dimensions are strided; the elements of the others follow each other."""
+    """Return the number of leading dimensions that are strided; the elements of the others are contiguous."""
     length, outer = 1, place.ndim
     while outer and (place.shape[outer - 1] == 1 or place.stride(outer - 1) == length):
         length *= place.shape[outer - 1]
@@ -505,7 +505,7 @@ def seal(path: Path) -> None:
 
 
 def _directory_entries(fd: int, start: int) -> dict[str, int]:
-    """Name of a record -> where its entry in the archive's directory begins."""
+    """Return name of a record -> offset of its entry in the archive's directory."""
     data = os.pread(fd, os.fstat(fd).st_size - start, start)
     found, at = {}, 0
     while data[at : at + 4] == _ENTRY_MARK:
@@ -526,7 +526,7 @@ def _enter(fd: int, info: zipfile.ZipInfo, entry: int) -> None:
 
 
 def _checksum(fd: int, info: zipfile.ZipInfo) -> int:
-    """The CRC-32 of the bytes of a record as they are now."""
+    """Compute the CRC-32 of the bytes of a record as they are now."""
     start, checksum = _data_start(fd, info), 0
     for at in range(start, start + info.file_size, _BLOCK):
         checksum = zlib.crc32(os.pread(fd, min(_BLOCK, start + info.file_size - at), at), checksum)
@@ -534,7 +534,7 @@ def _checksum(fd: int, info: zipfile.ZipInfo) -> int:
 
 
 def changed_records(path: Path) -> list[str]:
-    """The records of an archive, if it is one, whose bytes do not have their checksums; some were written without."""
+    """List the records of an archive, if it is one, whose bytes differ from their CRC-32; some were written without."""
     if not zipfile.is_zipfile(path):
         return []
     try:

@@ -208,7 +208,7 @@ _FINAL_NORMS = ("encoder.final_layernorm.", "decoder.final_layernorm.")
 
 
 def flattened(model: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The entries of a model's dict with those of dicts in it, in order; names are joined by dots.
+    """Yield the entries of a model's dict and of dicts in it, in order; names are joined by dots.
 
     >>> list(flattened({"language_model": {"encoder": {"layers.0.mlp.bias": 1}}}))
     [('language_model.encoder.layers.0.mlp.bias', 1)]
@@ -311,7 +311,7 @@ def _local(name: str, layers: Sequence[int], first_expert: int) -> str:
 
 
 def legacy_path(name: str, layers: Sequence[int], generation: str, *, tied: bool) -> tuple[str, ...] | None:
-    """Where a parameter stands in the nested dicts from before core: their keys from the outermost.
+    """Return the keys of a parameter in the nested dicts from before core, from the outermost.
 
     None for a parameter that the models of that time had not. `layers` as of `module_name`, `generation` is a key of
     `LEGACY`; `tied`: an output layer is the copy of the embedding in the last stage.
@@ -336,7 +336,7 @@ def legacy_path(name: str, layers: Sequence[int], generation: str, *, tied: bool
 
 
 def with_family(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The args of a checkpoint with those that say the family; as they are where they say it.
+    """Add to the args of a checkpoint those that say the family; args that have them are returned unchanged.
 
     Megatron's args are the same whatever its program trained. The tokenizer does not tell either: a GPT may have that
     of BERT. The names of the weights do (those of the first and the last stage at least), of any generation, with or

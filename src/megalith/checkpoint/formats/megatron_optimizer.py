@@ -46,7 +46,7 @@ def _aligned(end: int) -> int:
 
 
 def bucket_sizes(shapes: Mapping[str, Sequence[int]], limit: int | None, alone: Collection[str] = ()) -> list[int]:
-    """How Megatron divides a buffer into buckets: elements of each without the padding at its end.
+    """Return the elements of each bucket of a buffer as Megatron divides it, without the padding at its end.
 
     A bucket is closed when it has `limit` elements; there is one if that is None. Those `alone` have one of their own:
     an embedding that two pipeline stages share. `shapes` are in module order.
@@ -68,7 +68,7 @@ def bucket_sizes(shapes: Mapping[str, Sequence[int]], limit: int | None, alone: 
 def coalesced_ranges(
     shapes: Mapping[str, Sequence[int]], total: int, limits: Sequence[int | None], alone: Collection[str], where: str
 ) -> dict[str, BufferRange]:
-    """Where parameters stand in a buffer of `total` elements whose buckets were put together, each without its padding.
+    """Return the range of each parameter in a buffer of `total` elements whose buckets were joined without padding.
 
     The buffer does not say where its buckets ended: they are those of the first of the `limits` that it can be.
     """
@@ -82,7 +82,7 @@ def coalesced_ranges(
 
 
 def bucket_limits(args: Mapping[str, Any]) -> list[int | None]:
-    """The sizes of a bucket that the saved args allow, the likeliest first."""
+    """Return the bucket sizes, in elements, that the saved args allow, the likeliest first."""
     given, replicas = args.get("ddp_bucket_size"), int(args.get("data_parallel_size") or 1)
     several = [int(given)] if given else [max(40_000_000, 1_000_000 * replicas)]
     return [*several, None] if args.get("overlap_grad_reduce") else [None, *several]
@@ -136,12 +136,12 @@ _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.o
 
 
 def decays(name: str, shape: Sequence[int]) -> bool:
-    """Whether Megatron lets the weight decay act on a parameter."""
+    """Return whether Megatron applies weight decay to a parameter."""
     return len(shape) > 1 and not name.endswith(".bias")
 
 
 def inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of an optimizer's state that torch or Apex made."""
+    """Return the part of an optimizer's state that torch or Apex made."""
     for key in _INNER_KEYS:
         if isinstance(state.get(key), Mapping):
             found: Mapping[str, Any] = state[key]
@@ -175,13 +175,13 @@ def _with_rates(group: Mapping[str, Any], plain: Mapping[str, float], apart: Map
 
 
 def is_distributed(state: Mapping[str, Any]) -> bool:
-    """Whether the tensors are in `distrib_optim.pt`."""
+    """Return whether the tensors are in `distrib_optim.pt`."""
     groups = inner(state).get("param_groups", ())
     return bool(groups) and not any("params" in group for group in groups)
 
 
 def optimizers(state: Any, count: int, where: str) -> list[Mapping[str, Any]]:
-    """The states of one optimizer, or of two (of all but experts, and of experts); or an UnreadableState."""
+    """Return the states of one optimizer, or of two (all but experts; experts); an UnreadableState for others."""
     found = state if isinstance(state, list) else [state]
     if len(found) != count or not all(isinstance(part, Mapping) and "param_groups" in inner(part) for part in found):
         raise UnreadableState(
@@ -192,7 +192,7 @@ def optimizers(state: Any, count: int, where: str) -> list[Mapping[str, Any]]:
 
 
 def scalars_common(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What is no tensor of a parameter's shape, groups, steps and loss scaler, as `common.pt` has it."""
+    """Return parameter groups, steps and loss scaler as `common.pt` has them."""
     body = inner(state)
     groups = [dict(group) for group in body["param_groups"]]
     moments = body.get("state", {})
@@ -204,7 +204,7 @@ def scalars_common(state: Mapping[str, Any]) -> dict[str, Any]:
 def state_tensors(
     state: Mapping[str, Any], shapes: Shapes, decoupled_lr: float | None, where: str
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Kind, parameter name and tensor of the state of an optimizer that is not distributed; or an UnreadableState."""
+    """Yield kind, parameter name and tensor of a non-distributed optimizer; an UnreadableState if shapes differ."""
     body = inner(state)
     groups = body["param_groups"]
     found = _checked_members(groups, shapes, decoupled_lr, where)
@@ -224,7 +224,7 @@ def state_tensors(
 
 
 def members(groups: Sequence[Mapping[str, Any]], shapes: Shapes, decoupled_lr: float | None) -> list[list[str]]:
-    """The names of the parameters of each group, in the order of the model's dict."""
+    """Return the names of the parameters of each group, in the order of the model's dict."""
     of_group = [_is_decoupled(group, decoupled_lr) for group in groups]
     apart = any(of_group)
     kind_of = {name: (decays(name, shape), apart and name in _TABLES) for name, shape in shapes.items()}
@@ -236,7 +236,7 @@ def members(groups: Sequence[Mapping[str, Any]], shapes: Shapes, decoupled_lr: f
 
 
 def _is_decoupled(group: Mapping[str, Any], decoupled_lr: float | None) -> bool:
-    """Whether a group has the rate of `--decoupled-lr`: older versions flag it, newer ones override its max_lr."""
+    """Return whether a group has the rate of `--decoupled-lr`: flagged by older versions, else an overridden max_lr."""
     overrides = not group.get("default_config", True)
     return bool(group.get("is_decoupled_lr")) or (
         overrides and decoupled_lr is not None and group.get("max_lr") == decoupled_lr
@@ -246,7 +246,7 @@ def _is_decoupled(group: Mapping[str, Any], decoupled_lr: float | None) -> bool:
 def _checked_members(
     groups: Sequence[Mapping[str, Any]], shapes: Shapes, decoupled_lr: float | None, where: str
 ) -> list[list[str]]:
-    """`members` that are as many as the groups say."""
+    """Return `members`; an UnreadableState if they are not as many as the groups say."""
     found = members(groups, shapes, decoupled_lr)
     if [len(names) for names in found] != [len(group["params"]) for group in groups]:
         raise UnreadableState(
@@ -257,7 +257,7 @@ def _checked_members(
 
 
 def buffer_tensors(buffer: Mapping[str, Any], shapes: Shapes, where: str) -> Iterator[tuple[str, str, Tensor]]:
-    """Kind, parameter name and view of the flat buffers of one model chunk; an UnreadableState if the shapes differ."""
+    """Yield kind, parameter name and view of one chunk's flat buffers; an UnreadableState if shapes differ."""
     size = int(buffer["numel_unpadded"])
     for label in BUFFERS:
         if label in buffer and tuple(buffer[label].shape) != (size,):
@@ -277,7 +277,7 @@ def buffer_tensors(buffer: Mapping[str, Any], shapes: Shapes, where: str) -> Ite
 def chunk_buffers(
     body: Mapping[Any, Any], weights: Sequence[Mapping[str, Tensor]], where: str
 ) -> list[tuple[Mapping[str, Any], Shapes]]:
-    """The buffers in the content of a `distrib_optim.pt`, each with the parameters that stand in it.
+    """Return the buffers in a `distrib_optim.pt`, each with names and shapes of the parameters that stand in it.
 
     Megatron has a buffer for each dtype of the parameters of a model chunk, under (dtype, dtype of the gradients).
     `weights` are those of each chunk, as they are stored. An UnreadableState if the layout of the buffers is unknown.
@@ -303,7 +303,7 @@ def chunk_buffers(
 def _members_of_buffers(
     keys: Sequence[Any], weights: Mapping[str, Tensor], where: str
 ) -> list[tuple[Any, Mapping[str, Tensor]]]:
-    """The weights in each of a chunk's buffers: all of them in the only one, else those of its dtype."""
+    """Return the weights in each of a chunk's buffers: all of them in the only one, else those of its dtype."""
     if len(keys) == 1:
         return [(keys[0], weights)]
     of_weights = [str(dtype) for dtype in dict.fromkeys(tensor.dtype for tensor in weights.values())]

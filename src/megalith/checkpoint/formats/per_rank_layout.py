@@ -58,14 +58,14 @@ _FIXED_OVERHEAD = 2**17
 
 
 def folder_name(place: Coordinates, division: ParallelLayout) -> str:
-    """The folder of a place; pipeline and experts count only where they are divided."""
+    """Return the name of a rank's folder; pipeline and experts count only where they are divided."""
     tensor, pipeline, expert = place
     parts = [f"{pipeline:03d}"] * (division.pp > 1) + [f"{expert:03d}"] * (division.ep > 1)
     return "_".join([f"mp_rank_{tensor:02d}", *parts])
 
 
 def model_key(chunk: int, num_chunks: int) -> str:
-    """The key of a virtual chunk's model in a file."""
+    """Return the key of a virtual chunk's model in a file."""
     return f"model{chunk}" if num_chunks > 1 else "model"
 
 
@@ -85,13 +85,13 @@ class Target(ParallelLayout):
         return "optimizer" in self.common
 
     def chunks(self) -> Iterator[Chunk]:
-        """A part at least of every row of every tensor in model space that the files hold."""
+        """Yield at least a part of every layer and expert of every tensor in model space that the files hold."""
         for stage, expert in product(range(self.pp), range(self.ep)):
             for held in RankFiles(self, 0, stage, expert).tensors:
                 yield from held.chunks
 
     def ranks_holding(self, chunks: Iterable[Chunk]) -> list[Coordinates]:
-        """Those places that may hold something of given chunks."""
+        """Return the coordinates of the ranks whose files may hold something of given chunks."""
         rows = {layer_index_of(chunk) for chunk in chunks}
         held: dict[tuple[int, int], set[LayerIndex]] = {}
         for stage, expert in product(range(self.pp), range(self.ep)):
@@ -106,20 +106,20 @@ LayerIndex = tuple[str, tuple[int, ...]]
 
 
 def layer_index_of(chunk: Chunk) -> LayerIndex:
-    """To which weight, layer and expert a chunk belongs, that of an optimizer's state too."""
+    """Return the weight, layer and expert that a chunk belongs to, that of an optimizer's state too."""
     key = weight_of(chunk.key)
     return key, chunk.offset[: parse_name(key).stacked_axes]
 
 
 def of_experts(parts: Sequence[Mapping[str, T]], *, expert: bool) -> list[dict[str, T]]:
-    """What belongs to experts, or all else, of things by parameter in each virtual chunk."""
+    """Select the entries of routed experts, or all others, from dicts by parameter name of each virtual chunk."""
     return [{name: thing for name, thing in part.items() if parse_name(name).routed == expert} for part in parts]
 
 
 def target_of(
     common: Mapping[str, Any], objects: Mapping[str, Any], dtype: torch.dtype, where: str, names: str = CORE
 ) -> Target:
-    """What the saved args say of a checkpoint that is to be written, which `where` names in errors."""
+    """Return the layout and model of a checkpoint to be written by its args; `where` names it in errors."""
     args = vars(common["args"])
     space = model_space_of(args, where)
     check_expert_tensor_size(args, where)
@@ -188,7 +188,7 @@ class RankFiles:
 
     @property
     def names(self) -> list[str]:
-        """The files, below the folder of the checkpoint."""
+        """Paths of the files below the folder of the checkpoint."""
         return [f"{self.folder}/{name}" for name in self.bodies]
 
     @property
@@ -202,13 +202,13 @@ class RankFiles:
         return space.local_shape(name, self._target.tp, self.tp)
 
     def _new_tensor(self, name: str, dtype: torch.dtype, prefix: str = "") -> Tensor:
-        """A new tensor like a parameter; `prefix` stands before its key."""
+        """Add an empty tensor of the local shape of a parameter; `prefix` stands before its key."""
         tensor = torch.empty(self._shape(name), dtype=dtype, device="meta")
         self._add(name, tensor, tensor, prefix)
         return tensor
 
     def _add(self, name: str, tensor: Tensor, view: Tensor, prefix: str) -> None:
-        """Note that `view` of `tensor` holds what this place has of a parameter, or of its state."""
+        """Record that `view` of `tensor` holds what this rank has of a parameter, or of its state."""
         space = self._target.space
         box = LocalTensor(space.stored_name(name), view)
         found = weight_chunks([box], space.placements, space.stacking, rank=self.tp, size=self._target.tp)
@@ -260,7 +260,7 @@ class RankFiles:
         return model
 
     def _optimizers(self, state: Mapping[Any, Any]) -> Any:
-        """The state of the one optimizer, or a list of those of all but experts and of experts."""
+        """Return the state of the one optimizer, or a list: of all but experts, and of experts."""
         if self._target.ep == 1:
             return self._optimizer(state, self._shapes)
         return [
@@ -306,8 +306,10 @@ class RankFiles:
     # --- distrib_optim.pt -----------------------------------------------------------------------------------------
 
     def _buffer_file(self) -> Any:
-        """The buffers of the one optimizer, or a list as of `_optimizers`: the first rank of those that share the dense
-        part has its buffers."""
+        """Return the buffers of the one optimizer, or a list as of `_optimizers`.
+
+        Of the ranks that share the dense part, the first has its buffers.
+        """
         if self._target.ep == 1:
             return self._buffer_body(self._shapes)
         dense = None if self.ep else self._buffer_body(of_experts(self._shapes, expert=False))

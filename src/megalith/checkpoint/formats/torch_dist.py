@@ -60,7 +60,7 @@ class Stacking:
     projected: bool = False  # whether mixtures have projections around their experts
 
     def slot(self, name: str) -> Slot:
-        """Where a parameter stands; a LayoutError if it is of a layer that the model does not have.
+        """Return the stacked tensor and the index of a parameter; a LayoutError if the model does not have its layer.
 
         >>> dense(4).slot("decoder.layers.3.input_layernorm.weight").key
         'decoder.layers.self_attention.linear_qkv.layer_norm_weight'
@@ -85,13 +85,13 @@ class Stacking:
         return self.predictions if stack == PREDICTION else self.stacks.get(stack, ())
 
     def _of_layer(self, stack: str, layer: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """What the keys of a layer begin with, and its place on the axis of layers."""
+        """Return the prefix of the keys of a layer, its index on the axis of layers, and the extent of that."""
         if self.non_homogeneous:
             return f"{stack}.layers.{layer}.", (), ()
         return f"{stack}.layers.", (layer,), (len(self.stacks[stack]),)
 
     def written_keys(self, keys: Iterable[str]) -> dict[str, str]:
-        """Key in model space, of an optimizer's state too -> key in a file of format torch_dist, where it is another.
+        """Return key in model space, of an optimizer's state too -> key in a torch_dist file, where they differ.
 
         It is another for norms. Model space has those before attention and before the feed-forward layer as parts of
         the linear layer behind them, as TransformerEngine's fused modules do; but where latent vectors are made, and
@@ -118,7 +118,7 @@ class Stacking:
         return any(experts) if found.layer is None else bool(experts[found.layer])
 
     def extra_state_objects(self, layers: Collection[int] | None = None) -> dict[str, None]:
-        """The empty `_extra_state` entries that Megatron asks for, one per linear."""
+        """Return the empty `_extra_state` entries that Megatron asks for, one per linear."""
         keys = [
             key
             for stack, experts in self.stacks.items()
@@ -168,12 +168,12 @@ def is_always_fp32(key: str) -> bool:
 
 
 def dense(num_layers: int) -> Stacking:
-    """Of a decoder without experts."""
+    """Return the stacking of a decoder without experts."""
     return Stacking({"decoder": (0,) * num_layers})
 
 
 def stacking_of(model: ModelConfig) -> Stacking:
-    """Of an architecture: as Megatron, which goes by what `--moe-layer-freq` says and not by what it comes to."""
+    """Return the stacking of an architecture: as Megatron, by what `--moe-layer-freq` says, not by what it comes to."""
     apart = model.mixture and read_pattern(model.moe_layer_freq) != 1
     stacks = {name: model.experts_of(layers) for name, layers in model.stacks.items()}
     predictions = (model.experts[-1],) * model.predictions
@@ -267,7 +267,7 @@ def weight_chunks(
     size: int = 1,
     dedup: bool = False,
 ) -> list[Chunk]:
-    """`model_chunks` of parameters of which boxes are here; `dedup` leaves out what a rank before this one has too."""
+    """Cut boxes of parameters as `model_chunks` does; `dedup` leaves out what a rank before this one has too."""
     return [
         chunk
         for box in boxes
@@ -284,7 +284,7 @@ def optimizer_chunks(
     size: int = 1,
     dedup: bool = False,
 ) -> list[Chunk]:
-    """`weight_chunks` of optimizer state; `placements` has `<state>.<parameter>` where that is divided otherwise."""
+    """Cut boxes of optimizer state; `placements` has `<state>.<parameter>` where that differs from the parameter's."""
     chunks: list[Chunk] = []
     for box in boxes:
         state, _, name = box.name.partition(".")
@@ -297,7 +297,7 @@ def optimizer_chunks(
 def _chunks(
     box: Box, name: str, prefix: str, placement: Placement, stacking: Stacking, rank: int, size: int, *, dedup: bool
 ) -> Iterator[Chunk]:
-    """The chunks of a box that belongs to the parameter `name`; `prefix` stands before the key."""
+    """Yield the chunks of a box that belongs to the parameter `name`; `prefix` stands before the key."""
     slot, dim, extent = stacking.slot(name), dim_of(placement), global_shape(box.shape, placement, size)
     first, last = box.offset[dim], box.offset[dim] + box.tensor.shape[dim]
     for piece in local_pieces(placement, extent[dim], size, rank):
@@ -311,19 +311,19 @@ def _chunks(
 
 
 def weight_of(key: str) -> str:
-    """The key of the weight that a tensor is, or is the optimizer's state of."""
+    """Return the key of the weight that a tensor is, or is the optimizer's state of."""
     return key.removeprefix(OPTIMIZER_PREFIX).partition(".")[2] if key.startswith(OPTIMIZER_PREFIX) else key
 
 
 def is_extra_state(key: str) -> bool:
-    """Whether a key holds the state of an FP8 linear; readers pass over it."""
+    """Return whether a key holds the state of an FP8 linear; readers pass over it."""
     return _EXTRA_STATE.fullmatch(key) is not None
 
 
 def rng_object_key(
     tp_rank: int = 0, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1, ep_rank: int = 0, ep_size: int = 1
 ) -> str:
-    """The key of a position's random states, a list over the replicas; experts count only where they are divided."""
+    """Return the key of a rank's random states, a list over the replicas; experts count only where they are divided."""
     at, of = [pp_rank, tp_rank], [pp_size, tp_size]
     if ep_size > 1:
         at, of = [*at, ep_rank], [*of, ep_size]
@@ -331,7 +331,7 @@ def rng_object_key(
 
 
 def is_rng_object(key: str) -> bool:
-    """Whether a key holds random states, of whichever position."""
+    """Return whether a key holds random states, of any rank."""
     return key.startswith(f"{RNG_KEY}/")
 
 
@@ -368,7 +368,7 @@ def optimizer_common(
 
 
 def with_expert_groups(groups: Sequence[Mapping[str, Any]], decayed: Collection[bool]) -> list[Mapping[str, Any]]:
-    """The groups with those of experts over ranks; `decayed` says whether these have weight decay, or not, or both."""
+    """Add to the groups copies for experts over ranks; `decayed`: which of True and False their weight decay is."""
     own = [group for group in groups if bool(group.get("wd_mult", group.get("weight_decay", 0.0))) in decayed]
     return [*groups, *({**group, "is_expert_parallel": True} for group in own)]
 

@@ -48,7 +48,7 @@ _OF_OPTIMIZER = ("optimizer", "opt_param_scheduler")
 
 
 def args_of(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's arguments out of the common state; none where there are none."""
+    """Return Megatron's arguments in the common state; empty where there are none."""
     args = common.get("args")
     return dict(vars(args)) if isinstance(args, Namespace) else {}
 
@@ -149,7 +149,7 @@ class InPrecision(Adapter):
 
 
 def _precision(args: Mapping[str, Any]) -> str:
-    """The dtype of the run's parameters by name."""
+    """Return the name of the dtype of the run's parameters."""
     if "params_dtype" in args:
         return str(args["params_dtype"]).removeprefix("torch.")
     return "float16" if args.get("fp16") else "bfloat16" if args.get("bf16") else "float32"
@@ -168,7 +168,7 @@ class WithExpertOptimizer(Adapter):
 
     @property
     def _decayed(self) -> set[bool]:
-        """Whether the weight decay acts on parameters of experts."""
+        """Values of weight decay (on, off) among the parameters of experts."""
         shapes = {
             key: stored.shape for key, stored in self.held.tensors.items() if not key.startswith(OPTIMIZER_PREFIX)
         }

@@ -49,12 +49,12 @@ _WITHOUT = "load with --no-load-optim to continue from the weights alone"
 
 
 def is_bucket(key: str) -> bool:
-    """Whether a tensor of a file is part of a buffer."""
+    """Return whether a key in a file is that of a bucket of a buffer."""
     return _BUCKET.fullmatch(key) is not None
 
 
 def in_bucket_space(stored: Contents) -> bool:
-    """Whether the optimizer's state in the files is in buffers."""
+    """Return whether the optimizer's state in the files is in buffers."""
     return any(map(_BUCKET.fullmatch, stored.tensors)) or any(map(_GATHERED.fullmatch, stored.objects))
 
 
@@ -134,7 +134,7 @@ class BucketSpace:
             )
 
     def _owner(self, chained: int | None, index: int, prefix: str) -> _OptimizerShard:
-        """Which place an optimizer is in."""
+        """Return the optimizer shard of an index in the files."""
         if chained != 1:
             stage, rank = divmod(index, self._tp)
             own = self._names(stage, 0)
@@ -152,7 +152,7 @@ class BucketSpace:
         return _OptimizerShard(prefix, stage, rank, self._etp, [names for names in experts if names])
 
     def _names(self, stage: int, expert: int) -> list[list[str]]:
-        """The parameters of each virtual chunk that have state, in the order in which they were registered."""
+        """List the parameters of each virtual chunk that have state, in the order in which they were registered."""
         if stage >= self._division.pp:
             raise self._unreadable(f"has buffers of stage {stage} where the args say {self._division.pp} stages")
         space, grouped = self._space, bool(self._args.get("moe_grouped_gemm"))
@@ -162,7 +162,7 @@ class BucketSpace:
         return [registration_order(names, fused=space.stacking.fused, grouped=grouped, keys=keys) for names in moved]
 
     def _lay_out(self, owner: _OptimizerShard) -> list[_ParameterRange]:
-        """The parts of an owner that no owner before it has too."""
+        """List the parameter ranges of an optimizer shard that no shard before it has too."""
         sizes = self._sizes(owner)
         if len(sizes) != len(owner.buffers):
             raise self._unreadable(
@@ -190,7 +190,7 @@ class BucketSpace:
             raise UnreadableState(f"{error}; {_WITHOUT}") from error
 
     def _state_of(self, owner: _OptimizerShard) -> list[dict[str, Any]]:
-        """What replica 0 had gathered of a place: kind -> flat tensor, by buffer."""
+        """Return what replica 0 gathered of a shard, by buffer: kind -> flat tensor."""
         if self._last is None or self._last[0] != owner.prefix:
             state = self._object(owner, "param_state")
             buffers = [state[number] for number in sorted(key for key in state if isinstance(key, int))]
@@ -200,7 +200,7 @@ class BucketSpace:
         return self._last[1]
 
     def _sizes(self, owner: _OptimizerShard) -> list[list[int]]:
-        """Elements of each bucket of each buffer, without the padding at the bucket's end."""
+        """Return the elements of each bucket of each buffer, without the padding at the bucket's end."""
         if owner.prefix in self._gathered:
             return [[int(found["numel_unpadded"])] for found in self._state_of(owner)]
         sizes = self._object(owner, "per_bucket_numel_unpadded")
@@ -209,7 +209,7 @@ class BucketSpace:
         return [[int(size) for found in by_dtype.values() for size in found] for by_dtype in sizes]
 
     def _object(self, owner: _OptimizerShard, name: str) -> Any:
-        """An object of an owner; None if it has none of that name."""
+        """Read an object of an optimizer shard; None if it has none of that name."""
         key = f"{owner.prefix}.{name}/shard_0_1"
         if key not in self._stored.objects:
             return None
@@ -237,13 +237,13 @@ class BucketSpace:
         return self._chunks(part, torch.empty(part.place.shape, device="meta"))
 
     def _chunks(self, part: _ParameterRange, tensor: torch.Tensor) -> list[Chunk]:
-        """A part's local tensor in model space, under the keys of the weights; not what a rank before it has too."""
+        """Return a range's local tensor in model space, under the keys of weights; not what a rank before has too."""
         space, owner = self._space, part.owner
         box = LocalTensor(part.name, tensor)
         return weight_chunks([box], space.placements, space.stacking, rank=owner.rank, size=owner.size, dedup=True)
 
     def scalars(self) -> dict[Any, Any]:
-        """What `optimizer_common` makes, out of the objects of the first place of each optimizer."""
+        """Build the common state of the optimizers (`optimizer_common`) from the objects of the first shard of each."""
         first: dict[str, _OptimizerShard] = {}
         for owner in self._owners:
             first.setdefault(owner.prefix.split(".")[0], owner)

@@ -96,7 +96,7 @@ class HuggingFaceSource:
 
     @cached_property
     def about(self) -> HuggingFaceModel:
-        """The model that config.json describes; a CheckpointError if it asks for what this version does not have."""
+        """Model that config.json describes; a CheckpointError if it asks for what this version does not have."""
         self._check_counts()
         found = model_of_config(self.config, str(self.path / CONFIG_FILE))
         return replace(found, model=found.family.settled(found.model, self._stored))
@@ -172,7 +172,7 @@ class HuggingFaceSource:
         return Contents(tensors, frozenset())
 
     def common(self) -> dict[str, Any]:
-        """As the port says; the args are what the files mean, on one process, with the tokenizer of the folder."""
+        """Return the common state; the args describe the files, on one process, with the tokenizer of the folder."""
         about, dtype = self.about, self.dtype
         precision = PrecisionConfig(fp16=dtype == "float16", bf16=dtype == "bfloat16")
         args = weights_args(about.model, precision, self.tokenizer)
@@ -184,14 +184,14 @@ class HuggingFaceSource:
 
     @property
     def dtype(self) -> str:
-        """The dtype of the word embedding, which is that of the model."""
+        """Name of the dtype of the word embedding, which is that of the model."""
         dtype = self.contents().tensors["embedding.word_embeddings.weight"].dtype
         assert short(dtype) in DTYPES
         return short(dtype)
 
     @property
     def tokenizer(self) -> TokenizerConfig:
-        """The tokenizer in the folder; where there is none that can be read, one that says so when it is built."""
+        """Tokenizer in the folder; where there is none that can be read, one that says so when it is built."""
         found = (
             _word_pieces(self.path, self.about.model.family.objective) if (self.path / _BERT_FILE).is_file() else None
         )
@@ -207,7 +207,7 @@ class HuggingFaceSource:
         return TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(self.path.absolute()))
 
     def facts(self) -> dict[str, Any]:
-        """What a manifest keeps of the folder, so that an export can write the same config.json again."""
+        """Return the manifest's entries about the folder, from which an export can write the same config.json again."""
         return {"huggingface": {"config": self.config}, "tokenizer_files": sorted(files_of_tokenizer(self.path))}
 
     def read(self, content: CheckpointContent) -> dict[str, Any]:
@@ -259,8 +259,8 @@ class HuggingFaceSource:
             return [str(error)]
 
     def _two_outputs(self) -> list[str]:
-        """What stands in the files twice must be equal: in older ones the output layer although it is the embedding,
-        and both of them in layers of multi-token prediction."""
+        """List tensors that the files hold twice and differ: in older ones the output layer although it is the
+        embedding, and both of them in layers of multi-token prediction."""
         pairs = [
             (held, tensor.parts[0].parameter, "the layers of prediction have no own") for held, tensor in self._again
         ]
@@ -281,13 +281,13 @@ class HuggingFaceSource:
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-    """The names that a tensor has in files: older ones have no prefix (GPT-2), or the norms of TensorFlow (BERT)."""
+    """Return the names of a tensor in files: older ones have no prefix (GPT-2), or the norms of TensorFlow (BERT)."""
     of_tensorflow = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
     return name, name.removeprefix(GPT2_PREFIX), of_tensorflow
 
 
 def _word_pieces(folder: Path, objective: Objective) -> TokenizerConfig | None:
-    """The tokenizer of a vocab.txt, for hidden words, and for spans where its configuration counts the sentinels."""
+    """Return the tokenizer of a vocab.txt, for masked words, or for spans if its configuration counts the sentinels."""
     file = folder / _TOKENIZER_CONFIG
     read = _json(file) if file.is_file() else {}
     found = read if isinstance(read, dict) else {}
@@ -301,7 +301,7 @@ def _word_pieces(folder: Path, objective: Objective) -> TokenizerConfig | None:
 
 
 def files_of_tokenizer(folder: Path) -> dict[str, Path]:
-    """The files of a tokenizer that lie in a folder, by name, whether they are Hugging Face's or those of GPT-2."""
+    """Return name -> path of the tokenizer's files in a folder, those of Hugging Face and those of GPT-2."""
     plain = {name: folder / name for name in (*_GPT2_FILES, _BERT_FILE) if (folder / name).is_file()}
     return {**plain, **tokenizer_files(folder)}
 
@@ -353,7 +353,7 @@ def _json(path: Path) -> Any:
 
 
 def _weight_files(path: Path) -> dict[Path, set[str]]:
-    """The files with the weights; for each the tensors that the index says are in it, none without an index."""
+    """Return the files with the weights, each with the tensors that the index names, none without an index."""
     index = path / INDEX_FILE
     if not index.exists():
         if (path / WEIGHTS_FILE).exists():

@@ -122,7 +122,7 @@ class PerRankSource:
 
     @cached_property
     def _first(self) -> Mapping[str, Any]:
-        """The content of the first file that is there."""
+        """Content of the first file that is there."""
         name = next((name for name, there in self._found.items() if there), None)
         if name is None:
             raise CheckpointError(
@@ -163,7 +163,7 @@ class PerRankSource:
 
     @cached_property
     def _files(self) -> dict[Coordinates, Mapping[str, Any]]:
-        """The content of the file of each place."""
+        """Content of the file of each rank; a CheckpointError if one is missing or of another iteration."""
         layout = self._layout
         folder_of = {place: folder_name(place, layout) for place in layout.ranks}
         lines = []
@@ -202,7 +202,7 @@ class PerRankSource:
 
     @cached_property
     def _states(self) -> tuple[list[Chunk], tuple[str, ...]]:
-        """The same of the optimizer's state, and why it is left out."""
+        """Chunks of the optimizer's state, and why it is left out."""
         if not self._has_optimizer:
             return [], ()
         try:
@@ -219,7 +219,7 @@ class PerRankSource:
         }
 
     def _named(self, place: Coordinates, body: Mapping[str, Any], chunk: int) -> Named:
-        """The weights of one virtual chunk."""
+        """Return the weights of one virtual chunk; a CheckpointError if they are not those of the model."""
         (tp, pp, _), stages, space, where = place, self._layout.stages, self._space, self._file(place, MODEL_FILE)
         experts = self._experts(place)
         key = model_key(chunk, len(stages[pp]))
@@ -298,7 +298,7 @@ class PerRankSource:
         return chunks_of(boxes, space.placements, space.stacking, rank=tp, size=self._layout.tp, dedup=True)
 
     def _state(self, place: Coordinates, weights: Sequence[Named]) -> Iterator[tuple[str, str, Tensor]]:
-        """Kind, our name and tensor of the optimizer's state in a place; an UnreadableState if its form is unknown."""
+        """Yield kind, our name and tensor of a rank's optimizer state; an UnreadableState if its form is unknown."""
         stored = [
             {name: tensor for name, (_, tensor) in part.items() if name not in self._space.buffers} for part in weights
         ]
@@ -318,12 +318,12 @@ class PerRankSource:
 
     @property
     def _num_optimizers(self) -> int:
-        """Experts that are spread over ranks have one of their own."""
+        """Number of optimizers: experts that are spread over ranks have one of their own."""
         return 2 if self._layout.ep > 1 else 1
 
     @cached_property
     def _has_optimizer(self) -> bool:
-        """Whether the tensors of the optimizer are there."""
+        """True where the tensors of the optimizer are there; a CheckpointError if some files lack them."""
         missing = []
         for place, body in self._files.items():
             name, state = folder_name(place, self._layout), body.get("optimizer")
@@ -340,7 +340,7 @@ class PerRankSource:
         return self.path / folder_name(place, self._layout) / name
 
     def _boxes(self, place: Coordinates, prefix: str, name: str, raw: str, tensor: Tensor) -> Iterator[_Box]:
-        """A tensor of parameter `name`, with the rows of query, key and value in the order of version 2 and later.
+        """Yield a parameter's tensor as boxes, with rows of query, key and value in the order of version 2 and later.
 
         Before it stood [3, heads, size] rows (version 0) or [heads, size, 3] (1) where later [heads, 3, size] do.
         Experts in one tensor stand in it one after another, each transposed, whatever the shape says.
@@ -419,7 +419,7 @@ class PerRankSource:
         return MappedFolder(self.path)
 
     def _near(self, target: Chunk) -> list[Chunk]:
-        """The chunks of its key that are in the same rows: of a key of all the layers those of its own."""
+        """Return the chunks of the target's key in the same rows: of a key of all the layers those of its own."""
         if target.tensor.ndim == 0:
             return self._chunks.get(target.key, [])
         rows = range(target.offset[0], target.offset[0] + target.tensor.shape[0])

@@ -42,10 +42,10 @@ class Source(Protocol):
         """Its name as `--ckpt-format` has it, or `huggingface`."""
 
     def contents(self) -> Contents:
-        """The tensors in model space and the keys of the objects."""
+        """Return the tensors in model space and the keys of the objects."""
 
     def common(self) -> dict[str, Any]:
-        """The state that all ranks share, as `common.pt` has it: args (Namespace), checkpoint_version, iteration and,
+        """Return the state that all ranks share, as in common.pt: args (Namespace), checkpoint_version, iteration and,
         where they were saved, `optimizer` as `formats.torch_dist.optimizer_common` writes it and opt_param_scheduler.
         """
 
@@ -53,10 +53,10 @@ class Source(Protocol):
         """Fill the chunks, which `fitted` has checked, in place and cast to their dtypes; return the objects named."""
 
     def problems(self) -> list[str]:
-        """What is wrong with the files, without reading them through; an OtherModelError if it is no model for us."""
+        """List what is wrong with the files, not reading them through; an OtherModelError if it is no model for us."""
 
     def changed(self, part: int = 0, parts: int = 1) -> list[str]:
-        """What has changed by checksums of the format, without a manifest; reads one of `parts` of the files."""
+        """List what differs from the format's own checksums, without a manifest; reads one of `parts` of the files."""
 
 
 def open_source(path: Path) -> Source:
@@ -161,7 +161,7 @@ def fitted(source: str, stored: Contents, wanted: CheckpointContent, requested: 
 
 
 def _read_from(key: str, chunk: Chunk, stored: Contents) -> str:
-    """The key of the tensor that a chunk of `key` is read from."""
+    """Return the key of the tensor that a chunk of `key` is read from."""
     weight = key.removeprefix(MAIN_PREFIX)
     if weight != key:
         held = stored.tensors.get(weight)
@@ -187,5 +187,5 @@ def listing(head: str, lines: Sequence[str]) -> str:
 
 
 def short(dtype: torch.dtype) -> str:
-    """The dtype without the name of torch."""
+    """Return the name of a dtype without `torch.`."""
     return str(dtype).removeprefix("torch.")

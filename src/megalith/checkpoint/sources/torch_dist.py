@@ -58,7 +58,7 @@ class TorchDistSource:
 
     @cached_property
     def _stored(self) -> Contents:
-        """What the files hold, under their own keys."""
+        """Table of contents of the files, under their own keys."""
         tensors, objects = {}, []
         for key, stored in self._metadata.state_dict_metadata.items():
             if isinstance(stored, BytesStorageMetadata):
@@ -74,7 +74,7 @@ class TorchDistSource:
 
     @cached_property
     def _buckets(self) -> BucketSpace | UnreadableState | None:
-        """The optimizer's state in buffers, or why it cannot be read; None where it is elsewhere."""
+        """Optimizer state in buffers, or why it cannot be read; None where it is elsewhere."""
         if not in_bucket_space(self._stored):
             return None
         try:
@@ -97,7 +97,7 @@ class TorchDistSource:
         return Contents(tensors, self._stored.objects - {_COMMON_OBJECT}, unreadable)
 
     def common(self) -> dict[str, Any]:
-        """As the port says; of an optimizer in bucket space with what stands in its objects."""
+        """Return the common state; of an optimizer in bucket space with the scalars in its objects."""
         common = self._common_file()
         if self.args:
             common["args"] = Namespace(**self.args)
@@ -106,7 +106,7 @@ class TorchDistSource:
         return common
 
     def _common_file(self) -> dict[str, Any]:
-        """As it was saved."""
+        """Read the common state as it was saved; a CheckpointError if it is no dict."""
         if not (self.path / COMMON_FILE).exists() and _COMMON_OBJECT in self._stored.objects:
             content = CheckpointContent(objects={_COMMON_OBJECT: None})
             common = read_sharded(self.path, self._metadata, content)[_COMMON_OBJECT]
@@ -123,7 +123,7 @@ class TorchDistSource:
         return with_family(vars(found), self._stored.tensors) if isinstance(found, Namespace) else {}
 
     def read(self, content: CheckpointContent, through: HashingReader | None = None) -> dict[str, Any]:
-        """As the port says; `through` has the files to hash in passing."""
+        """Fill the chunks and return the objects; `through` hashes the files while they are read."""
         plain, buckets, ranges = [], [], []
         for chunk in content.chunks:
             stored = self._key_of.get(chunk.key)

@@ -53,17 +53,17 @@ class Owner:
         return Owner(socket.gethostname(), _place(), pid, _born(pid))
 
     def is_here(self) -> bool:
-        """Whether its liveness can be asked of this system."""
+        """Return whether this system can tell if the process is alive."""
         return self.place == _place()
 
     def is_dead(self) -> bool:
-        """True only if certain: same system, and the process is gone or its number belongs to another."""
+        """Return True only if certain: same system, and the process is gone or its number belongs to another."""
         return self.is_here() and not _alive(self.pid, self.born)
 
 
 @cache
 def _place() -> str:
-    """Host, boot and PID namespace: two containers on one host number their processes separately.
+    """Return a hash of host, boot and PID namespace: two containers on one host number processes separately.
 
     Taken once, as a machine may be given another name (by DHCP) while the run holds a claim.
     """
@@ -98,7 +98,7 @@ def _alive(pid: int, born: str) -> bool:
 
 
 def holds_claim(folder: Path) -> bool:
-    """Whether this process has claimed a save folder: then whatever another process left there is left for good."""
+    """Return whether this process has claimed a save folder: then what any other process left there is garbage."""
     held = _claim_of(folder)
     return held is not None and held.owner == Owner.this_process()
 
@@ -149,7 +149,7 @@ class _Claim:
 
     @staticmethod
     def parse(text: str) -> _Claim | None:
-        """None for an empty or torn file: its writer died within a few microseconds of making it."""
+        """Parse a claim; None for an empty or torn file: its writer died within a few microseconds of making it."""
         try:
             body = json.loads(text)
             return _Claim(Owner(**body["owner"]), body["token"], body["since"], body.get("domain", ""))
@@ -210,11 +210,11 @@ class _Lock:
 
     @property
     def domain(self) -> str:
-        """The system and file system that the lock holds in; "" where it holds in none."""
+        """System and file system that the lock holds in; "" where it holds in none."""
         return f"{_boot()}.{os.fstat(self.fd).st_dev}" if self.enforced else ""
 
     def is_of(self, path: Path) -> bool:
-        """Whether the file is still the one at its place."""
+        """Return whether the path still leads to the locked file."""
         return path.exists() and os.path.samestat(os.fstat(self.fd), path.stat())
 
     def read(self) -> _Claim | None:
@@ -242,7 +242,7 @@ def _flock(fd: int) -> bool:
 
 
 def _locks_twice(path: Path) -> bool:
-    """Whether a file that is locked can be locked again: some file systems accept locks and keep none."""
+    """Return whether a locked file can be locked again: some file systems accept locks and keep none."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return _flock(fd)
@@ -251,7 +251,7 @@ def _locks_twice(path: Path) -> bool:
 
 
 def _boot() -> str:
-    """Identifies the running kernel, in whatever container."""
+    """Return a hash that identifies the running kernel, in any container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -286,7 +286,7 @@ def _take(path: Path, mine: _Claim) -> _Lock:
 
 
 def _is_live(path: Path, held: _Claim, lock: _Lock) -> bool:
-    """Whether the owner of a claim may be alive, although the lock could be taken here."""
+    """Return whether the owner of a claim may be alive, although the lock could be taken here."""
     if held.owner.is_here():
         return not held.owner.is_dead()
     if held.domain and held.domain == lock.domain:
@@ -295,7 +295,7 @@ def _is_live(path: Path, held: _Claim, lock: _Lock) -> bool:
 
 
 def _is_refused(path: Path, held: _Claim | None, lock: _Lock, waited: float) -> bool:
-    """Whether to wait no longer for a lock that another process has, or has just released by removing the file."""
+    """Return whether to stop waiting for a lock that another process has, or has just released by removing the file."""
     if lock.taken:
         return False
     if held is None or held.owner.is_dead():
@@ -319,7 +319,7 @@ def _refusal(path: Path, held: _Claim | None) -> CheckpointError:
 
 
 def _beats(path: Path) -> bool:
-    """Watch for the next sign of life of an owner. Opening the file makes network file systems look again."""
+    """Watch for the owner's next heartbeat. Opening the file makes network file systems look again."""
     before = _touched(path)
     for _ in range(_SILENT_BEATS):
         time.sleep(HEARTBEAT_SECONDS)
@@ -344,6 +344,6 @@ def _beat(path: Path, mine: _Claim, stop: threading.Event) -> None:
 
 
 def _has(path: Path, mine: _Claim) -> bool:
-    """Whether the file says that the claim is this one."""
+    """Return whether the file holds this claim."""
     held = _Claim.parse(path.read_text("utf-8", "replace"))
     return held is None or held.token == mine.token

@@ -204,7 +204,7 @@ class Saving:
 
     @contextmanager
     def _in_folder(self) -> Iterator[Path]:
-        """The folder, when it is seen here."""
+        """Yield the folder when this rank sees it."""
         path = self.final.parent / self._name
         with naming_full_disk(self.final.parent, self._needed, claimed=self.claimed and self.ranks.axis.is_first):
             _wait_for(path)
@@ -264,12 +264,12 @@ class PendingSave:
 
     @property
     def busy(self) -> bool:
-        """Whether a thread of this rank is at work for it."""
+        """True while a thread of this rank writes or commits."""
         return not self._work.done()
 
     @property
     def failed(self) -> bool:
-        """Whether this rank could not do its part."""
+        """True where this rank could not do its part."""
         return self._work.done() and self._work.exception() is not None
 
     @property
@@ -281,7 +281,7 @@ class PendingSave:
         self._saving.settle()
 
     def proceed(self, *, failed: bool = False) -> SaveReport | None:
-        """Go on to the next stage, waiting for what is still busy; all ranks call it together.
+        """Enter the next stage, waiting for what is still busy; all ranks call it together.
 
         Returns what the save did after the last stage, None before. With `failed` another rank has failed, and writing
         ends. A CheckpointError, on whichever rank, leaves what was there before untouched.
@@ -297,7 +297,7 @@ class PendingSave:
         return replace(report, waited_seconds=self._waited)
 
     def _waited_for(self, work: Future[Any], *, cancelled: bool = False) -> Any:
-        """The result of a thread; of a cancelled one nothing, since the failure is another rank's to tell."""
+        """Return the result of a thread, empty if it was cancelled: the rank that failed reports the error."""
         began = time.perf_counter()
         error = work.exception()
         self._waited += time.perf_counter() - began

@@ -58,7 +58,7 @@ class Staging:
                 self._pinned = int(status) == 0
 
     def plan(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """The chunks with copies of their tensors, which `begin` begins to make; they hold until the next call."""
+        """Return the chunks with host tensors, which `begin` begins to fill; they are valid until the next call."""
         wait(self._copying)  # of a save that was given up
         self._copying = []
         self.reserve(chunks)
@@ -89,12 +89,12 @@ class Staging:
 
 
 def _room(chunk: Chunk) -> int:
-    """Bytes for a chunk, so that the next one is aligned."""
+    """Return the bytes of a chunk, rounded up so that the next one is aligned."""
     return -(-chunk.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _host_memory(nbytes: int) -> Tensor:
-    """Memory of this process alone, with each page in its place; processes that it forks do not get it."""
+    """Map memory of this process alone, with each page in its place; processes that it forks do not get it."""
     memory = mmap.mmap(-1, -(-nbytes // _PAGE) * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_DONTFORK"):  # Linux; a process forked for data would keep every page that is written anew
         memory.madvise(mmap.MADV_DONTFORK)

@@ -69,7 +69,7 @@ class Retention:
     def superseded(
         self, saved: int, before: int | None, there: Sequence[int], is_complete: Callable[[int], bool]
     ) -> list[int]:
-        """The iterations to delete; none after `saved`, and none if that is not complete.
+        """Return the iterations to delete; none after `saved`, and none if that is not complete.
 
         `before` is what the tracker said before the save. A checkpoint that is not complete counts for nothing; it goes
         when enough newer ones are there.
@@ -150,12 +150,12 @@ class DirectoryStore:
         self._opened: tuple[tuple[Path, Signature], CheckpointFolder] | None = None
 
     def folder(self, iteration: int) -> Path:
-        """Where the checkpoint of an iteration is or would be."""
+        """Return the path that the checkpoint of an iteration has or would have."""
         released = self._released() if iteration == 0 else None
         return released or self.path / f"iter_{iteration:07d}"
 
     def _released(self) -> Path | None:
-        """The folder of what has no iteration."""
+        """Return the folder of weights without an iteration; None if there is none."""
         if is_huggingface(self.path):
             return self.path
         path = self.path / RELEASE
@@ -240,7 +240,7 @@ class DirectoryStore:
         return Saving(self._ranks, *what, staging, self._writer, claimed=self._claimed)
 
     def _is_complete(self, iteration: int) -> bool:
-        """Whether every file of a checkpoint is there with its size; to hash them all would take too long."""
+        """Return whether every file of a checkpoint is there with its size; hashing them all would take too long."""
         try:
             folder = self._existing(iteration)
             body = folder.manifest()
@@ -303,42 +303,42 @@ class DirectoryStore:
         return loaded
 
     def _loaded(self, load: Callable[[], LoadedContent]) -> LoadedContent:
-        """What a load gives on this rank, if it gives something on all; it may be too large to tell the others."""
+        """Return what a load gives on this rank, if it succeeds on all; it may be too large to send to the others."""
         loaded: list[LoadedContent] = []
         self._ranks.run_on_all(lambda: loaded.append(load()))
         self._opened = None  # a run needs it no more
         return loaded[0]
 
     def contents(self, iteration: int) -> Contents:
-        """What a checkpoint holds, without reading the tensors."""
+        """Return the table of contents of a checkpoint; no tensor is read."""
         return self._ranks.run_on_first(lambda: self._existing(iteration).source.contents())
 
     def common(self, iteration: int) -> dict[str, Any]:
-        """The common state alone."""
+        """Read the common state alone."""
         return self._ranks.run_on_first(lambda: self._existing(iteration).source.common())
 
     def manifest(self, iteration: int) -> dict[str, Any] | None:
-        """The manifest, or None for a checkpoint of another program."""
+        """Read the manifest; None for a checkpoint of another program."""
         return self._ranks.run_on_first(lambda: self._existing(iteration).manifest())
 
     def iterations(self) -> list[int]:
-        """All the checkpoints that are there, ascending, sound or not."""
+        """Return the iterations of all checkpoints, ascending, damaged ones included."""
         return self._ranks.run_on_first(self._iterations)
 
     def latest(self) -> int | None:
-        """What the tracker says, or None if there is none or it is not a number."""
+        """Return the iteration in the tracker file; None if there is no file or no number in it."""
         return self._ranks.run_on_first(self._latest)
 
     def format(self, iteration: int) -> str:
-        """The format of a checkpoint: torch_dist, torch or huggingface."""
+        """Return the format of a checkpoint: torch_dist, torch or huggingface."""
         return self._ranks.run_on_first(lambda: self._existing(iteration).source.format)
 
     def weights_only(self, iteration: int) -> bool:
-        """Whether a checkpoint is weights to begin from, rather than the state of a run to continue."""
+        """Return whether a checkpoint is weights to begin from, rather than the state of a run to continue."""
         return self._ranks.run_on_first(lambda: iteration == 0 and self._released() is not None)
 
     def verify(self, iteration: int, *, deferred: bool = False) -> list[str]:
-        """Everything that is wrong with a checkpoint, empty if it is sound; `deferred` as of `newest_verified`."""
+        """List all that is wrong with a checkpoint; empty if it is sound. `deferred` as of `newest_verified`."""
         signature = self._ranks.run_on_first(lambda: self._existing(iteration).signature())
         if signature in (self._sound.get(iteration), self._begun.get(iteration) if deferred else None):
             return []  # verified before, and no file has changed since
@@ -367,7 +367,7 @@ class DirectoryStore:
             self._fetching = None
 
     def newest_verified(self, *, deferred: bool = False) -> tuple[int | None, list[str]]:
-        """The checkpoint to continue from, and what the user must hear about the way there.
+        """Return the newest checkpoint that passes verification, or None, and warnings about those passed over.
 
         It is the tracker's if sound, else the newest sound one before it, else any sound one. With `deferred` it is
         sound so far as is seen without reading what a load reads; `load` says whether the rest is. A NewerFormatError
@@ -384,7 +384,7 @@ class DirectoryStore:
         return None, notes
 
     def _candidates(self) -> tuple[list[int], list[str]]:
-        """The checkpoints in the order of trial, and what is odd about the tracker."""
+        """Return the iterations in the order of trial, and warnings about the tracker file."""
         put_back_replaced(self.path)
         there, tracked = self._iterations(), self._latest()
         last = there[-1] if tracked is None and there else tracked or 0
@@ -413,7 +413,7 @@ class DirectoryStore:
             return None
 
     def _tracker_notes(self, tracked: int | None, there: Sequence[int]) -> list[str]:
-        """What is odd about the tracker beside the checkpoints that are there."""
+        """Return warnings about a tracker file that disagrees with the checkpoints that are there."""
         path, text = self.path / TRACKER_FILE, self._tracker_text()
         if self._released() is not None:
             return []
@@ -444,14 +444,14 @@ class DirectoryStore:
 
 
 def split_path(path: Path) -> tuple[Path, int | None]:
-    """The save folder, and the iteration where `path` is one of its `iter_*` folders rather than itself."""
+    """Return the save folder, and the iteration if `path` is one of its `iter_*` folders; else `path` and None."""
     resolved = path.resolve()
     match = _ITERATION.fullmatch(resolved.name)
     return (resolved.parent, int(match[1])) if match else (path, None)
 
 
 def facts_of(layout: Layout) -> dict[str, Any]:
-    """What a manifest says of the ranks that wrote it, when, and by which versions."""
+    """Return the manifest's entries about the ranks that write, the time and the versions."""
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "megalith_version": megalith.__version__,
@@ -486,13 +486,13 @@ def locate(path: Path, iteration: int | None = None) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is one checkpoint rather than a folder of them."""
+    """Return whether a folder is one checkpoint rather than a folder of them."""
     named = split_path(path)[1] is not None or path.resolve().name == RELEASE
     return named or is_huggingface(path) or (path / METADATA_FILE).exists() or any(path.glob("mp_rank_*"))
 
 
 def nothing_in(path: Path) -> str:
-    """That a path leads to no checkpoint, and what is there instead."""
+    """Say that a path leads to no checkpoint, and what is there instead."""
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
         return (

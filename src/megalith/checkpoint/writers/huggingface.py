@@ -82,7 +82,7 @@ class ExportResult:
 
 
 def bytes_of_size(text: str) -> int:
-    """Bytes of a size such as 5GB, 500MB or 1000000; units are powers of ten. A ConfigError if it is no size."""
+    """Return the bytes of a size such as 5GB, 500MB or 1000000, in powers of ten; a ConfigError if it is no size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?B|)", text.strip().upper())
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if size < 1:
@@ -100,7 +100,7 @@ class Weights:
         return self._source.contents()
 
     def read(self, name: str, shape: Sequence[int], space: ModelSpace) -> Tensor:
-        """The first rows of a parameter, as many as `shape` says."""
+        """Read the first rows of a parameter, as many as `shape` says."""
         slot = space.stacking.slot(name)
         tensor = torch.empty(tuple(shape), dtype=self.contents().tensors[slot.key].dtype)
         offset = (*slot.index, *(0,) * tensor.ndim)
@@ -176,7 +176,7 @@ def _space(folder: CheckpointFolder) -> ModelSpace:
 
 
 def _checked(wanted: ExportOptions) -> int:
-    """The bytes of a shard."""
+    """Return the most bytes of a shard; a ConfigError that names all options that are wrong."""
     wrong: list[str] = []
     limit = 0
     try:
@@ -193,14 +193,14 @@ def _checked(wanted: ExportOptions) -> int:
 
 
 def _original(folder: CheckpointFolder, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The config.json that the model came with, where it came from Hugging Face."""
+    """Return the config.json that the model came with, if it came from Hugging Face."""
     config = getattr(folder.source, "config", None)
     found = config if config is not None else manifest.get("huggingface", {}).get("config")
     return found if isinstance(found, Mapping) else None
 
 
 def _origin(original: Mapping[str, Any] | None, model: ModelConfig) -> str | None:
-    """The family of the origin, if it can describe the model."""
+    """Return the family of the original config, if it can describe the model."""
     kind = original.get("model_type") if original is not None else None
     try:
         return family_for(model, kind).model_type if isinstance(kind, str) else None
@@ -215,7 +215,7 @@ def _rows(
     original: Mapping[str, Any] | None,
     notes: list[str],
 ) -> int:
-    """Rows of the vocabulary to keep: those beyond the true one are padding for tensor-parallel ranks."""
+    """Return the rows of the vocabulary to keep: those beyond the true one are padding for tensor-parallel ranks."""
     known = (original or {}).get("vocab_size") or manifest.get("tokenizer", {}).get("vocab_size")
     rows = wanted.true_vocab_size or known
     if rows is None:
@@ -256,7 +256,7 @@ def _check_whole(contents: Contents, space: ModelSpace, where: str) -> None:
 def _further_files(
     found: Path, config: Mapping[str, Any], card: Mapping[str, Any], notes: list[str]
 ) -> dict[str, bytes]:
-    """config.json and the tokenizer's files; `card` is that of the tokenizer, empty if it is not known."""
+    """Return config.json and the tokenizer's files; `card` is that of the tokenizer, empty if it is not known."""
     files = {name: path.read_bytes() for name, path in files_of_tokenizer(found).items()}
     if not files:
         notes.append("the checkpoint has no files of a tokenizer; copy those that belong to it into the folder")
@@ -274,7 +274,7 @@ def _further_files(
 
 
 def _of_byte_pairs(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """What transformers, `tokenizers` and converters read of GPT-2's vocab.json and merges.txt."""
+    """Return the files that transformers, `tokenizers` and converters read beside vocab.json and merges.txt."""
     vocabulary = read_byte_pair_vocabulary(*(str(folder / name) for name in ("vocab.json", "merges.txt")))
     settings = {
         "tokenizer_class": "GPT2Tokenizer",
@@ -287,7 +287,7 @@ def _of_byte_pairs(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _of_word_pieces(path: Path, card: Mapping[str, Any]) -> dict[str, bytes]:
-    """The same for a vocabulary of WordPiece; with sentinels, as T5 has them, it takes a tokenizer.json."""
+    """Return those of a vocabulary of WordPiece; with sentinels, as T5 has them, it takes a tokenizer.json."""
     lower, extra_ids = card.get("class", "") != "BertWordPieceCase", card.get("settings", {}).get("vocab_extra_ids", 0)
     if not extra_ids:
         return {_TOKENIZER_CONFIG: _json({"tokenizer_class": "BertTokenizer", "do_lower_case": lower})}
@@ -297,7 +297,7 @@ def _of_word_pieces(path: Path, card: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _of_sentence_piece(path: Path, card: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes transformers read a SentencePiece model as the training did: its special tokens, and what is added."""
+    """Return the settings by which transformers encode with a SentencePiece model as the training did."""
     model = load_model("export", path)
     ids = {"bos": model.bos_id(), "eos": model.eos_id(), "unk": model.unk_id(), "pad": model.pad_id()}
     special = {f"{role}_token": model.id_to_piece(number) for role, number in ids.items() if number >= 0}
@@ -306,7 +306,7 @@ def _of_sentence_piece(path: Path, card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _json(body: Mapping[str, Any]) -> bytes:
-    """As transformers writes it."""
+    """Serialise as transformers does."""
     return (json.dumps(body, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -360,7 +360,7 @@ class _Layout:
         return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
     def index(self) -> dict[str, Any]:
-        """What model.safetensors.index.json holds."""
+        """Return the content of model.safetensors.index.json."""
         named = zip(self.names, self.shards, strict=True)
         elements = sum(volume(entry.tensor.shape) for shard in self.shards for entry in shard)
         return {
@@ -379,7 +379,7 @@ class _Reader:
         self._kept: tuple[str, Tensor] | None = None
 
     def tensor(self, entry: _Entry) -> Tensor:
-        """One tensor, in its order of memory."""
+        """Read one tensor, contiguous."""
         whole = torch.empty(entry.tensor.shape, dtype=entry.dtype)
         for name, parts in groupby(entry.tensor.parts, lambda part: part.parameter):
             parameter = self._parameter(name)
@@ -416,7 +416,7 @@ def _write_safetensors(path: Path, shard: Sequence[_Entry], reader: _Reader) -> 
 
 
 def _places(order: Sequence[_Entry]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What the header says of each tensor."""
+    """Return the header: dtype, shape and byte offsets of each tensor."""
     start = 0
     for entry in order:
         stop = start + entry.bytes

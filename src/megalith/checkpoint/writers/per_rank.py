@@ -133,7 +133,7 @@ def write_per_rank(source: Source, folder: Path, names: str = CORE) -> list[str]
 
 
 def _wanted(target: Target) -> list[Chunk]:
-    """All that the files hold, in pieces of a tensor of one layer and expert, on the meta device."""
+    """Return chunks of all that the files hold, one layer and expert of a tensor each, on the meta device."""
     found: dict[LayerIndex, Chunk] = {}
     for chunk in target.chunks():
         _, index = layer_index_of(chunk)

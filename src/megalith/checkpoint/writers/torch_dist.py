@@ -71,7 +71,7 @@ def _reader(source: Source, key_of: Mapping[str, str]) -> Callable[[Chunk], Tens
 
 
 def no_check(_: Path) -> None:
-    """The default for `check`: the folder is taken as it was written."""
+    """Accept the folder as it was written: the default of `check`."""
 
 
 def write_torch_dist(
@@ -139,7 +139,7 @@ def write_torch(
     check: Callable[[Path], None] = no_check,
     names: str = CORE,
 ) -> int:
-    """`write_torch_dist` in format torch, with weights named by `CORE` or a generation of `LEGACY`."""
+    """Write as `write_torch_dist` in format torch, with weights named by `CORE` or a generation of `LEGACY`."""
     contents = source.contents()
     args = args_of(source.common())
     space = model_space_of(args, str(final))
@@ -160,7 +160,7 @@ def write_torch(
 
 
 def _chunks(space: ModelSpace, contents: Contents, division: ParallelLayout, place: Coordinates) -> list[Chunk]:
-    """What one place of the layout writes, on the meta device: over all places, each element once."""
+    """Return what one rank of the layout writes, on the meta device: over all ranks, each element once."""
     (rank, stage, expert), tp = place, division.tp
     names = [name for part in space.names_of(division, stage, expert) for name in part]
     held = [name for name in names if not space.is_copy(name, stage)]
@@ -201,7 +201,7 @@ def _refuse_lost(contents: Contents, kept: Collection[str], why: str) -> None:
 
 
 def rng_keys(layout: Layout) -> set[str]:
-    """The keys of the random states of all the places of a layout."""
+    """Return the keys of the random states of all ranks of a layout."""
     return {
         rng_object_key(rank, layout.tp, stage, layout.pp, expert, layout.ep)
         for stage, rank, expert in product(range(layout.pp), range(layout.tp), range(layout.ep))
@@ -209,7 +209,7 @@ def rng_keys(layout: Layout) -> set[str]:
 
 
 def _random_states(source: Source, contents: Contents, layout: Layout) -> dict[str, Any]:
-    """Those of all the places of the layout, if there are those of no others."""
+    """Read the random states of all ranks of the layout; none if the source has those of another layout."""
     keys = rng_keys(layout)
     if keys != {key for key in contents.objects if is_rng_object(key)}:
         return {}
