@@ -24,12 +24,7 @@ import torch
 
 from megalith.checkpoint import CheckpointContent
 from megalith.checkpoint.convert import ConversionOptions, convert
-from megalith.checkpoint.formats.torch_dist import (
-    OPTIMIZER_PREFIX,
-    LocalTensor,
-    optimizer_common,
-    weight_chunks,
-)
+from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, LocalTensor, optimizer_common, weight_chunks
 from megalith.checkpoint.model_space import model_space_of
 from megalith.checkpoint.sources.source import Contents, StoredTensor
 from megalith.checkpoint.writers.torch_dist import write_torch_dist

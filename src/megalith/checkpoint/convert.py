@@ -272,7 +272,7 @@ def adapt(
     result: Source = InPrecision(source, DTYPES[wanted.dtype] if wanted.dtype else None)
     if not _keeps_optimizer(source, wanted, layout, notes):
         result = WeightsOnly(result)
-    result = _repadded(result, args, model, wanted, layout, where, tokens, notes)
+    result = _repadded(result, wanted, layout.tp, where, tokens, notes)
     if layout.ep > 1:
         result = WithExpertOptimizer(result)
     of_run = {name: value for name, value in wanted.run_args.items() if name in _DIVIDING}
@@ -319,39 +319,6 @@ def _keeps_optimizer(source: Source, wanted: ConversionOptions, layout: Layout, 
     return True
 
 
-def _repadded(
-    source: Source,
-    args: Mapping[str, Any],
-    model: ModelConfig,
-    wanted: ConversionOptions,
-    layout: Layout,
-    where: str,
-    tokens: int | None,
-    notes: list[str],
-) -> Source:
-    """Return the source with its vocabulary padded for the layout; notes say what changes or cannot be known."""
-    rows = int(args["padded_vocab_size"])
-    if WORD_EMBEDDINGS in source.contents().tensors:
-        padded = _padded(args, wanted, layout, where, tokens)
-    elif wanted.true_vocab_size is not None or rows % layout.tp:
-        flag = "--tp" if wanted.true_vocab_size is None else "--true-vocab-size"
-        raise CheckpointError(
-            f"{flag}: --model {model.model} of {where} has no {WORD_EMBEDDINGS}, whose rows could be padded anew; "
-            f"leave {flag} out"
-        )
-    else:
-        padded = rows
-    if padded != rows:
-        notes.append(f"the vocabulary is padded to {padded} rows instead of {rows}")
-        return Repadded(source, padded, repeat_last=wanted.true_vocab_size is None and rows > (tokens or rows))
-    if wanted.true_vocab_size is None and tokens is None and layout.tp != _size(args, "tensor"):
-        notes.append(
-            f"the vocabulary keeps its {rows} rows, since the checkpoint does not tell how many tokens they are padded "
-            f"from; Megatron may build another number at --tp {layout.tp}: --true-vocab-size N pads N tokens for it"
-        )
-    return source
-
-
 def _check_experts(args: Mapping[str, Any], ep: int, where: str) -> None:
     """Refuse ranks that no experts can be divided over."""
     experts = int(args.get("num_experts") or 0)
@@ -373,20 +340,36 @@ def _generation(args: Mapping[str, Any], wanted: ConversionOptions) -> dict[str,
     return {name: value for name, value in said.items() if legacy or name in args}
 
 
-def _padded(args: Mapping[str, Any], wanted: ConversionOptions, layout: Layout, where: str, known: int | None) -> int:
-    """Return the number of rows of the vocabulary in the result, padding included."""
-    rows = int(args["padded_vocab_size"])
-    tokens = wanted.true_vocab_size
+def _repadded(
+    source: Source, wanted: ConversionOptions, tp: int, where: str, known: int | None, notes: list[str]
+) -> Source:
+    """Return the source with its vocabulary padded for `tp` ranks; notes say what changes or cannot be known."""
+    args = args_of(source.common())
+    rows, tokens = int(args["padded_vocab_size"]), wanted.true_vocab_size
+    if WORD_EMBEDDINGS not in source.contents().tensors:  # a registered model
+        if tokens is not None or rows % tp:
+            flag = "--tp" if tokens is None else "--true-vocab-size"
+            raise CheckpointError(
+                f"{flag}: the model of {where} has no {WORD_EMBEDDINGS}, whose rows could be padded anew; leave {flag} out"
+            )
+        return source
     if tokens is None and known is not None and known <= rows and not wanted.run_args:
         tokens = known
-    if tokens is not None:
-        return padded_vocab_size(tokens, _divisor(args), layout.tp)
-    if rows % layout.tp:
+    if tokens is None and rows % tp:
         raise CheckpointError(
-            f"the embedding of {where} has {rows} rows, which do not divide over --tp {layout.tp}; give "
+            f"the embedding of {where} has {rows} rows, which do not divide over --tp {tp}; give "
             "--true-vocab-size, the number of tokens, so that it is padded anew"
         )
-    return rows
+    padded = rows if tokens is None else padded_vocab_size(tokens, _divisor(args), tp)
+    if padded != rows:
+        notes.append(f"the vocabulary is padded to {padded} rows instead of {rows}")
+        return Repadded(source, padded, repeat_last=wanted.true_vocab_size is None and rows > (known or rows))
+    if wanted.true_vocab_size is None and known is None and tp != _size(args, "tensor"):
+        notes.append(
+            f"the vocabulary keeps its {rows} rows, since the checkpoint does not tell how many tokens they are padded "
+            f"from; Megatron may build another number at --tp {tp}: --true-vocab-size N pads N tokens for it"
+        )
+    return source
 
 
 def _size(args: Mapping[str, Any], kind: str) -> int:

@@ -114,9 +114,8 @@ def chunks_to_load(state: TrainState, run: RunConfig, *, with_optimizer: bool) -
 
 def _model_chunks(state: TrainState, run: RunConfig, *, dedup: bool) -> list[Chunk]:
     names = _stored_names(state, dedup=dedup)
-    boxes = [
-        (box.name, replace(box, name=names[box.name])) for box in state.optimizer.weight_boxes() if box.name in names
-    ]
+    held = [box for box in state.optimizer.weight_boxes() if box.name in names]
+    boxes = [(box.name, replace(box, name=names[box.name])) for box in held]
     placements, stacking = _stored_placements(state, names), stacking_of(run.model)
     return [
         chunk

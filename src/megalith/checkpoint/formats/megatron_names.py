@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from megalith.config.families import FAMILIES
@@ -78,6 +79,7 @@ class ParameterName:
         return of_layers + (self.routed and self.expert is None and not self.grouped)
 
 
+@lru_cache(2**16)
 def parse_name(name: str) -> ParameterName:
     """Take apart the name that a parameter has in a module or in a file of core, or the torch_dist key of a weight.
 
@@ -111,6 +113,7 @@ _LATENT_NORMS_WITHIN = {
     f"self_attention.{part}_layernorm.": f"self_attention.linear_{part}_up_proj.layer_norm_" for part in ("q", "kv")
 }
 """The same of the norms of latent attention."""
+_IN_MODEL_SPACE = _NORMS_WITHIN | {within: norm for norm, within in _LATENT_NORMS_WITHIN.items()}
 
 
 def _moved(path: str, table: Mapping[str, str]) -> str:
@@ -125,7 +128,7 @@ def _inverse(table: Mapping[str, str]) -> dict[str, str]:
 def _moved_key(key: str, table: Mapping[str, str]) -> str:
     """Replace the beginning of the path by the table in the key of a weight of a layer."""
     name = parse_name(key)
-    return key if name.stack is None or name.routed else str(replace(name, path=_moved(name.path, table)))
+    return key if name.stack is None or name.routed else name.prefix + _moved(name.path, table)
 
 
 def model_space_key(key: str) -> str:
@@ -136,7 +139,7 @@ def model_space_key(key: str) -> str:
     >>> model_space_key("my.pre_mlp_layernorm.weight")
     'my.pre_mlp_layernorm.weight'
     """
-    return _moved_key(key, _NORMS_WITHIN | _inverse(_LATENT_NORMS_WITHIN))
+    return _moved_key(key, _IN_MODEL_SPACE)
 
 
 def file_key(key: str, *, latent: bool, fused: bool, has_experts: bool) -> str:

@@ -39,13 +39,7 @@ from megalith.checkpoint.formats.torch_dist import (
     weight_chunks,
     weight_of,
 )
-from megalith.checkpoint.model_space import (
-    Coordinates,
-    ModelSpace,
-    ParallelLayout,
-    model_space_of,
-    parallel_layout,
-)
+from megalith.checkpoint.model_space import Coordinates, ModelSpace, ParallelLayout, model_space_of, parallel_layout
 from megalith.checkpoint.sources.source import listing
 from megalith.errors import CheckpointError
 
@@ -57,10 +51,10 @@ _ENTRY_OVERHEAD = 512  # bytes of an archive around one tensor
 _FIXED_OVERHEAD = 2**17
 
 
-def folder_name(place: Coordinates, division: ParallelLayout) -> str:
+def folder_name(place: Coordinates, layout: ParallelLayout) -> str:
     """Return the name of a rank's folder; pipeline and experts count only where they are divided."""
     tensor, pipeline, expert = place
-    parts = [f"{pipeline:03d}"] * (division.pp > 1) + [f"{expert:03d}"] * (division.ep > 1)
+    parts = [f"{pipeline:03d}"] * (layout.pp > 1) + [f"{expert:03d}"] * (layout.ep > 1)
     return "_".join([f"mp_rank_{tensor:02d}", *parts])
 
 
@@ -125,12 +119,8 @@ def target_of(
     check_expert_tensor_size(args, where)
     if names != CORE:
         _check_legacy(space, names, where)
-    division, distributed = (
-        parallel_layout(args, space.num_layers, where),
-        bool(args.get("use_distributed_optimizer")),
-    )
-    sizes = (division.tp, division.ep, division.stages)
-    return Target(*sizes, space, dtype, common, objects, distributed, names)
+    layout, distributed = parallel_layout(args, space.num_layers, where), bool(args.get("use_distributed_optimizer"))
+    return Target(layout.tp, layout.ep, layout.stages, space, dtype, common, objects, distributed, names)
 
 
 OWN_KEYS = "megalith_"
@@ -201,7 +191,7 @@ class RankFiles:
         space = self._target.space
         return space.local_shape(name, self._target.tp, self.tp)
 
-    def _new_tensor(self, name: str, dtype: torch.dtype, prefix: str = "") -> Tensor:
+    def _tensor(self, name: str, dtype: torch.dtype, prefix: str = "") -> Tensor:
         """Add an empty tensor of the local shape of a parameter; `prefix` stands before its key."""
         tensor = torch.empty(self._shape(name), dtype=dtype, device="meta")
         self._add(name, tensor, tensor, prefix)
@@ -244,7 +234,7 @@ class RankFiles:
         dtypes = dict.fromkeys(target.space.buffers, torch.float32)
         layers = target.space.layers_in(stages[self.pp][chunk])
         return OrderedDict(
-            (raw, None if name is None else self._new_tensor(name, dtypes.get(name, target.dtype)))
+            (raw, None if name is None else self._tensor(name, dtypes.get(name, target.dtype)))
             for raw, name in entries(self._names[chunk], layers, self._first_expert, last=last)
         )
 
@@ -256,7 +246,7 @@ class RankFiles:
             inside = model
             for key in path[:-1]:
                 inside = inside.setdefault(key, OrderedDict())
-            inside[path[-1]] = self._new_tensor(name, target.dtype)
+            inside[path[-1]] = self._tensor(name, target.dtype)
         return model
 
     def _optimizers(self, state: Mapping[Any, Any]) -> Any:
@@ -294,14 +284,12 @@ class RankFiles:
         plain = {"state": dict(enumerate(states)), "param_groups": numbered}
         if not half:
             return plain
-        main = [
-            [self._new_tensor(name, torch.float32, f"{OPTIMIZER_PREFIX}{MAIN}.") for name in part] for part in names
-        ]
+        main = [[self._tensor(name, torch.float32, _prefix(MAIN)) for name in part] for part in names]
         return {"optimizer": plain, **scaler, "fp32_from_fp16_params": main}
 
     def _state(self, name: str, step: Tensor) -> dict[str, Tensor]:
         count = torch.tensor(float(step), dtype=torch.float32)
-        return {"step": count, **{kind: self._new_tensor(name, torch.float32, _prefix(kind)) for kind in MOMENTS}}
+        return {"step": count, **{kind: self._tensor(name, torch.float32, _prefix(kind)) for kind in MOMENTS}}
 
     # --- distrib_optim.pt -----------------------------------------------------------------------------------------
 

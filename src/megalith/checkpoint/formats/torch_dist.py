@@ -76,9 +76,9 @@ class Stacking:
             raise LayoutError(f"{name} is outside a model of {len(experts)} layers; pass the whole model's {flag}")
         prefix, index, extents = (found.prefix, (), ()) if ahead else self._of_layer(found.stack, found.layer)
         if found.expert is None or not experts[found.layer]:  # as a dense layer of a user may have modules of that name
-            return Slot(model_space_key(str(replace(found, prefix=prefix))), index, extents)
-        index, extents = (*index, found.expert), (*extents, experts[found.layer])
-        return Slot(str(replace(found, prefix=prefix, expert=None)), index, extents)
+            return Slot(model_space_key(prefix + name.removeprefix(found.prefix)), index, extents)
+        key = f"{prefix}mlp.experts.experts.{found.path}"
+        return Slot(key, (*index, found.expert), (*extents, experts[found.layer]))
 
     def _experts_of(self, stack: str) -> tuple[int, ...]:
         """Return the number of experts of each layer of a stack, 0 where it is dense; none of a stack that is not."""

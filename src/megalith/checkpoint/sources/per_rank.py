@@ -63,13 +63,7 @@ from megalith.checkpoint.formats.torch_dist import (
     rng_object_key,
     weight_chunks,
 )
-from megalith.checkpoint.model_space import (
-    Coordinates,
-    ModelSpace,
-    ParallelLayout,
-    model_space_of,
-    parallel_layout,
-)
+from megalith.checkpoint.model_space import Coordinates, ModelSpace, ParallelLayout, model_space_of, parallel_layout
 from megalith.checkpoint.sources.source import Contents, StoredTensor, listing
 from megalith.errors import CheckpointError, LayoutError
 

@@ -139,9 +139,8 @@ def _wanted(target: Target) -> list[Chunk]:
         _, index = layer_index_of(chunk)
         shape = (*(1 for _ in index), *chunk.global_shape[len(index) :])
         whole = torch.empty(shape, dtype=chunk.tensor.dtype, device="meta")
-        found[_file_index(chunk)] = Chunk(
-            chunk.key, whole, index + (0,) * (len(shape) - len(index)), chunk.global_shape
-        )
+        offset = index + (0,) * (len(shape) - len(index))
+        found[_file_index(chunk)] = Chunk(chunk.key, whole, offset, chunk.global_shape)
     return list(found.values())
 
 

@@ -32,13 +32,7 @@ from megalith.checkpoint.formats.torch_dist import (
     rng_object_key,
     weight_chunks,
 )
-from megalith.checkpoint.model_space import (
-    Coordinates,
-    ModelSpace,
-    ParallelLayout,
-    model_space_of,
-    parallel_layout,
-)
+from megalith.checkpoint.model_space import Coordinates, ModelSpace, ParallelLayout, model_space_of, parallel_layout
 from megalith.checkpoint.sources.adapters import args_of
 from megalith.checkpoint.sources.per_rank import PerRankSource
 from megalith.checkpoint.sources.source import Contents, Source, fitted, keys_of, listing
