@@ -1,4 +1,4 @@
-"""What a checkpoint holds, free of files: chunks of global tensors, objects, and the state that every rank shares.
+"""Content of a checkpoint, free of files: chunks of global tensors, objects, and the state that every rank shares.
 
 A chunk is a live local tensor together with its place in a global one. The same list describes a save (the tensors
 are read) and a load (the tensors are filled in place), so nothing has to be rebuilt between the two. Two chunks of one
@@ -63,7 +63,7 @@ class CheckpointContent:
 
 @dataclass(frozen=True)
 class LoadedContent:
-    """What a load returns beside the tensors that it filled."""
+    """Common state, objects and unrequested keys of a load, which filled the tensors in place."""
 
     common: dict[str, Any]  # the shared state of the checkpoint
     objects: dict[str, Any]  # the objects that were asked for

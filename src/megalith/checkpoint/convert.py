@@ -1,4 +1,4 @@
-"""Converting a checkpoint of any format and layout into another: `megalith checkpoint convert` and Megatron's tools.
+"""Conversion of a checkpoint of any format and layout: `megalith checkpoint convert` and Megatron's tools.
 
 A conversion is a stack of adapters (`adapt`) over the source, written by the writer of a format. No process group,
 no device and no model is needed, and memory is bounded by the largest tensor.
@@ -88,7 +88,7 @@ _DIVIDING = (*_UNDIVIDED, *_UNEVEN)
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """What is to be made of a checkpoint."""
+    """Format, layout, precision and vocabulary of the result of a conversion."""
 
     format: str = "torch_dist"  # torch or torch_dist
     # the layout; by default that of the source
@@ -112,7 +112,7 @@ class ConversionOptions:
 
 @dataclass
 class ConversionResult:
-    """What a conversion made."""
+    """Path, size, duration and notes of a conversion."""
 
     path: Path  # the new checkpoint folder
     bytes: int
@@ -139,8 +139,8 @@ def convert(
         check: called with the finished folder before it gets its place; what it raises leaves everything as it was.
 
     Raises:
-        LayoutError: the model does not divide as is asked.
-        ConfigError: nonsense is asked.
+        LayoutError: the model does not divide over the layout.
+        ConfigError: an option has an illegal value.
     """
     started = time.perf_counter()
     check_options(wanted)

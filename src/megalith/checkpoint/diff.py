@@ -1,4 +1,4 @@
-"""Comparing two checkpoints of any formats and layouts, tensor by tensor.
+"""Comparison of two checkpoints of any formats and layouts, tensor by tensor.
 
 Both are read in model space, where layouts do not show: one layer of one tensor at a time, so that memory is bounded
 by the largest of them. Equal means equal bits; of what is not, the differences are measured.
@@ -34,7 +34,7 @@ _COUNTERS = ("consumed_train_samples", "consumed_valid_samples")
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How two tensors of one name differ."""
+    """Number and size of the differences between two tensors of one name."""
 
     name: str  # its key; with the layer, where it is one of the stacked ones
     what: str = ""  # in words: missing, another shape, another dtype; "" if these are alike
@@ -62,7 +62,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class StateDifference:
-    """A value beside the tensors that differs."""
+    """Value beside the tensors that differs."""
 
     name: str
     one: Any

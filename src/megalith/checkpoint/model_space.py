@@ -1,4 +1,4 @@
-"""The parameters of a whole model and of each place of a layout: names, shapes, placements and Megatron's order.
+"""Parameters of a whole model and of each rank of a layout: names, shapes, placements and Megatron's order.
 
 Built from the architecture alone, on the meta device: what is in files plays no part. Names are those of the modules,
 with global layer numbers (`models.gpt`).
@@ -35,7 +35,7 @@ Coordinates = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How a model is divided over the ranks that write a checkpoint."""
+    """Tensor, pipeline and expert parallelism of the ranks that write a checkpoint."""
 
     tp: int
     ep: int
@@ -60,7 +60,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class ModelSpace:
-    """What a model is made of."""
+    """Names, shapes and placements of the parameters of a whole model."""
 
     model: ModelConfig  # its architecture
     vocab_size: int  # rows of the embedding, padding included

@@ -1,4 +1,4 @@
-"""Run an action on every rank of a group, and raise the same error on all of them if any rank fails.
+"""Actions on every rank of a group that raise the same error on all of them if any rank fails.
 
 Without this a rank with a full disk would leave the others waiting in their next collective. Every rank makes the
 same calls in the same order. With one rank the action is called directly.

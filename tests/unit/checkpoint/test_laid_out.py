@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.files.safe_loading import load_tensors_and_plain_data, map_tensors
-from megalith.checkpoint.files.torch_archive import changed_records, find, lay_out, seal, tensors_in, write
+from megalith.checkpoint.files.torch_archive import (
+    changed_records,
+    preallocate,
+    tensor_offsets,
+    tensors_in,
+    write_at,
+    write_checksums,
+)
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "float": ((3, 4), torch.float32),
@@ -47,10 +54,10 @@ def body() -> dict[str, Any]:
 
 def filled(path: Path) -> dict[str, Tensor]:
     value = body()
-    lay_out(path, value)
+    preallocate(path, value)
     fd = os.open(path, os.O_RDWR)
-    for tensor, start, name in zip(tensors_in(value), find(path), SHAPES, strict=False):
-        write(fd, start, tensor, values()[name])
+    for tensor, start, name in zip(tensors_in(value), tensor_offsets(path), SHAPES, strict=False):
+        write_at(fd, start, tensor, values()[name])
     os.close(fd)
     return values()
 
@@ -72,7 +79,7 @@ def test_what_is_filled_later_is_read_as_if_it_had_been_saved(tmp_path: Path, lo
 
 def test_the_records_are_those_of_an_ordinary_save(tmp_path: Path) -> None:
     expected = filled(tmp_path / "file.pt")
-    seal(tmp_path / "file.pt")
+    write_checksums(tmp_path / "file.pt")
     (tmp_path / "plain").mkdir()
     torch.save({**body(), "model": OrderedDict(expected)}, tmp_path / "plain/file.pt")
     with zipfile.ZipFile(tmp_path / "file.pt") as ours, zipfile.ZipFile(tmp_path / "plain/file.pt") as theirs:
@@ -86,7 +93,7 @@ def test_a_sealed_file_is_a_sound_archive_and_an_open_one_is_not(tmp_path: Path)
     filled(tmp_path / "file.pt")
     with zipfile.ZipFile(tmp_path / "file.pt") as archive:
         assert archive.testzip() == "file/data/0"
-    seal(tmp_path / "file.pt")
+    write_checksums(tmp_path / "file.pt")
     with zipfile.ZipFile(tmp_path / "file.pt") as archive:
         assert archive.testzip() is None
     assert torch.equal(map_tensors(tmp_path / "file.pt")["model"]["half"], values()["half"])
@@ -96,10 +103,10 @@ def test_checksums_tell_what_has_changed(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     filled(path)
     assert changed_records(path) == []  # without checksums nothing can be said
-    seal(path)
+    write_checksums(path)
     assert changed_records(path) == []
     data = bytearray(path.read_bytes())
-    data[find(path)[3]] ^= 1
+    data[tensor_offsets(path)[3]] ^= 1
     path.write_bytes(data)
     assert changed_records(path) == ["file/data/3"]
     (tmp_path / "other.pt").write_bytes(b"of before torch 1.6")
@@ -109,7 +116,7 @@ def test_checksums_tell_what_has_changed(tmp_path: Path) -> None:
 def test_parts_of_a_tensor_are_written_by_their_place(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     whole = torch.empty(4, 6, device="meta")
-    lay_out(path, {"whole": whole})
+    preallocate(path, {"whole": whole})
     numbers = torch.arange(24.0).view(4, 6)
     fd = os.open(path, os.O_RDWR)
     for rows, columns in (
@@ -118,7 +125,7 @@ def test_parts_of_a_tensor_are_written_by_their_place(tmp_path: Path) -> None:
         (slice(1, 3), slice(2, 6)),
         (slice(3, 4), slice(2, 6)),
     ):
-        write(fd, find(path)[0], whole[rows, columns], numbers[rows, columns].double())
+        write_at(fd, tensor_offsets(path)[0], whole[rows, columns], numbers[rows, columns].double())
     os.close(fd)
     assert torch.equal(load_tensors_and_plain_data(path)["whole"], numbers)
 
@@ -127,11 +134,11 @@ def test_room_takes_neither_memory_nor_time(tmp_path: Path) -> None:
     """A layout of 2 GiB: the file has its space, and nothing of it was in memory."""
     path = tmp_path / "file.pt"
     try:
-        lay_out(path, {"large": torch.empty(2**29, device="meta"), "last": torch.empty(1, device="meta")})
+        preallocate(path, {"large": torch.empty(2**29, device="meta"), "last": torch.empty(1, device="meta")})
     except OSError:
         pytest.skip("no 2 GiB of disk space here")
     assert path.stat().st_blocks * 512 >= 2**31
-    assert find(path)[1] > 2**31
+    assert tensor_offsets(path)[1] > 2**31
     path.unlink()  # pytest keeps the folders of its last runs
 
 
@@ -141,4 +148,4 @@ def test_a_full_disk_is_an_error_before_anything_is_filled(tmp_path: Path, monke
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
-        lay_out(tmp_path / "file.pt", {"tensor": torch.empty(4, device="meta")})
+        preallocate(tmp_path / "file.pt", {"tensor": torch.empty(4, device="meta")})

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megalith.checkpoint.files.hashing import HashedFile
-from megalith.checkpoint.files.torch_archive import find, lay_out, write_tensor_entry
+from megalith.checkpoint.files.torch_archive import preallocate, tensor_offsets, write_tensor_entry
 from megalith.checkpoint.files.torch_internals import MemoryFormatEncoding, StorageInfo, get_layout, rebuild_tensor
 
 
@@ -43,7 +43,7 @@ def test_the_records_of_a_torch_archive(tmp_path: Path) -> None:
 
 
 def test_an_archive_with_room_for_tensors(tmp_path: Path) -> None:
-    lay_out(tmp_path / "file", {"a": torch.empty(3, device="meta"), "b": torch.ones(2)})
-    first, second = find(tmp_path / "file")
+    preallocate(tmp_path / "file", {"a": torch.empty(3, device="meta"), "b": torch.ones(2)})
+    first, second = tensor_offsets(tmp_path / "file")
     assert second > first, "torch.serialization.skip_data leaves no room for tensors: torch_archive.py"
     assert torch.equal(torch.load(tmp_path / "file", weights_only=True)["b"], torch.ones(2))

@@ -98,7 +98,7 @@ def _owner_of(path: Path, host: str) -> Owner | None:
 
 @dataclass(frozen=True)
 class Building:
-    """A folder under construction and the place that it is meant for."""
+    """Folder under construction and the path that it gets."""
 
     path: Path  # where it is
     final: Path  # where it is to appear

@@ -78,7 +78,7 @@ def encode_objects(objects: Mapping[str, Any]) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote."""
+    """Storage entries and file records of one rank's files."""
 
     results: list[WriteResult]  # where each item is
     records: dict[str, FileRecord]  # the size and digest of each file

@@ -1,4 +1,4 @@
-"""One checkpoint folder: writing one of format torch_dist, checking and reading one of any format.
+"""Checkpoint folders: writing one of format torch_dist, checking and reading one of any format.
 
     .metadata  __<rank>_<0 or 1>.distcp      tensors and objects (DCP)
     common.pt                                the state that all ranks share
@@ -126,11 +126,11 @@ class CheckpointFolder:
         self.path = path
         self.source: Source = open_source(path)
 
-    def open(self, content: CheckpointContent, asked: Collection[str]) -> Reading:
-        """Check that the checkpoint fits `content`, for `Reading.load`; `asked` are the keys that all ranks ask for."""
+    def open(self, content: CheckpointContent, requested: Collection[str]) -> PlannedLoad:
+        """Check that the checkpoint fits `content` and plan the load; `requested` are the keys of all ranks."""
         stored = self.source.contents()
-        found = fitted(str(self.path), stored, content, asked)
-        return Reading(self.source, found, self.source.common(), stored.unrequested(asked))
+        found = fitted(str(self.path), stored, content, requested)
+        return PlannedLoad(self.source, found, self.source.common(), stored.unrequested(requested))
 
     def manifest(self) -> dict[str, Any] | None:
         """Read the manifest; None for a checkpoint of another program."""
@@ -184,8 +184,8 @@ class CheckpointFolder:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A load that was found to fit: nothing is filled yet."""
+class PlannedLoad:
+    """Load that was checked to fit the checkpoint; no tensor is filled yet."""
 
     source: Source
     content: CheckpointContent

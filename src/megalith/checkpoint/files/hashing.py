@@ -144,7 +144,7 @@ class BlockHash:
 
 
 class WritingCancelled(Exception):
-    """What a writer ends with that was told to stop."""
+    """Raised by a writer that was cancelled."""
 
 
 class HashedFile(io.RawIOBase):
@@ -371,7 +371,7 @@ _SHARE_OF_MEMORY = 16  # of the machine's, for each process: with eight of them 
 
 
 class Prefetch:
-    """Has the system read files, from threads, until it is stopped or enough is asked for.
+    """Reading ahead of files, by threads, until it is stopped or enough is requested.
 
     A run builds its model and plans what to read between the decision for a checkpoint and its load, while the disk
     would be idle. Nothing is copied here; where the system needs the memory for something else, the load reads from

@@ -1,4 +1,4 @@
-"""Reading the pickles of checkpoints without running code from them.
+"""Readers of the pickles in checkpoints that run no code from them.
 
 Two readers: a restricted unpickler for DCP's `.metadata`, and `torch.load(weights_only=True)` with a few more types
 for `common.pt` and the stored objects. Both refuse every type that is not listed here, and say which. Types of
@@ -130,7 +130,7 @@ METADATA_TYPES: dict[str, Any] = {
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """Unpickles plain data and the listed types; refuses the rest by name."""
+    """Unpickler of plain data and the listed types; refuses the rest by name."""
 
     def __init__(self, file: IO[bytes], allowed: dict[str, Any]) -> None:
         super().__init__(file)
@@ -146,7 +146,7 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 class RefusedTypeError(pickle.UnpicklingError):
-    """A pickle names a type that is not on the list."""
+    """Raised for a type in a pickle that is not on the list."""
 
     def __init__(self, full_name: str) -> None:
         super().__init__(full_name)

@@ -9,12 +9,12 @@ here each byte is read once, by zlib and the system, while other threads run.
 
 Files laid out before their tensors are known, and filled afterwards from anywhere:
 
-    lay_out     writes the archive with room for each tensor
-    find        says where the room of each tensor is
-    write       puts a part of a tensor there; several processes may write different parts at once
-    seal        completes the checksums of the archive, when all is written
+    preallocate       writes the archive with space for each tensor
+    tensor_offsets    returns the byte offset of each tensor
+    write_at          writes a part of a tensor; several processes may write different parts at once
+    write_checksums   completes the checksums of the archive, when all is written
 
-Nothing of the size of a tensor is in memory at any time, but what `write` is given. Items are written by position
+Nothing of the size of a tensor is in memory at any time, but what `write_at` is given. Items are written by position
 rather than through mapped memory: a full disk is then an error instead of a signal, and hosts that share a network file
 system do not write back each other's pages.
 
@@ -63,7 +63,7 @@ _DESCRIPTOR_MARK = b"PK\7\x08"
 _ENTRY_MARK = b"PK\1\2"
 _ALIGNMENT = 64  # torch's own default, which `.storage_alignment` records
 _BLOCK = 2**20
-_SEALING_THREADS = 8  # zlib.crc32 and pread release the interpreter lock
+_CHECKSUM_THREADS = 8  # zlib.crc32 and pread release the interpreter lock
 _STORAGES = {
     f"torch.{name}Storage": dtype
     for name, dtype in {
@@ -101,7 +101,7 @@ _UNREADABLE = (
 
 @dataclass(frozen=True)
 class _Header:
-    """What `data.pkl` says of a tensor."""
+    """Dtype, record, offset, shape and strides of a tensor, from `data.pkl`."""
 
     dtype: torch.dtype
     record: str
@@ -338,7 +338,7 @@ class _Archive:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a contiguous CPU tensor as torch does, whose elements are in record 0."""
+    """Pickler of a contiguous CPU tensor as torch pickles it, with the elements in record 0."""
 
     def __init__(self, buffer: io.BytesIO, tensor: Tensor) -> None:
         super().__init__(buffer, protocol=2)  # torch.serialization.DEFAULT_PROTOCOL
@@ -385,20 +385,23 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def lay_out(path: Path, value: Any) -> None:
-    """Write a new file as `torch.save` does, with room for the tensors on the meta device and with the others whole.
+def preallocate(path: Path, value: Any) -> None:
+    """Write a new file as `torch.save` does, with space for the tensors on the meta device and with the others whole.
 
     It has its disk space afterwards, and is durable. The tensors in `value` are different objects.
     """
-    with _blank_memory(sum(_room(tensor) for tensor in tensors_in(value))) as memory, torch.serialization.skip_data():
+    with (
+        _blank_memory(sum(_aligned_nbytes(tensor) for tensor in tensors_in(value))) as memory,
+        torch.serialization.skip_data(),
+    ):
         torch.save(_with_storage(value, memory, [0]), path)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if hasattr(os, "posix_fallocate"):  # not on macOS
             os.posix_fallocate(fd, 0, os.fstat(fd).st_size)
-        for tensor, start in zip(tensors_in(value), find(path), strict=True):
+        for tensor, start in zip(tensors_in(value), tensor_offsets(path), strict=True):
             if not tensor.is_meta:
-                write(fd, start, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tensor)
+                write_at(fd, start, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tensor)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -413,7 +416,7 @@ def _blank_memory(nbytes: int) -> Iterator[memoryview]:
         yield view
 
 
-def _room(tensor: Tensor) -> int:
+def _aligned_nbytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor, rounded up so that the next one is aligned."""
     return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
 
@@ -426,7 +429,7 @@ def _with_storage(value: Any, memory: memoryview, at: list[int]) -> Any:
         if not value.numel():
             return torch.empty(value.shape, dtype=value.dtype)
         start = at[0]
-        at[0] += _room(value)
+        at[0] += _aligned_nbytes(value)
         return torch.frombuffer(memory, dtype=value.dtype, count=value.numel(), offset=start).view(value.shape)
     if isinstance(value, Mapping):
         made = {key: _with_storage(item, memory, at) for key, item in value.items()}
@@ -436,7 +439,7 @@ def _with_storage(value: Any, memory: memoryview, at: list[int]) -> Any:
     return value
 
 
-def find(path: Path) -> list[int]:
+def tensor_offsets(path: Path) -> list[int]:
     """Return the byte offset of each tensor of a file, in the order of `tensors_in`."""
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
@@ -456,7 +459,7 @@ def _data_start(fd: int, info: zipfile.ZipInfo, archive: int = 0) -> int:
 
 
 @torch.no_grad()
-def write(fd: int, start: int, place: Tensor, values: Tensor) -> None:
+def write_at(fd: int, start: int, place: Tensor, values: Tensor) -> None:
     """Write `values`, cast to the dtype of `place`, into the tensor that begins at byte `start` of a file.
 
     `place` is a view of that tensor on the meta device; its offset and strides say which elements are meant.
@@ -488,16 +491,16 @@ def _write_all(fd: int, data: memoryview, at: int) -> None:
         data, at = data[done:], at + done
 
 
-def seal(path: Path) -> None:
+def write_checksums(path: Path) -> None:
     """Enter the checksums of the tensors into a filled file, durably; torch does not look at them, others do."""
     with zipfile.ZipFile(path) as archive:
-        # `lay_out` wrote blank records, whose checksum is 0.
+        # `preallocate` wrote blank records, whose checksum is 0.
         open_records = [info for info in archive.infolist() if not info.CRC and info.file_size]
         directory: int = archive.start_dir
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         entries = _directory_entries(fd, directory)
-        with ThreadPoolExecutor(_SEALING_THREADS, thread_name_prefix="seal") as pool:
+        with ThreadPoolExecutor(_CHECKSUM_THREADS, thread_name_prefix="seal") as pool:
             list(pool.map(lambda info: _enter(fd, info, entries[info.filename]), open_records))
         os.fsync(fd)
     finally:
@@ -544,7 +547,7 @@ def changed_records(path: Path) -> list[str]:
     except (zipfile.BadZipFile, OSError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     try:
-        with ThreadPoolExecutor(_SEALING_THREADS, thread_name_prefix="checksum") as pool:
+        with ThreadPoolExecutor(_CHECKSUM_THREADS, thread_name_prefix="checksum") as pool:
             checksums = pool.map(lambda info: _checksum(fd, info), summed)
             return [info.filename for info, found in zip(summed, checksums, strict=True) if found != info.CRC]
     except (OSError, EOFError) as error:

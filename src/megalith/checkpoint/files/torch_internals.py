@@ -1,4 +1,4 @@
-"""What checkpoints use of torch beyond its public interface, under names of our own.
+"""Private parts of torch that checkpoints use, under names of our own.
 
 Each has a canary in `tests/unit/checkpoint/test_torch_internals.py`, which says in one line what a new version of torch
 broke; pyproject.toml bounds the version. `torch_archive` takes the archives of `torch.save` apart; its canaries are in

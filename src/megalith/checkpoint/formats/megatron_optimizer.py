@@ -30,7 +30,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class BufferRange:
-    """Where a parameter stands: from element `start` of bucket `bucket`, in the given local shape."""
+    """Range of a parameter in a flat buffer: from element `start` of bucket `bucket`, with the given local shape."""
 
     bucket: int
     start: int
@@ -122,7 +122,7 @@ BUFFERS = {"param": MAIN, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 class UnreadableState(CheckpointError):
-    """The state is there and cannot be taken; the weights beside it can."""
+    """Raised for optimizer state that is there and cannot be read; the weights beside it can."""
 
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""What stands in each file of Megatron's format `torch`, and where model space lies in it. Touches no file.
+"""Content of each file of Megatron's format `torch`, and where model space lies in it. Touches no file.
 
 A checkpoint has one `RankFiles` for each (tensor, pipeline, expert) place. The bodies of its files are the dicts that
 Megatron 0.16.1 saves, key for key in its order, with tensors on the meta device in them. `RankFiles.tensors` says for
@@ -65,7 +65,7 @@ def model_key(chunk: int, num_chunks: int) -> str:
 
 @dataclass(frozen=True)
 class Target(ParallelLayout):
-    """What is to be written."""
+    """Model, layout and state of a checkpoint to be written."""
 
     space: ModelSpace  # the model
     dtype: torch.dtype  # of the weights
@@ -152,14 +152,14 @@ def _check_legacy(space: ModelSpace, generation: str, where: str) -> None:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file and the boxes of model space in it."""
+    """Tensor of a file and the boxes of model space in it."""
 
     tensor: Tensor  # on the meta device; it is in the body of the file
     chunks: list[Chunk]  # views of it
 
 
 class RankFiles:
-    """The files of one place of what is to be written."""
+    """Files of one model-parallel rank of a checkpoint to be written."""
 
     def __init__(self, target: Target, tp: int, pp: int, ep: int) -> None:
         self._target, self.tp, self.pp, self.ep = target, tp, pp, ep

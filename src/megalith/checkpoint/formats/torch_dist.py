@@ -39,7 +39,7 @@ _OF_FEED_FORWARD = ("linear_fc1", "linear_fc2")
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a parameter."""
+    """Stacked tensor and index in it of a parameter."""
 
     key: str  # of the tensor that it stands in
     index: tuple[int, ...] = ()  # on the leading axes of that, which the parameter itself does not have
@@ -48,7 +48,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Stacking:
-    """How the parameters of a model are put together."""
+    """Numbers of layers and experts by which parameters are stacked, and the modules that they are of."""
 
     stacks: Mapping[str, tuple[int, ...]]  # name -> experts of each layer, 0 where it is dense
     non_homogeneous: bool = False  # each layer has keys of its own
@@ -227,7 +227,7 @@ class Box(Protocol):
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """A tensor that is a box of itself."""
+    """Whole local tensor of a rank as a `Box`."""
 
     name: str
     tensor: Tensor
@@ -337,7 +337,7 @@ def is_rng_object(key: str) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerScalars:
-    """The part of an optimizer's state that is no tensor in model space."""
+    """Parameter groups, step and loss scaler: optimizer state that is no tensor in model space."""
 
     param_groups: list[dict[str, Any]]  # Megatron's groups without `params` and `step`
     step: int  # steps applied; the bias corrections depend on it

@@ -1,4 +1,4 @@
-"""Sources that present another source otherwise: the weights alone, in another dtype, with another vocabulary.
+"""Sources that present another source differently: weights alone, in another dtype, with another vocabulary.
 
 Each changes one thing of what a writer or a comparison sees, and reads through to the source under it, so that a
 conversion is a stack of these over a folder. None keeps a tensor.
@@ -54,7 +54,7 @@ def args_of(common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Adapter:
-    """A source that presents `source` unchanged; what a subclass overrides differs."""
+    """Source that presents `source` unchanged; subclasses override what differs."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -84,7 +84,7 @@ class Adapter:
 
 
 class WeightsOnly(Adapter):
-    """Without the optimizer, the scheduler that belongs to it, and the random states."""
+    """Source without the optimizer, the scheduler that belongs to it, and the random states."""
 
     def contents(self) -> Contents:
         held = self.held
@@ -96,7 +96,7 @@ class WeightsOnly(Adapter):
 
 
 class InPrecision(Adapter):
-    """With the weights in `dtype` (None: each in its own), and the optimizer's state that a run in that dtype has.
+    """Source with weights in `dtype` (None: each in its own) and the optimizer state of a run in that dtype.
 
     A run in half precision keeps main parameters in fp32, a run in fp32 has none beside its weights: they appear here
     and go. Weights in fp32 are the main parameters, where the source has them, rather than their rounded copies.
@@ -156,7 +156,7 @@ def _precision(args: Mapping[str, Any]) -> str:
 
 
 class WithExpertOptimizer(Adapter):
-    """With the second optimizer that Megatron has for experts that are spread over ranks: groups of their own."""
+    """Source with the second optimizer that Megatron has for experts over ranks: groups of their own."""
 
     def common(self) -> dict[str, Any]:
         common = self.source.common()
@@ -184,7 +184,7 @@ _OVER_VOCABULARY = (
 
 
 class Repadded(Adapter):
-    """With another number of rows in the vocabulary, of the optimizer's state too: what is too much goes.
+    """Source with another number of rows in the vocabulary, in the optimizer state too; excess rows are left out.
 
     Rows that are missing are zeros, or with `repeat_last` copies of the last row, as Megatron's converters make them.
     """
@@ -236,7 +236,7 @@ def has_vocabulary_rows(key: str) -> bool:
 
 
 class WithCommon(Adapter):
-    """With another common state, made of that of the source and of Megatron's arguments in it."""
+    """Source with another common state, made of its own and of Megatron's arguments in it."""
 
     def __init__(self, source: Source, changed: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]) -> None:
         super().__init__(source)
@@ -248,7 +248,7 @@ class WithCommon(Adapter):
 
 
 class Watched(Adapter):
-    """Calls `on_read` with each chunk before it is filled."""
+    """Source that calls `on_read` with each chunk before it is filled."""
 
     def __init__(self, source: Source, on_read: Callable[[Chunk], None]) -> None:
         super().__init__(source)
@@ -275,7 +275,7 @@ _ROUTERS = frozenset(_ROUTER_OF.values())
 
 @dataclass(frozen=True)
 class Upcycling:
-    """What is to become of each feed-forward layer."""
+    """Number and choice of the experts that each feed-forward layer becomes."""
 
     experts: int  # copies of it
     top_k: int = 2  # of them for each token
@@ -292,7 +292,7 @@ class Upcycling:
 
 
 class Upcycled(Adapter):
-    """With experts; of a source that has weights only.
+    """Source of a dense model, weights only, with experts in place of its feed-forward layers.
 
     Every expert of a layer is a copy of its feed-forward layer, and routers are drawn. The weights of the experts that
     a token chooses add up to 1, so that the mixture computes what the dense model computes, until training moves the

@@ -1,4 +1,4 @@
-"""The optimizer's state of a torch_dist folder where it stands in the buffers of Megatron's distributed optimizer.
+"""Optimizer state of a torch_dist folder in the buffers of Megatron's distributed optimizer.
 
     [chained_<n>.]optimizer.distributed.dp_group_idx_<i>
         .gbuf_idx_<b>.dtype_<...>.bucket_idx_<k>.<kind>     one-dimensional buffers of a place, by virtual chunk
@@ -60,7 +60,7 @@ def in_bucket_space(stored: Contents) -> bool:
 
 @dataclass(frozen=True)
 class _OptimizerShard:
-    """An optimizer in a place."""
+    """Optimizer of one model-parallel rank."""
 
     prefix: str  # of its keys
     stage: int  # its pipeline stage
@@ -72,7 +72,7 @@ class _OptimizerShard:
 
 @dataclass(frozen=True)
 class _ParameterRange:
-    """A parameter as one place holds it: its chunks in model space lie over a flat range of a bucket."""
+    """Parameter on one rank: its chunks in model space lie over a flat range of a bucket."""
 
     name: str
     owner: _OptimizerShard
@@ -81,7 +81,7 @@ class _ParameterRange:
 
 
 class BucketSpace:
-    """The buffers of a folder in model space, or an UnreadableState; `stored` has their own keys."""
+    """Buffers of a folder in model space; an UnreadableState if unknown. `stored` has their own keys."""
 
     def __init__(self, path: Path, metadata: Metadata, stored: Contents, args: Mapping[str, Any]) -> None:
         self._path, self._metadata, self._stored, self._args = path, metadata, stored, args

@@ -1,4 +1,4 @@
-"""Reading Hugging Face model folders in model space: config.json beside safetensors files, in one piece or in shards.
+"""Reader of Hugging Face model folders in model space: config.json beside safetensors files, in one piece or shards.
 
 Folders that `save_pretrained` wrote and snapshots of the hub's cache, whose files are links, are alike. Tensors are
 mapped into memory and copied once, to where they are wanted. Nothing is unpickled and nothing is downloaded: a folder
@@ -61,7 +61,7 @@ SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor as the header of its file has it."""
+    """Name, file, shape and dtype of a tensor, from the header of its file."""
 
     name: str
     file: Path
@@ -71,7 +71,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Held:
-    """A tensor of the table with where it is stored, by way of one of its parts."""
+    """Tensor of the table, the part that a parameter takes of it, and where it is stored."""
 
     stored: _Stored
     tensor: TheirTensor

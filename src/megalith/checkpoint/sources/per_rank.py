@@ -1,4 +1,4 @@
-"""Reading folders of Megatron's format `torch`: one file for each (tensor, pipeline, expert) place.
+"""Reader of folders of Megatron's format `torch`: one file for each (tensor, pipeline, expert) rank.
 
     mp_rank_<tensor>[_<pipeline>][_<expert>]/
         model_optim_rng.pt    weights under the names of its modules, optimizer, random states

@@ -1,4 +1,4 @@
-"""Reading folders of format torch_dist, in all the layouts of the optimizer that Megatron wrote in it.
+"""Reader of folders of format torch_dist, in all the layouts of the optimizer that Megatron wrote in it.
 
     model space         optimizer.state.<fp32_param | exp_avg | exp_avg_sq>.<key>      shaped like the parameter
     fully reshardable   the same, with `param` for `fp32_param`

@@ -1,1 +1,1 @@
-"""Where a run keeps its checkpoints: who owns the folder, how the ranks save, which iteration is the newest."""
+"""Save folders of runs: who owns the folder, how the ranks save, which iteration is the newest."""

@@ -1,4 +1,4 @@
-"""Who writes here: the identity of a process, its liveness, and the lock of a save folder.
+"""Ownership of a save folder: the identity of a process, its liveness, and the lock.
 
 Two runs that save into one folder would delete each other's work, so a run claims the folder first. A claim is a
 small JSON file, on which its owner holds a `flock` for as long as it lives: the kernel releases it when the process
@@ -40,7 +40,7 @@ _log = logging.getLogger("megalith.checkpoint")
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, known across machines and after its number has been given to another."""
+    """Process, identified across machines and after its number has been given to another."""
 
     host: str = field(compare=False)  # machine name, for people
     place: str  # identifies the running system and its process numbering (boot and PID namespace)

@@ -11,9 +11,9 @@ Between two lines the ranks agree that the line succeeded everywhere (`rank_grou
 of all, and the first rank then removes the folder. A rank that is killed breaks the next agreement, with the same
 effect; killed after its files are complete it stops nobody, since the first rank needs it no more.
 
-`run` does all of it at once. A save beside the training (`PendingSave`) calls `begin`, `gathered` and `agreed` between
-two steps, and `write` and `commit`, which speak to no other rank, in threads: these never meet a collective of the
-training. Its ranks commit at the end of a later step:
+`run` does all of it at once. An asynchronous save (`PendingSave`) calls the collective methods (`begin`,
+`gather_written`, `finish_commit`) between two steps, and `write` and `commit`, which need no other rank, in threads:
+these never meet a collective of the training. Its ranks commit at the end of a later step:
 
     every rank       begins to copy its tensors; the folder is made                                between two steps
     every rank       copies, writes and hashes its files                                           in threads
@@ -22,7 +22,7 @@ training. Its ranks commit at the end of a later step:
     the first        .metadata, common.pt, ..., manifest.json; rename; tracker                     in a thread
     all              hear that it is done                                                          between two steps
 
-That all are done with a stage is agreed upon by the caller (`train.agreement`), and then all call `proceed`. At most
+That all are done with a stage is agreed upon by the caller (`train.consensus`), and then all call `proceed`. At most
 one save is under way.
 """
 
@@ -100,7 +100,7 @@ class Saving:
         self.begin()
         written = self.gather_written(self.write)
         if isinstance(writer := self._writer, PerRankWriter):
-            written = self.gather_written(lambda: self._seal(writer))
+            written = self.gather_written(lambda: self._write_checksums(writer))
         report = self.finish_commit(lambda: self.commit(written), written)
         return replace(report, stall_seconds=report.seconds)
 
@@ -111,7 +111,7 @@ class Saving:
         with self._abandoned_on_failure():
             self._name = self.ranks.run_on_first(lambda: self._begin([plan for plan, _ in parts]))
             if isinstance(writer := self._writer, PerRankWriter):
-                self.ranks.run_on_all(lambda: self._lay_out(writer))
+                self.ranks.run_on_all(lambda: self._preallocate(writer))
         if self.staging is not None:
             self.staging.begin()
 
@@ -177,9 +177,9 @@ class Saving:
         if self.claimed:
             check_claim(self.final.parent, workspace_of(self.final.parent))
 
-    def _lay_out(self, writer: PerRankWriter) -> None:
+    def _preallocate(self, writer: PerRankWriter) -> None:
         with self._in_folder() as path:
-            writer.lay_out(path)
+            writer.preallocate(path)
 
     def write(self) -> Written:
         """Write the files of this rank, or its part of them, durably; needs no other rank."""
@@ -191,10 +191,10 @@ class Saving:
                 self._written()
         return written
 
-    def _seal(self, writer: PerRankWriter) -> Written:
+    def _write_checksums(self, writer: PerRankWriter) -> Written:
         """Complete the files of this rank, in which others have written."""
         with self._in_folder() as path:
-            sealed = writer.seal(path)
+            sealed = writer.write_checksums(path)
             self._written()
         return sealed
 

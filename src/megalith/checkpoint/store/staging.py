@@ -42,7 +42,7 @@ class Staging:
 
     def reserve(self, chunks: Sequence[Chunk]) -> None:
         """Take the memory for copies of these chunks, so that the first save need not wait for it."""
-        needed = sum(map(_room, chunks))
+        needed = sum(map(_aligned_nbytes, chunks))
         if needed > self._memory.nbytes:
             self.release()
             try:
@@ -66,7 +66,7 @@ class Staging:
         for chunk in chunks:
             octets = self._memory[start : start + chunk.nbytes]
             copies.append(replace(chunk, tensor=octets.view(chunk.tensor.dtype).view(chunk.tensor.shape)))
-            start += _room(chunk)
+            start += _aligned_nbytes(chunk)
         self._pairs = [(copy.tensor, chunk.tensor) for copy, chunk in zip(copies, chunks, strict=True)]
         return copies
 
@@ -88,7 +88,7 @@ class Staging:
         self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
 
 
-def _room(chunk: Chunk) -> int:
+def _aligned_nbytes(chunk: Chunk) -> int:
     """Return the bytes of a chunk, rounded up so that the next one is aligned."""
     return -(-chunk.nbytes // _ALIGNMENT) * _ALIGNMENT
 

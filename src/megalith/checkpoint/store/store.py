@@ -1,4 +1,4 @@
-"""Where checkpoints live: a directory on a disk.
+"""Save folders: saving, verifying, loading and deleting checkpoints by iteration.
 
 A save is visible only when it is complete and durable; a load fills the given tensors in place and checks every file
 against the manifest, those with tensors while it reads them. Neither ever changes a checkpoint that is there. A damaged
@@ -37,7 +37,7 @@ from megalith.checkpoint.files.commit import (
     workspace_of,
 )
 from megalith.checkpoint.files.dcp import METADATA_FILE
-from megalith.checkpoint.files.folder import CheckpointFolder, Reading, Signature, TorchDistWriter, damaged
+from megalith.checkpoint.files.folder import CheckpointFolder, PlannedLoad, Signature, TorchDistWriter, damaged
 from megalith.checkpoint.files.hashing import Prefetch, require_file
 from megalith.checkpoint.files.manifest import MANIFEST_FILE
 from megalith.checkpoint.rank_group import RankGroup
@@ -55,7 +55,7 @@ from megalith.layout import Layout
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept beside the newest checkpoint; everything, by default.
+    """Rule for the checkpoints that are kept beside the newest; all of them, by default.
 
     Attributes:
         keep_last: how many of the newest complete ones, the newest included.
@@ -284,16 +284,16 @@ class DirectoryStore:
         """
         if verify and (problems := self.verify(iteration, deferred=True)):
             raise damaged(self.folder(iteration), problems)
-        asked = frozenset[str]().union(*self._ranks.run_on_all(lambda: keys_of(content)))
-        readings: list[Reading] = []
-        self._ranks.run_on_all(lambda: readings.append(self._existing(iteration).open(content, asked)))
+        requested = frozenset[str]().union(*self._ranks.run_on_all(lambda: keys_of(content)))
+        planned: list[PlannedLoad] = []
+        self._ranks.run_on_all(lambda: planned.append(self._existing(iteration).open(content, requested)))
         signature = self._ranks.run_on_first(lambda: self._existing(iteration).signature())
         if not verify or self._sound.get(iteration) == signature:
-            return self._loaded(lambda: readings[0].load({}))
+            return self._loaded(lambda: planned[0].load({}))
         rank, size = self._ranks.axis.index, self._ranks.axis.size
         self._stop_fetching()  # the load reads the same files now
         try:
-            loaded = self._loaded(lambda: readings[0].load(self._existing(iteration).read_through(rank, size)))
+            loaded = self._loaded(lambda: planned[0].load(self._existing(iteration).read_through(rank, size)))
         except Exception as error:
             problems = self.verify(iteration)  # every file, not only the first that was found
             if problems:

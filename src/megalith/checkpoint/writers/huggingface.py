@@ -1,4 +1,4 @@
-"""Writing a checkpoint of any format as a Hugging Face model folder: safetensors, config.json and the tokenizer.
+"""Writer of a checkpoint of any format as a Hugging Face model folder: safetensors, config.json and the tokenizer.
 
 One tensor at a time is read and written, in the order of the files, so that memory is bounded by the largest tensors.
 The files are those that `save_pretrained` would write of the same weights, byte for byte. The folder appears whole or
@@ -58,7 +58,7 @@ _TOKENS_OF_GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "decode
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What is asked of an export."""
+    """Precision, shard size, vocabulary and family of an export."""
 
     dtype: str | None = None  # of all weights, one of `DTYPES`; that of each in the checkpoint if None
     max_shard_size: str = MAX_SHARD_SIZE  # bytes of a file, such as 5GB; a larger tensor has a file of its own
@@ -70,7 +70,7 @@ class ExportOptions:
 
 @dataclass
 class ExportResult:
-    """What an export made."""
+    """Path, family and size of an exported folder, with notes."""
 
     path: Path  # the folder
     family: Family  # what it says it is
@@ -91,7 +91,7 @@ def bytes_of_size(text: str) -> int:
 
 
 class Weights:
-    """The weights of a checkpoint as an export writes them: in `dtype` or in their own, read as they are asked for."""
+    """Weights of a checkpoint as an export writes them: in `dtype` or in their own, read on demand."""
 
     def __init__(self, source: Source, dtype: str | None = None) -> None:
         self._source = WeightsOnly(InPrecision(source, getattr(torch, dtype) if dtype else None))
@@ -117,7 +117,7 @@ def export(
     iteration: int | None = None,
     check: Callable[[Path, Weights, ModelSpace, int], None] | None = None,
 ) -> ExportResult:
-    """Write a checkpoint, given as for `locate`, as a Hugging Face model folder; a ConfigError if nonsense is asked.
+    """Write a checkpoint, given as for `locate`, as a Hugging Face model folder; a ConfigError names illegal options.
 
     Args:
         destination: the folder to make; it may exist if it is empty.
@@ -327,7 +327,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which tensors are in which file, in the order of the `state_dict`."""
+    """Tensors of each file, in the order of the `state_dict`."""
 
     shards: list[list[_Entry]]
 

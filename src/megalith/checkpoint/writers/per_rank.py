@@ -1,4 +1,4 @@
-"""Writing folders of Megatron's format `torch`.
+"""Writers of folders of Megatron's format `torch`.
 
     write_per_rank(source, folder)      one process writes a whole checkpoint, of any source
     PerRankWriter                       some processes together: each file is laid out by one of them, then all write
@@ -29,7 +29,7 @@ from megalith.checkpoint.files.dcp import Written
 from megalith.checkpoint.files.folder import check_further_files, finish_folder
 from megalith.checkpoint.files.hashing import WritingCancelled, hash_files
 from megalith.checkpoint.files.safe_loading import map_tensors
-from megalith.checkpoint.files.torch_archive import find, lay_out, seal, tensors_in, write
+from megalith.checkpoint.files.torch_archive import preallocate, tensor_offsets, tensors_in, write_at, write_checksums
 from megalith.checkpoint.formats.megatron_names import CORE
 from megalith.checkpoint.formats.per_rank_layout import (
     FileTensor,
@@ -46,18 +46,18 @@ from megalith.errors import CheckpointError
 from megalith.layout import Layout
 
 
-def _lay_out(target: Target, folder: Path, place: Coordinates) -> None:
+def _preallocate(target: Target, folder: Path, place: Coordinates) -> None:
     """Make the files of a place, with space for their tensors and everything else in them."""
     made = RankFiles(target, *place)
     (folder / made.folder).mkdir()
     for name, body in made.bodies.items():
-        lay_out(folder / made.folder / name, body)
+        preallocate(folder / made.folder / name, body)
         map_tensors(folder / made.folder / name)
     sync_folder(folder / made.folder)
 
 
-class _Filler:
-    """The files, open, of those places that chunks of the given keys and layers go to."""
+class _OpenFiles:
+    """Open files of those ranks that chunks of the given keys and layers go to."""
 
     def __init__(self, target: Target, folder: Path, chunks: Sequence[Chunk]) -> None:
         self._stack = ExitStack()
@@ -74,7 +74,7 @@ class _Filler:
                     self._open(folder / made.folder / name, inside, numbers)
 
     def _open(self, path: Path, tensors: Iterable[FileTensor], numbers: Mapping[int, int]) -> None:
-        starts = find(path)
+        starts = tensor_offsets(path)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._stack.callback(os.close, fd)
         self._files.append(fd)
@@ -83,7 +83,7 @@ class _Filler:
                 entry = (fd, starts[numbers[id(held.tensor)]], chunk)
                 self._places.setdefault(_file_index(chunk), []).append(entry)
 
-    def __enter__(self) -> _Filler:
+    def __enter__(self) -> _OpenFiles:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -97,7 +97,7 @@ class _Filler:
         for fd, start, place in self._places.get(_file_index(chunk), ()):
             views = overlapping_views(place, chunk)
             if views is not None:
-                write(fd, start, *views)
+                write_at(fd, start, *views)
 
 
 def _file_index(chunk: Chunk) -> LayerIndex:
@@ -121,14 +121,14 @@ def write_per_rank(source: Source, folder: Path, names: str = CORE) -> list[str]
     objects = source.read(CheckpointContent(objects=dict.fromkeys(keys)))
     target = target_of(common, objects, contents.tensors[WORD_EMBEDDINGS].dtype, str(folder), names)
     for place in target.ranks:
-        _lay_out(target, folder, place)
+        _preallocate(target, folder, place)
     wanted = _wanted(target)
-    with _Filler(target, folder, wanted) as filler:
+    with _OpenFiles(target, folder, wanted) as files:
         for chunk in wanted:
-            filler.write(_read(source, contents, chunk))
+            files.write(_read(source, contents, chunk))
     made = [name for place in target.ranks for name in RankFiles(target, *place).names]
     for name in made:
-        seal(folder / name)
+        write_checksums(folder / name)
     return made
 
 
@@ -180,28 +180,28 @@ class PerRankWriter:
             if held != wanted:
                 raise CheckpointError(f"{key}: the chunks to save hold {held} of {wanted} elements")
 
-    def lay_out(self, path: Path) -> None:
+    def preallocate(self, path: Path) -> None:
         """Make those files of the folder that this rank makes for others too."""
         if self._place is not None:
-            _lay_out(self._target, path, self._place)
+            _preallocate(self._target, path, self._place)
 
     def write(self, path: Path) -> Written:
         began = time.perf_counter()
-        with _Filler(self._target, path, self._chunks) as filler:
+        with _OpenFiles(self._target, path, self._chunks) as files:
             for chunk in self._chunks:
                 if self._cancelled.is_set():
                     raise WritingCancelled
-                filler.write(chunk)
+                files.write(chunk)
         self._seconds = time.perf_counter() - began
         return Written([], {}, self._seconds)
 
-    def seal(self, path: Path) -> Written:
+    def write_checksums(self, path: Path) -> Written:
         """Complete and hash the files that this rank laid out."""
         if self._place is None:
             return Written([], {}, self._seconds)
         began, files = time.perf_counter(), [path / name for name in RankFiles(self._target, *self._place).names]
         for file in files:
-            seal(file)
+            write_checksums(file)
         records = hash_files(files, below=path)
         return Written([], records, self._seconds + time.perf_counter() - began)
 

@@ -1,4 +1,4 @@
-"""Writing a checkpoint folder from a source, by one process and without the model in memory.
+"""Writers of a checkpoint folder from a source, by one process and without the model in memory.
 
 Of format torch_dist the chunks are planned on the meta device, and each is read when its turn to be written comes. In
 memory are thus the two chunks that the two writer threads of a rank hold, and what the source needs to read one. The
