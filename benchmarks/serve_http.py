@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megalith.cli.threads import wait_asleep
+from megalith.cli.threads import limit_spinning
 from megalith.kernels.cpu.process import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _compute(build: Callable[[], Engine], direct: Callable[[Engine, Sequence[Req
 @contextmanager
 def _process(target: Callable[..., None], *arguments: Any) -> Iterator[Any]:
     """A process like that of `megalith serve`; yields the connection to it."""
-    wait_asleep()  # the process inherits it
+    limit_spinning()  # the process inherits it
     here, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=target, args=(*arguments, there))
     process.start()

@@ -250,11 +250,11 @@ def test_a_server_answers_as_the_command_line(t5: Path, ranks: int, capsys: pyte
         ("bert", "serve {}", "a server needs a model that writes text, a GPT or a T5, and"),
         ("bert", "serve {}", "megalith generate --prompt finds what its [MASK] stands for"),
         ("bert", "generate {} --prompt x", "--prompt has no [MASK]"),
-        ("bert", "generate {} --prompt x[MASK] --greedy", "--greedy is for models that write text"),
+        ("bert", "generate {} --prompt x[MASK] --greedy", "--greedy is for text generation"),
         (
             "bert",
             "generate {} --prompt x[MASK] --temperature 0 --seed 7",
-            "--temperature, --seed are for models that write text",
+            "--temperature, --seed are for text generation",
         ),
         ("bert", "generate {} --tp 2 --prompt x", "--tp 2 is for a T5"),
         ("bert", "generate {} --tp 2 --prompt x", "megalith evaluate --task masked measures it"),

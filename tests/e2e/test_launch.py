@@ -447,7 +447,7 @@ def test_main_runs_in_a_thread_of_another_program(repository: Path, tmp_path: Pa
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("the end of my program") == 1, "its ranks are Megalith's, not this program again"
     assert DirectoryStore(save).latest() == 2
-    assert ("mine.py is not run by the ranks" in done.stderr) == (nproc > 0)
+    assert ("mine.py" in done.stderr) == (nproc > 0)
 
 
 def assert_no_one_is_left(word: Path) -> None:
@@ -491,7 +491,7 @@ def test_what_happens_again_and_again_ends_the_run(repository: Path, tmp_path: P
     assert re.match(r"megalith train: rank 0 \(\S+, process \d+\) of 1 failed at step 3 in forward: RuntimeError", last)
     assert resume.strip().startswith("python ") and resume.endswith(f"--load {save}")
     log = (tmp_path / "log.txt").read_text()
-    assert "the same happened twice and nothing was saved between: no use in restart 2 of 5" in log
+    assert "no restart 2 of 5" in log
     assert log.count("restart 1 of 5, from iteration 2") == 1
     assert_no_one_is_left(save)
 

@@ -263,7 +263,7 @@ def test_the_second_signal_to_a_rank_ends_all_at_once(
     [
         ("--lr 1e30", 1, "megalith train: the loss is nan at iteration "),
         pytest.param(
-            *("--save /proc/x --save-interval 1", 2, "--save /proc/x: cannot be written to: No such file or directory"),
+            *("--save /proc/x --save-interval 1", 2, "--save /proc/x: not writable: No such file or directory"),
             marks=pytest.mark.full,  # other ranks wait for the first one to speak of a configuration
         ),
         ("--split 99.9,0.1,0", 3, "the valid split of "),
@@ -371,7 +371,7 @@ def test_megatron_commands_as_typed_under_torchrun(
         text=True,
     )
     assert first.returncode == 0, first.stdout + first.stderr
-    assert "no GPU here: --distributed-backend nccl becomes gloo" in first.stdout and "Traceback" not in first.stderr
+    assert "--distributed-backend nccl becomes gloo" in first.stdout and "Traceback" not in first.stderr
     assert f"[exiting program at iteration {steps // 2}] datetime" in first.stdout
     second = text_of(warm.run_ranks(number, [*words, *layout.split(), *saving(save)], tmp_path))
     assert f" loading distributed checkpoint from {save} at iteration {steps // 2}" in second

@@ -56,7 +56,7 @@ def test_the_first_users_command_line(command: list[str], files: list[str], tmp_
     notes = done.stderr.splitlines()
     assert notes[:2] == [
         "note: --dataset-impl: obsolete; datasets are always memory-mapped",
-        "note: --chunk-size: obsolete; the work is cut by size",
+        "note: --chunk-size: obsolete; work is divided by size",
     ]
     assert notes[2].startswith("Processed 100 documents (") and notes[2].endswith(" MB/s).")
     dataset, tokenizer = IndexedDataset(str(tmp_path / "my-gpt2_text_document")), GPT2BPETokenizer(files[1], files[3])
@@ -82,12 +82,12 @@ def test_everything_wrong_is_said_at_once(command: list[str], tmp_path: Path) ->
     done = run([*command, *line.split()], tmp_path)
     assert done.returncode == 2
     for message in (
-        "11 things to put right",
+        "11 errors",
         "unknown flag --inptu; did you mean --input?",
-        "--workers two is not a whole number",
+        "--workers two is not an integer",
         "--partitions 0 is below 1",
         "--split-sentences needs nltk's punkt_tab data for klingon",
-        "--bad-lines ignore: known are stop and skip",
+        "--bad-lines ignore",
         "--share 3/2: give K/N with K from 1 to N",
         "--log-interval 0 is below 1",
         "--input is missing",

@@ -29,7 +29,7 @@ def test_a_finished_run_is_evaluated_extended_and_reported(
     assert warm.run(command(save, *SHORT), tmp_path).code == 0
     # Started again it says so, and evaluates.
     again = warm.run(command(save, *SHORT), tmp_path)
-    assert again.code == 0 and "iteration 4 of 4 is done: only evaluating" in again.text
+    assert again.code == 0 and "iteration 4 of 4 is already done: evaluating only" in again.text
     assert "changed since" not in again.text and "on test set" in again.text
     # A longer run has another schedule: the message says what changed and which flag decides.
     longer = command(save, *SHORT, "--train-iters", 6, "--log-interval", 2)
@@ -111,7 +111,7 @@ def test_weights_to_begin_with(warm: WarmProcess, tmp_path: Path) -> None:
     words = command(save, *SHORT, "--eval-iters", 2, "--lr", 0, "--min-lr", 0, "--weight-decay", 0)
     runs = [warm.run([*words, *begin], tmp_path), warm.run([*words, *begin], tmp_path)]
     assert [run.code for run in runs] == [0, 0], runs[0].text
-    assert "only evaluating" in runs[1].text  # its own checkpoint comes first
+    assert "evaluating only" in runs[1].text  # its own checkpoint comes first
     fresh = warm.run(command(tmp_path / "c", *words[len(command(save)) :]), tmp_path)
     losses = [re.findall(r"on test set \| lm loss value: (\S+)", run.text)[0] for run in (trained, runs[0], fresh)]
     assert losses[0] == losses[1] != losses[2]

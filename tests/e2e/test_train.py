@@ -45,7 +45,7 @@ def test_every_launcher(repository: Path, tmp_path: Path, launcher: str) -> None
         text=True,
     )
     assert finished.returncode == 0, finished.stderr
-    assert "no GPU here: --distributed-backend nccl becomes gloo" in finished.stdout
+    assert "--distributed-backend nccl becomes gloo" in finished.stdout
     assert finished.stdout.count("number of nan iterations:   0 |") == 3
     assert DirectoryStore(save).latest() == 3
     if launcher == "python":
@@ -134,7 +134,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_its_flag(warm: WarmProces
     words = [*MODEL, *SHORT, "--save", tmp_path / "c"]
     refused = warm.run([*words, flag, tmp_path / "file" / "below"], tmp_path)
     assert refused.code == 2, refused.text
-    assert f"{flag} {tmp_path}/file/below: cannot be written to: Not a directory" in refused.text
+    assert f"{flag} {tmp_path}/file/below: not writable: Not a directory" in refused.text
     assert "Traceback" not in refused.text and "building" not in refused.text
 
 
@@ -146,7 +146,7 @@ def test_nccl_without_a_gpu_gives_one_line_where_it_was_asked_for(
 ) -> None:
     (tmp_path / "recipe.toml").write_text('[parallel]\ndistributed_backend = "nccl"\n')
     finished = warm.run([*MODEL, "--train-iters", 3, "--device", "cpu", *words], tmp_path)
-    assert finished.text.count("no GPU here: --distributed-backend nccl becomes gloo") == (1 if words else 0)
+    assert finished.text.count("--distributed-backend nccl becomes gloo") == (1 if words else 0)
 
 
 def test_a_fault_that_is_set_is_said(warm: WarmProcess, tmp_path: Path) -> None:

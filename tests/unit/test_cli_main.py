@@ -92,9 +92,7 @@ def test_the_first_rank_of_a_machine_speaks_of_a_bad_configuration(
     assert waited == [5.0], "torchrun would end the first rank before it has spoken"
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert cli.main(["paint"]) == 2
-    assert capsys.readouterr().err == (
-        "megalith paint: 2 things to put right, nothing was started:\n  1. one\n  2. two\n"
-    )
+    assert capsys.readouterr().err == ("megalith paint: 2 errors, nothing was started:\n  1. one\n  2. two\n")
     assert len(waited) == 1
 
 
@@ -227,7 +225,7 @@ def test_a_bad_configuration_ends_at_once_without_torch() -> None:
     assert rc == 2
     assert not {"torch", "transformers", "numpy", "rich"} & set(modules)
     assert err.splitlines() == [
-        "megalith config: 3 things to put right, nothing was started:",
+        "megalith config: 3 errors, nothing was started:",
         "  1. --hiden-dropout is not a flag; did you mean --hidden-dropout?",
         "  2. --hidden-size 1000 is not divisible by --num-attention-heads 12 (1000 = 83*12 + 4); "
         "nearest: 996 or 1008, or use 10 heads",

@@ -23,20 +23,20 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cores_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = threads.share_cores(FOUR)
+    said = threads.divide_cores(FOUR)
     assert said == "2 threads for each of 4 processes; OMP_NUM_THREADS sets another number"
     assert os.environ.pop("OMP_NUM_THREADS") == "2"
 
 
 def test_one_process_keeps_its_threads() -> None:
-    assert threads.share_cores(LaunchConfig()) == "" and "OMP_NUM_THREADS" not in os.environ
+    assert threads.divide_cores(LaunchConfig()) == "" and "OMP_NUM_THREADS" not in os.environ
 
 
 @pytest.mark.parametrize("number", ["1", "3"])
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, number: str) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", number)
     own = LaunchConfig(world_size=4, local_world_size=4, launcher="megalith")
-    assert threads.share_cores(own) == "" and os.environ["OMP_NUM_THREADS"] == number
+    assert threads.divide_cores(own) == "" and os.environ["OMP_NUM_THREADS"] == number
 
 
 @pytest.mark.parametrize(("at_the_launcher", "kept"), [(None, False), ("1", True)])

@@ -350,7 +350,8 @@ def _repadded(
         if tokens is not None or rows % tp:
             flag = "--tp" if tokens is None else "--true-vocab-size"
             raise CheckpointError(
-                f"{flag}: the model of {where} has no {WORD_EMBEDDINGS}, whose rows could be padded anew; leave {flag} out"
+                f"{flag}: the model of {where} has no {WORD_EMBEDDINGS}, whose rows could be padded anew; leave "
+                f"{flag} out"
             )
         return source
     if tokens is None and known is not None and known <= rows and not wanted.run_args:

@@ -1,1 +1,1 @@
-"""The commands of a user: one module each, found by `megalith.cli.main`. They import what they need when they run."""
+"""One module per command of `megalith`, dispatched by `megalith.cli.main`. Heavy imports happen inside the commands."""

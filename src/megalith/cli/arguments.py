@@ -1,4 +1,4 @@
-"""The parser of a command, and the flags that the commands for trained models share."""
+"""Argument parser of the commands, and flags shared by those that load a trained model."""
 
 from __future__ import annotations
 
@@ -35,31 +35,43 @@ def closest_flag(word: str, parser: argparse.ArgumentParser) -> str | None:
 
 
 def below_one(options: argparse.Namespace, *flags: str) -> list[str]:
-    """Return a violation for each of these flags whose number is below 1."""
+    """Return a message for each of these flags whose value is below 1."""
     values = {flag: getattr(options, flag.removeprefix("--").replace("-", "_")) for flag in flags}
     return [f"{flag} {n} is below 1; give 1 or more" for flag, n in values.items() if n is not None and n < 1]
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare which checkpoint to load, its tokenizer, and where to compute."""
+    """Add the flags that select a checkpoint, its tokenizer and the device."""
     add = parser.add_argument
-    add("checkpoint", type=local_path, help="what --save named, one iter_* folder in it, or a Hugging Face folder")
-    add("--iteration", type=int, metavar="N", help="which checkpoint; the newest sound one if absent")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to compute on")
+    add("checkpoint", type=local_path, help="save folder (--save), an iter_* folder in it, or a Hugging Face folder")
+    add(
+        "--iteration",
+        type=int,
+        metavar="N",
+        help="iteration of the checkpoint (default: the newest that passes checks)",
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: auto)")
     add_import_flag(parser)
     add_tokenizer_flags(parser, about="where the checkpoint does not have its own")
 
 
 def add_layout_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare how several processes share the model, and the dtype of its weights."""
+    """Add the flags for tensor- and pipeline-parallel sizes and the dtype of the weights."""
     add = parser.add_argument
-    add("--tp", "--tensor-model-parallel-size", type=int, default=1, metavar="N", help="processes that share layers")
-    add("--pp", "--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="processes in a pipeline")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; that of the checkpoint if absent")
+    add(
+        "--tp",
+        "--tensor-model-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tensor-parallel size (default: 1)",
+    )
+    add("--pp", "--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="pipeline stages (default: 1)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: the checkpoint's)")
 
 
 def layout_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the layout and the device as settings of `megalith train`, by name."""
+    """Return parallel sizes and device under the names of the settings of `megalith train`."""
     return {
         "tensor_model_parallel_size": options.tp,
         "pipeline_model_parallel_size": options.pp,
@@ -76,7 +88,7 @@ def load_model(
     dtype: str | None = None,
     registry: Registry = EMPTY,
 ) -> Trained:
-    """Load a trained model, as `load_trained` does with a dtype by name; the first rank prints the notes."""
+    """Load a trained model as `load_trained` does, with the dtype given by name; rank 0 prints the warnings."""
     import torch
 
     from megalith.assemble.trained import load_trained

@@ -1,7 +1,7 @@
 """`megalith checkpoint COMMAND`: verify, inspect, compare and convert checkpoints.
 
-The commands that read checkpoints take those of any format: a save folder, one checkpoint folder in it, or a Hugging
-Face model folder. Those that write some are in checkpoint_convert.py.
+Commands read checkpoints of any format: a save folder, one checkpoint folder in it, or a Hugging Face model folder.
+Commands that write checkpoints are in checkpoint_convert.py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from megalith.checkpoint.sources.source import Contents
 
 _TOOLS_OF_MEGATRON = ("checkpoint_util.py", "convert.py")
-"""The words by which the forwarders in `tools/` ask for Megatron's command lines."""
+"""First arguments of Megatron's command lines, which the forwarders in `tools/` pass."""
 
-_DAMAGED = CheckpointError.exit_code
-_ARGUMENTS = (
+_EXIT_DAMAGED = CheckpointError.exit_code
+_SHOWN_ARGUMENTS = (
     "num_layers",
     "hidden_size",
     "num_attention_heads",
@@ -54,11 +54,11 @@ _SIZES = {
     "EP": "expert_model_parallel_size",
 }
 _UNITS = "KMGTPE"
-_DIFFERENT = 1
+_EXIT_DIFFERENT = 1
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command; 1 if two checkpoints differ, 4 if one is damaged."""
+    """Run a sub-command and return its exit code: 1 if two checkpoints differ, 4 if one is damaged."""
     if argv and argv[0] in _TOOLS_OF_MEGATRON:
         from megalith.compat.megatron.convert import run_tool
 
@@ -77,12 +77,12 @@ def run(argv: Sequence[str]) -> int:
 def _add_verify(commands: Any) -> None:
     verify = commands.add_parser("verify", help="compare every file with the hashes of the manifest")
     verify.add_argument("dir", type=local_path, metavar="DIR", help="a save folder, or one checkpoint folder")
-    verify.add_argument("--iteration", type=int, metavar="N", help="only this checkpoint of a save folder")
+    verify.add_argument("--iteration", type=int, metavar="N", help="verify only this iteration of a save folder")
     verify.set_defaults(run=_run_verify)
 
 
 def _run_verify(options: argparse.Namespace) -> int:
-    """Verify one checkpoint, or all of a save folder; returns 4 if one is damaged or of a newer format."""
+    """Verify one checkpoint, or all of a save folder; return 4 if one is damaged or of a newer format."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -96,8 +96,8 @@ def _run_verify(options: argparse.Namespace) -> int:
     folders = [first] if single else [store.folder(iteration) for iteration in store.iterations()]
     sound = [_verify_folder(folder, console) for folder in folders]
     if not single and store.latest() not in store.iterations():
-        console.print(f"[yellow]tracker[/]  {escape(str(store.path))}: it names no checkpoint that is there")
-    return 0 if all(sound) else _DAMAGED
+        console.print(f"[yellow]tracker[/]  {escape(str(store.path))}: names a checkpoint that does not exist")
+    return 0 if all(sound) else _EXIT_DAMAGED
 
 
 def _verify_folder(path: Path, console: Any) -> bool:
@@ -121,7 +121,7 @@ def _verify_folder(path: Path, console: Any) -> bool:
         for problem in problems:
             console.print(f"         {escape(problem)}")
     elif manifest is None:
-        checked = "its files' own checksums agree" if folder.source.format == "torch" else "nothing to compare with"
+        checked = "the checksums inside its files agree" if folder.source.format == "torch" else "no checksums"
         console.print(f"[yellow]readable[/] {name}: no manifest.json; {checked}")
     else:
         console.print(f"[green]sound[/]    {name}")
@@ -129,16 +129,16 @@ def _verify_folder(path: Path, console: Any) -> bool:
 
 
 def _add_inspect(commands: Any) -> None:
-    inspect = commands.add_parser("inspect", help="show files, settings and tensors")
+    inspect = commands.add_parser("inspect", help="print files, settings and tensors")
     add = inspect.add_argument
     add("dir", type=local_path, metavar="DIR", help="a save folder, or one checkpoint folder")
-    add("--iteration", type=int, metavar="N", help="of a save folder, this checkpoint")
-    add("--all", action="store_true", help="list the optimizer's tensors too")
+    add("--iteration", type=int, metavar="N", help="iteration to read from a save folder (default: the tracker's)")
+    add("--all", action="store_true", help="also list the optimizer's tensors")
     inspect.set_defaults(run=_run_inspect)
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
-    """Show one checkpoint: of a save folder that of its tracker."""
+    """Print one checkpoint; of a save folder, the one that the tracker file names."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -159,26 +159,26 @@ def _run_inspect(options: argparse.Namespace) -> int:
 
 
 def _tree(folder: CheckpointFolder) -> Any:
-    """Files and folders as `tree -h` draws them."""
+    """Return the files and folders as `tree -h` draws them."""
     from rich.markup import escape
     from rich.tree import Tree
 
     sizes = folder.sizes()
-    tree = Tree(f"[bold]{escape(str(folder.path))}[/]  {human(sum(sizes.values()))}")
+    tree = Tree(f"[bold]{escape(str(folder.path))}[/]  {human_size(sum(sizes.values()))}")
     branches: dict[Path, Any] = {Path(): tree}
     for name, size in sizes.items():
         parent = Path(name).parent
         for level in [*reversed(parent.parents), parent]:
             if level not in branches:
                 branches[level] = branches[level.parent].add(f"[bold]{escape(level.name)}[/]")
-        branches[parent].add(escape(f"[{human(size):>4}]  {Path(name).name}"))
+        branches[parent].add(escape(f"[{human_size(size):>4}]  {Path(name).name}"))
     return tree
 
 
-def human(size: int) -> str:
-    """A number of bytes as `tree -h` writes it.
+def human_size(size: int) -> str:
+    """Format a number of bytes as `tree -h` does.
 
-    >>> human(1023), human(1536), human(710 * 2**20), human(2**30)
+    >>> human_size(1023), human_size(1536), human_size(710 * 2**20), human_size(2**30)
     ('1023', '1.5K', '710M', '1.0G')
     """
     if size < 1024:
@@ -209,7 +209,11 @@ def _facts(folder: CheckpointFolder, common: Mapping[str, Any], contents: Conten
         "optimizer state": "yes" if len(model) < len(contents.tensors) else "no",
         **_registered(args),
         "random states": "yes" if any(key.startswith("rng_state/") for key in contents.objects) else "no",
-        **{name: args[name] for name in _ARGUMENTS if args.get(name) is not None and not _idle(name, args)},
+        **{
+            name: args[name]
+            for name in _SHOWN_ARGUMENTS
+            if args.get(name) is not None and not _is_irrelevant(name, args)
+        },
     }
     table = Table(show_header=False, box=None)
     for name, value in rows.items():
@@ -230,8 +234,8 @@ def _layout(args: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items() if size and (size != 1 or name in ("TP", "PP")))
 
 
-def _idle(name: str, args: Mapping[str, Any]) -> bool:
-    """Whether an argument says nothing of this model: of experts that it does not have."""
+def _is_irrelevant(name: str, args: Mapping[str, Any]) -> bool:
+    """Return whether an argument does not apply to this model, such as MoE settings of a dense one."""
     return name.startswith("moe_") and not args.get("num_experts")
 
 
@@ -246,7 +250,7 @@ def _tensors(contents: Contents, *, all_tensors: bool) -> Any:
         if all_tensors or not key.startswith("optimizer.")
     }
     left = len(contents.tensors) - len(shown)
-    caption = f"{left} tensors of the optimizer are not shown; --all shows them" if left else None
+    caption = f"{left} optimizer tensors not shown; use --all" if left else None
     table = Table(title="tensors", title_justify="left", caption=caption, caption_justify="left")
     table.add_column("key", overflow="fold")
     table.add_column("shape")
@@ -261,20 +265,19 @@ def _add_diff(commands: Any) -> None:
     diff = commands.add_parser(
         "diff",
         help="compare two checkpoints tensor by tensor, whatever their formats and layouts",
-        description="Compares the tensors of two checkpoints layer by layer, and what stands beside them. Exit code 0: "
-        "equal bit by bit; 1: different.",
+        description="Compares tensors layer by layer, and the other state. Exit code 0: bit-identical; 1: different.",
     )
     add = diff.add_argument
     add("one", type=local_path, metavar="A", help="a save folder, or one checkpoint folder, of any format")
-    add("other", type=local_path, metavar="B", help="the other one")
-    add("--iteration", type=int, metavar="N", help="of save folders, this checkpoint")
-    add("--weights", action="store_true", help="the weights and the architecture alone")
-    add("--all", action="store_true", help="show every difference, not the first 20 of each kind")
+    add("other", type=local_path, metavar="B", help="the checkpoint to compare with")
+    add("--iteration", type=int, metavar="N", help="iteration to read from save folders (default: the tracker's)")
+    add("--weights", action="store_true", help="compare only weights and architecture")
+    add("--all", action="store_true", help="print every difference instead of the first 20 of each kind")
     diff.set_defaults(run=_run_diff)
 
 
 def _run_diff(options: argparse.Namespace) -> int:
-    """Compare and say what differs; returns 0 if nothing does."""
+    """Compare two checkpoints and print the differences; return 0 if there are none, else 1."""
     from megalith.checkpoint.diff import compared, state_differences, tensor_differences, with_equal_precision
     from megalith.checkpoint.sources.source import open_source
     from megalith.checkpoint.store.store import locate
@@ -288,8 +291,8 @@ def _run_diff(options: argparse.Namespace) -> int:
     *pair, main = with_equal_precision(*sources)
     if main is not None:
         print(
-            f"the weights of {'AB'[main]} are in half precision: compared with those of {'BA'[main]}, which are in "
-            "float32, are its main parameters"
+            f"{'AB'[main]} has half-precision weights: its fp32 master weights are compared with the float32 weights "
+            f"of {'BA'[main]}"
         )
     one, other = (compared(source, weights=options.weights) for source in pair)
     names, elements, tensors = set[str](), 0, []
@@ -299,16 +302,16 @@ def _run_diff(options: argparse.Namespace) -> int:
         if not difference.is_none:
             tensors.append(str(difference))
     shown = None if options.all else 20
-    _list("beside the tensors", [str(state) for state in states], shown)
-    _list("tensors", tensors, shown)
+    _print_list("beside the tensors", [str(state) for state in states], shown)
+    _print_list("tensors", tensors, shown)
     optimizer = any(name.startswith("optimizer.") for name in names)
     what = "weights and optimizer state" if optimizer else "weights"
-    alike = f"{len(names) - len(tensors)} of {len(names)} tensors (each layer counted by itself) are bit-identical"
+    alike = f"{len(names) - len(tensors)} of {len(names)} tensors (counted per layer) are bit-identical"
     if not states and not tensors:
         print(f"equal: {alike}, {elements:,} elements of {what}")
         return 0
     print(f"different: {alike}")
-    return _DIFFERENT
+    return _EXIT_DIFFERENT
 
 
 def _is_single(path: Path) -> bool:
@@ -317,16 +320,16 @@ def _is_single(path: Path) -> bool:
     return path.is_dir() and is_checkpoint(path)
 
 
-def _list(head: str, lines: list[str], shown: int | None) -> None:
+def _print_list(head: str, lines: list[str], shown: int | None) -> None:
     if lines:
         print(f"{head}:")
         print("\n".join(f"  {line}" for line in lines[:shown]))
         if shown is not None and len(lines) > shown:
-            print(f"  and {len(lines) - shown} more; --all shows them")
+            print(f"  and {len(lines) - shown} more; use --all")
 
 
 def _architecture(args: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the model; what the args do not say is not compared."""
+    """Return the architecture settings that the args determine."""
     from megalith.config.foreign_args import model_of
     from megalith.config.saved_args import REGISTERED
     from megalith.errors import CheckpointError

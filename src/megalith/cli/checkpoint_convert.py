@@ -1,7 +1,7 @@
 """`megalith checkpoint convert|import|export`, and `--ckpt-convert-format` of a training command line.
 
-Checkpoints are converted file by file, without a model in memory. Import and export end with a comparison of logits
-with those of transformers, where it is installed, and leave nothing if they differ.
+Checkpoints are converted file by file, without a model in memory. Import and export compare logits with transformers
+if it is installed, and write nothing if they differ.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 def add_convert(commands: Any) -> None:
+    """Add the `convert` sub-command."""
     convert = commands.add_parser(
         "convert",
         help="write a checkpoint in another format, layout or precision",
@@ -33,30 +34,30 @@ def add_convert(commands: Any) -> None:
     )
     add = convert.add_argument
     add("source", type=local_path, metavar="SRC", help="a save folder, or one checkpoint folder")
-    add("destination", type=local_path, metavar="DST", help="the save folder to put the result into")
-    add("--format", default="torch_dist", metavar="F", help="torch_dist (default) or torch")
-    add("--tp", type=int, metavar="N", help="tensor-parallel size; by default that of SRC")
-    add("--pp", type=int, metavar="N", help="pipeline-parallel size; by default that of SRC")
-    add("--ep", type=int, metavar="N", help="expert-parallel size; by default that of SRC")
-    add("--no-optim", action="store_true", help="leave the optimizer and the random states out")
-    add("--dtype", metavar="D", help="of the weights: float32, bfloat16 or float16")
-    add("--iteration", type=int, metavar="N", help="of a save folder, this checkpoint")
+    add("destination", type=local_path, metavar="DST", help="save folder to write to")
+    add("--format", default="torch_dist", metavar="F", help="format: torch_dist (default) or torch")
+    add("--tp", type=int, metavar="N", help="tensor-parallel size (default: that of SRC)")
+    add("--pp", type=int, metavar="N", help="pipeline-parallel size (default: that of SRC)")
+    add("--ep", type=int, metavar="N", help="expert-parallel size (default: that of SRC)")
+    add("--no-optim", action="store_true", help="omit optimizer and RNG states")
+    add("--dtype", metavar="D", help="dtype of the weights: float32, bfloat16 or float16 (default: that of the source)")
+    add("--iteration", type=int, metavar="N", help="iteration to read from a save folder (default: the tracker's)")
     add(
         "--true-vocab-size",
         type=int,
         metavar="N",
-        help="tokens of the vocabulary, which are padded for --tp; by default those of SRC's tokenizer",
+        help="vocabulary size before padding for --tp (default: that of SRC's tokenizer)",
     )
-    add("--release", action="store_true", help="write weights to begin from, without an iteration")
+    add("--release", action="store_true", help="write a release checkpoint: weights only, without an iteration")
     add(
         "--upcycle",
         type=int,
         metavar="N",
-        help="make a mixture of N experts of a dense model, each a copy; weights only",
+        help="turn a dense model into an MoE of N experts, each a copy of the MLP; weights only",
     )
-    add("--moe-router-topk", type=int, default=2, metavar="K", help="of --upcycle: experts for each token (2)")
-    add("--replace", action="store_true", help="replace a checkpoint of DST with the same iteration")
-    add("--no-verify", action="store_true", help="do not compare SRC with its hashes first")
+    add("--moe-router-topk", type=int, default=2, metavar="K", help="with --upcycle: experts per token (default: 2)")
+    add("--replace", action="store_true", help="replace a checkpoint of the same iteration in DST")
+    add("--no-verify", action="store_true", help="do not verify the hashes of SRC first")
     add_import_flag(convert)
     convert.set_defaults(run=_run_convert)
 
@@ -87,22 +88,23 @@ def _run_convert(options: argparse.Namespace) -> int:
 
 
 def add_huggingface(commands: Any) -> None:
+    """Add the `import` and `export` sub-commands."""
     bring = commands.add_parser(
         "import",
-        help="make a checkpoint of a Hugging Face model folder",
-        description="Reads a model of a family that docs/huggingface.md names from safetensors and writes weights to "
-        "begin from: SAVE_DIR/release, which --load SAVE_DIR starts with. (--load takes such a folder itself, too.)",
+        help="convert a Hugging Face model folder to a checkpoint",
+        description="Reads safetensors of a model type that docs/huggingface.md lists and writes a release checkpoint, "
+        "SAVE_DIR/release, from which --load SAVE_DIR starts. (--load HF_DIR works as well.)",
     )
     add = bring.add_argument
     add("source", type=local_path, metavar="HF_DIR", help="a folder with config.json and safetensors files")
-    add("destination", type=local_path, metavar="SAVE_DIR", help="the save folder to put the result into")
+    add("destination", type=local_path, metavar="SAVE_DIR", help="save folder to write to")
     add(
         "--iteration",
         type=int,
         metavar="N",
-        help="put them into iter_N instead of release, for programs that know no release; start with --finetune",
+        help="write iter_N instead of release, for programs that do not read release; start with --finetune",
     )
-    add("--replace", action="store_true", help="replace the weights that are there")
+    add("--replace", action="store_true", help="replace existing weights")
     bring.set_defaults(run=run_import)
     take = commands.add_parser(
         "export",
@@ -112,18 +114,18 @@ def add_huggingface(commands: Any) -> None:
     )
     add = take.add_argument
     add("source", type=local_path, metavar="DIR", help="a save folder, or one checkpoint folder")
-    add("destination", type=local_path, metavar="HF_DIR", help="the folder to make")
-    add("--iteration", type=int, metavar="N", help="of a save folder, this checkpoint")
-    add("--dtype", metavar="D", help="of the weights: float32, bfloat16 or float16")
-    add("--max-shard-size", default="5GB", metavar="SIZE", help="the weights in files of at most this (default: 5GB)")
-    add("--true-vocab-size", type=int, metavar="N", help="tokens of the vocabulary; by default the tokenizer's")
-    add("--model-type", metavar="T", help="its model_type, such as llama or mixtral; by default the one that fits")
+    add("destination", type=local_path, metavar="HF_DIR", help="folder to create")
+    add("--iteration", type=int, metavar="N", help="iteration to read from a save folder (default: the tracker's)")
+    add("--dtype", metavar="D", help="dtype of the weights: float32, bfloat16 or float16 (default: that of the source)")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a weights file (default: 5GB)")
+    add("--true-vocab-size", type=int, metavar="N", help="vocabulary size before padding (default: the tokenizer's)")
+    add("--model-type", metavar="T", help="model_type to write, such as llama or mixtral (default: the one that fits)")
     take.set_defaults(run=run_export)
     for command in (bring, take):
         command.add_argument(
             "--no-compare",
             action="store_true",
-            help="do not compare logits with transformers, which takes memory for the whole model in fp32",
+            help="do not compare logits with transformers, which needs memory for the whole model in fp32",
         )
 
 
@@ -134,14 +136,14 @@ def _show(made: ConversionResult) -> None:
 
 
 def run_import(options: argparse.Namespace) -> int:
-    """Import, compare, and say what was made."""
+    """Import a Hugging Face model, compare logits, and print the result."""
     from megalith.checkpoint.convert import ConversionOptions, convert
     from megalith.checkpoint.sources.source import is_huggingface
 
     if not is_huggingface(options.source):
         raise CheckpointError(
-            f"{options.source} is no Hugging Face model folder: it has no config.json beside safetensors files (of the "
-            "hub's cache give models--NAME/snapshots/REVISION)"
+            f"{options.source} is not a Hugging Face model folder: it lacks config.json or safetensors files (in the "
+            "hub's cache, give models--NAME/snapshots/REVISION)"
         )
     compared: list[Comparison] = []
 
@@ -172,7 +174,7 @@ def _compare(made: Path, folder: Path) -> Comparison:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """ExportOptions, compare, and say what was made."""
+    """Export to Hugging Face's format, compare logits, and print the result."""
     from megalith.assemble.huggingface import compare_logits
     from megalith.checkpoint.writers.huggingface import ExportOptions, export
 
@@ -198,7 +200,7 @@ def _say(compared: Comparison | None) -> None:
 
 
 def convert_instead(config: RunConfig) -> int:
-    """Convert the checkpoint of `--load` as the run would save it."""
+    """Convert the checkpoint of `--load` to the layout and precision of the run (`--ckpt-convert-format`)."""
     if config.launch.rank != 0:
         return 0
     from megalith.checkpoint.convert import ConversionOptions, convert
@@ -233,15 +235,17 @@ def convert_instead(config: RunConfig) -> int:
 
 
 def _check_architecture(config: RunConfig, args: Mapping[str, Any], found: Path) -> None:
-    """Refuse to write the checkpoint of one model under the command line of another."""
+    """Raise CheckpointError if the checkpoint's architecture differs from the command line's."""
     from megalith.config.foreign_args import model_of
     from megalith.train.checkpoint_fit import ARCHITECTURE, architecture
 
     was, now = architecture(model_of(args, config.registry)), architecture(config.model)
     lines = [
-        f"{flag}: {was[name]} in the checkpoint, {now[name]} here"
+        f"{flag}: {was[name]} in the checkpoint, {now[name]} on the command line"
         for name, flag in ARCHITECTURE.items()
         if was[name] != now[name]
     ]
     if lines:
-        raise CheckpointError("\n  ".join([f"{found} is of another model:", *lines, "give the flags of that run"]))
+        raise CheckpointError(
+            "\n  ".join([f"{found} has another architecture:", *lines, "give the flags of the run that wrote it"])
+        )

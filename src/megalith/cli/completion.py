@@ -1,4 +1,4 @@
-"""`megalith completion`: a script by which bash and zsh complete commands, and the flags of training."""
+"""`megalith completion`: the shell script that completes commands and training flags in bash and zsh."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _ZSH = "autoload -Uz bashcompinit && bashcompinit\n"
 
 
 def run(argv: Sequence[str]) -> int:
+    """Print the completion script of a shell; ConfigError if `argv` names no known shell."""
     if "-h" in argv or "--help" in argv:
         print(_HELP, end="")
         return 0

@@ -11,14 +11,13 @@ from megalith.config.render import flags_markdown, flags_text, notes_lines, reci
 _HELP = """usage: megalith config [--config RECIPE.toml] [flags of a run]
        megalith config --flags [--markdown]
 
-Prints the complete configuration that the flags of `megalith train` or pretrain_gpt.py give, as a recipe in TOML;
-`# default` marks what differs from a default. Save it and start the same run by `megalith train --config FILE`.
-Files of data and tokenizer need not exist. With --flags: all flags that have an effect, with --markdown as the page
-docs/flags.md."""
+Prints the complete configuration of flags for `megalith train` or pretrain_gpt.py as a TOML recipe; `# default` marks
+settings that differ from their default. `megalith train --config FILE` starts the run from a saved recipe. Files of
+data and tokenizer need not exist. --flags prints all flags that have an effect, with --markdown as docs/flags.md."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the configuration on the standard output and notes about it on the standard error."""
+    """Print the configuration to stdout and notes about it to stderr."""
     if not argv or "--help" in argv or "-h" in argv:
         print(_HELP)
     elif list(argv) == ["--flags"]:

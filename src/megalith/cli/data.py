@@ -23,7 +23,7 @@ _SHOWN_TOKENS = 200
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command; 3 if a dataset is damaged."""
+    """Run a sub-command and return its exit code; 3 if a dataset is damaged."""
     options = make_parser().parse_args(argv)
     exit_code: int = options.run(options)
     return exit_code
@@ -32,7 +32,8 @@ def run(argv: Sequence[str]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all sub-commands."""
     parser = CommandParser(
-        prog="megalith data", description="Inspect, verify and merge .bin/.idx datasets; make them with preprocess."
+        prog="megalith data",
+        description="Inspect, verify and merge .bin/.idx datasets; `megalith preprocess` writes them.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (_add_inspect, _add_verify, _add_merge):
@@ -41,12 +42,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_inspect(commands: Any) -> None:
-    parser = commands.add_parser("inspect", help="counts, lengths, tokenizer card and documents of a dataset")
+    parser = commands.add_parser("inspect", help="print counts, lengths, tokenizer card and documents of a dataset")
     add = parser.add_argument
-    add("prefix", type=local_name, metavar="PREFIX", help="of the dataset, without .bin and .idx")
-    add("--documents", type=int, default=3, metavar="N", help="documents to show (3)")
-    add("--first", type=int, default=0, metavar="I", help="the first of them, from 0")
-    add("--json", action="store_true", help="one JSON object instead of text")
+    add("prefix", type=local_name, metavar="PREFIX", help="path of the dataset without .bin and .idx")
+    add("--documents", type=int, default=3, metavar="N", help="number of documents to print (default: 3)")
+    add("--first", type=int, default=0, metavar="I", help="first document to print, from 0 (default: 0)")
+    add("--json", action="store_true", help="print one JSON object instead of text")
     add_import_flag(parser)
     add_tokenizer_flags(parser, about="to show documents as text instead of ids")
     parser.set_defaults(run=_run_inspect)
@@ -70,7 +71,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
         print(json.dumps(_record(dataset, found, card)))
         return 0
     _print_counts(dataset, found)
-    print("tokenizer " + (json.dumps(card) if card else "unknown: there is no .card beside the files"))
+    print("tokenizer " + (json.dumps(card) if card else "unknown: no .card beside the files"))
     for number in range(options.first, min(options.first + options.documents, found.documents)):
         _print_document(dataset, number, tokenizer)
     return 0
@@ -105,7 +106,7 @@ def _print_counts(dataset: IndexedDataset, found: Survey) -> None:
     for part in found.histogram:
         bar = "#" * max(1, round(_BAR * part.documents / most))
         print(f"  {part.low:>9,} to {part.high:>9,}  {part.documents:>11,}  {part.tokens / found.tokens:6.1%}  {bar}")
-    print("  (tokens of a document, documents, their part of all tokens)")
+    print("  (tokens of a document, documents, share of all tokens)")
 
 
 def _print_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> None:
@@ -126,26 +127,25 @@ def _add_verify(commands: Any) -> None:
     parser = commands.add_parser(
         "verify",
         help="check the structure of datasets, their tokens against the vocabulary, and their index caches",
-        description="Check every field of the index, the size of the tokens' file, the checksums of the index caches "
-        "and, where the dataset has a card or --vocab-size is given, every token. Memory stays small whatever the "
-        "files claim.",
+        description="Check every field of the index, the size of the .bin file, the checksums of the index caches and, "
+        "if the dataset has a card or --vocab-size is given, every token. Memory use is bounded.",
     )
     add = parser.add_argument
-    add("prefixes", nargs="+", type=local_name, metavar="PREFIX", help="datasets, without .bin and .idx")
-    add("--vocab-size", type=int, metavar="N", help="ids are below it; that of the card by default")
-    add("--structure-only", action="store_true", help="do not read the tokens")
+    add("prefixes", nargs="+", type=local_name, metavar="PREFIX", help="paths of datasets without .bin and .idx")
+    add("--vocab-size", type=int, metavar="N", help="upper bound of the ids (default: that of the card)")
+    add("--structure-only", action="store_true", help="do not read the .bin files")
     add(
         "--data-cache-path",
         type=local_path,
         metavar="DIR",
-        help="check the index caches of this folder too; default: beside the data",
+        help="also check the index caches of this folder (default: only those beside the data)",
     )
-    add("--multimodal", action="store_true", help="the indices end with modes")
+    add("--multimodal", action="store_true", help="the indices have modes at their end")
     parser.set_defaults(run=_run_verify)
 
 
 def _run_verify(options: argparse.Namespace) -> int:
-    """Verify; returns 3 if one is damaged."""
+    """Verify datasets and index caches; return 3 if one is damaged."""
     sound = [_verify_dataset(prefix, options) for prefix in options.prefixes]
     folders = [folder for prefix in options.prefixes for folder in sorted(Path(prefix, "cache").glob("*_indices"))]
     if options.data_cache_path is not None:
@@ -163,28 +163,28 @@ def _verify_dataset(prefix: str, options: argparse.Namespace) -> bool:
         dataset = IndexedDataset(prefix, multimodal=options.multimodal, mmap_bin=False)
         card = read_card(prefix)
         size = options.vocab_size or (card or {}).get("vocab_size")
-        said = ["structure sound"]
+        results = ["structure sound"]
         if options.structure_only or dataset.dtype.kind not in "iu":
-            said.append("tokens not read")
+            results.append("tokens not read")
         elif not isinstance(size, int):
-            said.append("tokens not compared: no card, and no --vocab-size")
+            results.append("tokens not checked: no card and no --vocab-size")
         else:
             largest = verify_tokens(dataset, size)
-            said.append(f"largest id {largest} of {size}" if largest >= 0 else "no token")
+            results.append(f"largest id {largest} of {size}" if largest >= 0 else "no token")
             eod = (card or {}).get("special", {}).get("eod")
             if isinstance(eod, int):
                 missing = documents_without_end(dataset, eod)
                 filled = dataset.num_documents - _empty(dataset)
-                said.append(f"{filled - missing} of {filled} documents end with {eod} (end of document)")
+                results.append(f"{filled - missing} of {filled} documents end with {eod} (end of document)")
     except DataError as error:
         print(f"damaged  {error}")
         return False
-    print(f"sound    {prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens; {'; '.join(said)}")
+    print(f"sound    {prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens; {'; '.join(results)}")
     return True
 
 
 def _verify_caches(folder: Path) -> bool:
-    """Whether no index cache of a folder is damaged."""
+    """Verify the index caches of a folder, print the result, and return whether all are intact."""
     from megalith.data.index_cache import verify_caches
 
     try:
@@ -196,8 +196,8 @@ def _verify_caches(folder: Path) -> bool:
         return False
     for path in found.damaged:
         what = "differs from its checksum" if path.exists() else "is missing"
-        print(f"damaged  {path}: {what}; the next run that reads it builds it again")
-    without = f"; {found.without_checksums} have no checksums, the next run that reads them checks them"
+        print(f"damaged  {path}: {what}; the next run that reads it rebuilds it")
+    without = f"; {found.without_checksums} have no checksums; the next run that reads them checks them"
     more = without if found.without_checksums else ""
     print(f"{'damaged' if found.damaged else 'sound  '}  {folder}: {found.intact} index caches intact{more}")
     return not found.damaged
@@ -211,27 +211,35 @@ def _empty(dataset: Any) -> int:
 def _add_merge(commands: Any) -> None:
     parser = commands.add_parser(
         "merge",
-        help="put datasets together",
-        description="Put datasets together: those of a folder in the order of their names, those named in the order "
-        "given, or the shares that several machines made of one command.",
+        help="concatenate datasets",
+        description="Concatenate datasets: those of a folder in the order of their names, those named in the order "
+        "given, or the shares that several machines wrote.",
     )
     add = parser.add_argument
-    add("prefixes", nargs="*", type=local_name, metavar="PREFIX", help="datasets, without .bin and .idx")
-    add("--input", type=local_path, metavar="DIR", help="a folder: all datasets in it")
-    add("--output-prefix", type=local_name, required=True, metavar="PREFIX", help="of the whole, without .bin and .idx")
-    add("--shares", action="store_true", help="the shares of this output prefix, as `megalith preprocess` made them")
-    add("--remove", action="store_true", help="remove the shares when they are put together")
-    add("--multimodal", action="store_true", help="the indices end with modes")
+    add("prefixes", nargs="*", type=local_name, metavar="PREFIX", help="paths of datasets without .bin and .idx")
+    add("--input", type=local_path, metavar="DIR", help="folder whose datasets are merged")
+    add(
+        "--output-prefix",
+        type=local_name,
+        required=True,
+        metavar="PREFIX",
+        help="path of the result without .bin and .idx",
+    )
+    add(
+        "--shares", action="store_true", help="merge the shares that `megalith preprocess` wrote for this output prefix"
+    )
+    add("--remove", action="store_true", help="with --shares: remove the shares after the merge")
+    add("--multimodal", action="store_true", help="the indices have modes at their end")
     parser.set_defaults(run=_run_merge)
 
 
 def check_merge(options: argparse.Namespace) -> None:
-    """Check the flags, without a look at the files."""
+    """Check the combination of flags without opening files; ConfigError if it is invalid."""
     ways = [bool(options.prefixes), options.input is not None, options.shares]
     if sum(ways) != 1:
-        raise ConfigError("name the parts in one way: PREFIX ..., or --input DIR, or --shares")
+        raise ConfigError("give one of PREFIX ..., --input DIR and --shares")
     if options.remove and not options.shares:
-        raise ConfigError("--remove is for --shares; parts that you name stay")
+        raise ConfigError("--remove needs --shares; datasets named by PREFIX or --input are kept")
 
 
 def _run_merge(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`megalith doctor`: what this installation and this machine have, tried where that is quick, and what is missing."""
+"""`megalith doctor`: report on this installation and machine, with a quick test of each device."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 _HELP = """usage: megalith doctor
 
-Says what is installed, which devices, number formats and attention kernels work here, and what is missing for what.
-Each device multiplies a matrix and takes an attention step to show that it computes. Exit code 0: everything that
-training needs works; 1: something does not."""
+Reports what is installed, which devices, dtypes and attention kernels work here, and what is missing for which
+feature. Each device is tested with a matrix product and an attention step. Exit code 0: everything that training needs
+works; 1: something does not."""
 
-# Package -> what it is for, and the extra that brings it.
+# Package -> the feature that needs it, and the extra that installs it.
 _EXTRAS = {
     "tensorboard": ("--tensorboard-dir", "track"),
     "wandb": ("--wandb-project", "track"),
@@ -48,17 +48,19 @@ _MARKS = {"ok": "  ok      ", "note": "  -       ", "bad": "  WRONG   "}
 
 @dataclass(frozen=True)
 class Finding:
+    """One line of the report: level "ok", "note" or "bad", and text."""
+
     level: str
     text: str
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print what is found; 1 if something that training needs does not work."""
+    """Print the report; return 1 if something that training needs does not work."""
     if argv and argv[0] in ("-h", "--help"):
         print(_HELP)
         return 0
     if argv:
-        raise ConfigError(f"megalith doctor takes no words: {' '.join(argv)}")
+        raise ConfigError(f"megalith doctor takes no arguments: {' '.join(argv)}")
     sections: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("Installation", _installation),
         ("Machine", _machine),
@@ -72,15 +74,15 @@ def run(argv: Sequence[str]) -> int:
         for finding in find():
             print(f"{_MARKS[finding.level]}{finding.text}", flush=True)
             wrong += finding.level == "bad"
-    print(f"{wrong} things are wrong" if wrong else "everything that training needs works here")
+    print(f"{wrong} problems found" if wrong else "everything that training needs works here")
     return 1 if wrong else 0
 
 
 def _installation() -> Iterator[Finding]:
     yield Finding("ok", f"megalith {__version__} in {Path(__file__).parents[1]}")
     version = platform.python_version()
-    sound = sys.version_info >= (3, 10)
-    yield Finding("ok" if sound else "bad", f"Python {version}{'' if sound else ': 3.10 or newer is needed'}")
+    supported = sys.version_info >= (3, 10)
+    yield Finding("ok" if supported else "bad", f"Python {version}{'' if supported else ': 3.10 or newer is needed'}")
     for package in _NEEDED:
         try:
             yield Finding("ok", f"{package} {importlib.metadata.version(package)}")
@@ -94,18 +96,18 @@ def _machine() -> Iterator[Finding]:
     limit, machine = memory_limit(), machine_memory()
     memory = f"{_gigabytes(machine):.1f} GB memory"
     if limit < machine:
-        memory += f", of which a process here may hold {_gigabytes(limit):.2f} GB (control group or ulimit -v)"
+        memory += f", limited to {_gigabytes(limit):.2f} GB (cgroup or ulimit -v)"
     yield Finding("ok", f"{platform.system()} {platform.machine()}, {usable} cores, {memory}")
     if threads:
-        yield Finding("note", f"OMP_NUM_THREADS={threads}: tensor operations use so many of the {usable} cores")
+        yield Finding("note", f"OMP_NUM_THREADS={threads}: tensor operations use {threads} of {usable} cores")
     shared = Path("/dev/shm")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
         if size < _SMALL_SHARED_MEMORY:
             yield Finding(
                 "note",
-                f"/dev/shm has {size / 2**20:.0f} MB: training needs none of it (its data workers are threads); NCCL "
-                "on one machine does (docker run --shm-size 16G)",
+                f"/dev/shm has {size / 2**20:.0f} MB: too small for NCCL on one machine (docker run --shm-size 16G); "
+                "data loading does not use it",
             )
     free = shutil.disk_usage(Path.cwd()).free
     yield Finding("ok", f"{_gigabytes(free):.1f} GB free in {Path.cwd()}")
@@ -122,10 +124,10 @@ def _devices() -> Iterator[Finding]:
     yield from _device(torch.device("cpu"), f"cpu, {torch.get_num_threads()} threads, torch {torch.__version__}")
     unused = unused_gpu()
     if unused:
-        yield Finding("bad", f"{unused}. Until then only --device cpu works")
+        yield Finding("bad", f"{unused}. Until then use --device cpu")
     if not torch.cuda.is_available():
         built = torch.version.cuda
-        why = f"torch is built for CUDA {built} and finds none" if built else "torch is built without CUDA"
+        why = f"torch is built for CUDA {built} but finds no device" if built else "torch is built without CUDA"
         if not unused:
             yield Finding("note", f"no CUDA device: {why}")
         yield _compiler(torch.device("cpu"))
@@ -139,7 +141,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _device(device: torch.device, name: str) -> Iterator[Finding]:
-    """What a device can do, tried."""
+    """Test what a device can compute."""
     import torch
 
     yield Finding("ok", name)
@@ -149,7 +151,7 @@ def _device(device: torch.device, name: str) -> Iterator[Finding]:
 
 
 def _precision(device: torch.device, dtype: torch.dtype) -> Finding:
-    """Whether a product in this format is right, and what a run in it does here."""
+    """Multiply matrices in a dtype and report whether the result is right and how training computes it."""
     import torch
 
     from megalith.nn.precision import product_dtype_on
@@ -163,25 +165,23 @@ def _precision(device: torch.device, dtype: torch.dtype) -> Finding:
         return Finding("bad" if short == "float32" else "note", f"    {short} ({flag}): {str(problem).splitlines()[0]}")
     if error > _TOLERANCE[short]:
         return Finding(
-            "bad", f"    {short} ({flag}): a product is off by {error:g}; the device or its driver is broken"
+            "bad", f"    {short} ({flag}): a matrix product has error {error:g}; the device or its driver is broken"
         )
     remark = ""
     if product_dtype_on(device.type, dtype) != dtype:
-        remark = f": kept in {short} and multiplied in fp32, for which this processor has fast instructions"
+        remark = f": stored in {short}, multiplied in fp32, which is faster on this CPU"
     elif device.type == "cuda" and short == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return Finding("note", "    bfloat16 (--bf16): only emulated by this GPU, and slow; use --fp16")
+        return Finding("note", "    bfloat16 (--bf16): emulated by this GPU, slow; use --fp16")
     return Finding("ok", f"    {short} ({flag}){remark}")
 
 
 def _attention(device: torch.device) -> str:
-    """Which kernel training takes, found out by asking for each in turn."""
+    """Return the attention kernels that work on a device, found by running each."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if device.type == "cpu":
-        return (
-            "torch's flash kernel, blocked products with dropout and in bf16; --attention-backend unfused is by steps"
-        )
+        return "torch's flash kernel; blocked attention for dropout and bf16; unfused with --attention-backend unfused"
     half = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     q = torch.zeros(1, 2, 128, 64, device=device, dtype=half)
     works = []
@@ -197,28 +197,29 @@ def _attention(device: torch.device) -> str:
             works.append(name)
         except RuntimeError:
             continue
-    without = "" if "flash" in works else "; no flash kernel for this GPU (it begins with sm80)"
+    without = "" if "flash" in works else "; no flash kernel for this GPU (needs sm80)"
     return f"torch's {', '.join([*works, 'math'])}{without}"
 
 
 def _compiler(device: torch.device) -> Finding:
     if device.type == "cuda":
-        there = importlib.util.find_spec("triton") is not None
-        return Finding("ok" if there else "note", f"--compile: triton is {'there' if there else 'missing'}")
+        found = importlib.util.find_spec("triton") is not None
+        return Finding("ok" if found else "note", f"--compile: triton is {'installed' if found else 'missing'}")
     compiler = next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
-    said = f"C++ compiler {compiler}" if compiler else "needs a C++ compiler, and there is none; all else needs none"
-    return Finding("ok" if compiler else "note", f"--compile: {said}")
+    text = f"C++ compiler {compiler}" if compiler else "needs a C++ compiler, and none is installed"
+    return Finding("ok" if compiler else "note", f"--compile: {text}")
 
 
 def _processes() -> Iterator[Finding]:
     from megalith.distributed.launch import available_backends
 
     backends = available_backends()
-    yield Finding("ok" if "gloo" in backends else "bad", f"gloo (CPU): {'there' if 'gloo' in backends else 'missing'}")
+    available = "gloo" in backends
+    yield Finding("ok" if available else "bad", f"gloo (CPU): {'available' if available else 'missing'}")
     if "nccl" in backends:
         yield Finding("ok", f"NCCL {backends['nccl']}")
     else:
-        yield Finding("note", "NCCL: not in this torch; --distributed-backend nccl becomes gloo where there is no GPU")
+        yield Finding("note", "NCCL: not in this torch; --distributed-backend nccl becomes gloo without a GPU")
     launchers = [name for name in ("torchrun", "srun", "mpirun") if shutil.which(name)]
     yield Finding("ok", f"launchers: megalith train --nproc N{''.join(f', {name}' for name in launchers)}")
     for name in _VARIABLES:

@@ -1,4 +1,4 @@
-"""`megalith evaluate`, and behind `tasks/main.py`: how good a trained model is."""
+"""`megalith evaluate` and `tasks/main.py`: evaluation of a trained model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from megalith.cli.arguments import CommandParser, add_checkpoint_flags, add_layout_flags, layout_settings, load_model
-from megalith.cli.threads import settle_rank
+from megalith.cli.threads import configure_rank
 from megalith.config import RunConfig
 from megalith.config.environment import first_of_machine
 from megalith.config.families import FAMILIES
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Result = Accuracy | TextLoss | MaskedResult
 
 AS_MEGATRON = "tasks/main.py"
-"""The first word of a command line under Megatron's flags."""
+"""First argument of a command line with Megatron's flags."""
 
 EXIT_ALARM = 7
 
@@ -44,39 +44,46 @@ def _parser() -> argparse.ArgumentParser:
     tasks = "\n".join(f"  {name:12}{about}" for name, about in TASKS.items())
     parser = CommandParser(
         prog="megalith evaluate",
-        description="Measure a trained model. Architecture and tokenizer come from the checkpoint. Under torchrun "
-        "several processes share the model (--tp, --pp) or the samples.",
-        epilog=f"tasks:\n{tasks}\n\nA result that cannot be right is called out at the end, with the likely cause. "
-        "docs/evaluation.md says more.",
+        description="Evaluate a trained model. Architecture and tokenizer come from the checkpoint. Under torchrun the "
+        "model is sharded (--tp, --pp); the remaining ranks are data-parallel.",
+        epilog=f"tasks:\n{tasks}\n\nAn implausible result raises an alarm that names the likely cause. "
+        "See docs/evaluation.md.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add_checkpoint_flags(parser)
     add_layout_flags(parser)
-    add("--task", required=True, choices=tuple(TASKS), help="what to measure")
+    add("--task", required=True, choices=tuple(TASKS), help="task, see below")
     add(
         "--data",
         type=local_path,
         metavar="FILE",
-        help="the file to measure on: jsonl with a text in each line, or txt; of masked and spans also the prefix of a "
-        "dataset of preprocess --split-sentences",
+        help="evaluation set: jsonl with a text in each line, or txt; for masked and spans also the prefix of a "
+        "dataset written by preprocess --split-sentences",
     )
-    add("--strict-lambada", action="store_true", help="lambada: ask for the last word, not only for its last token")
-    add("--overlapping-eval", type=int, metavar="N", help="tokens that each window scores (default: 32)")
-    add("--seq-length", type=int, metavar="N", help="tokens of a window (default: the model's context), or of a sample")
-    add("--samples", type=int, metavar="N", help="masked, spans: at most so many of the samples (default: all)")
-    add("--decoder-seq-length", type=int, metavar="N", help="spans: tokens that the decoder reads of a sample")
-    add("--detokenizer", choices=DETOKENIZER_CHOICES, default="auto", help="wikitext103: auto goes by the path")
-    add("--micro-batch-size", type=int, default=DEFAULT_BATCH, metavar="N", help="of one forward pass (default: 8)")
-    add("--log-interval", type=int, default=100, metavar="N", help="batches between lines of progress (default: 100)")
-    add("--json", type=local_path, metavar="FILE", help="write the result there too")
-    add("--fail-on-alarm", action="store_true", help=f"end with code {EXIT_ALARM} if the result cannot be right")
+    add("--strict-lambada", action="store_true", help="lambada: predict the whole last word, not only its last token")
+    add("--overlapping-eval", type=int, metavar="N", help="tokens scored per window (default: 32)")
+    add("--seq-length", type=int, metavar="N", help="tokens per window or sample (default: the model's context length)")
+    add("--samples", type=int, metavar="N", help="masked, spans: maximum number of samples (default: all)")
+    add("--decoder-seq-length", type=int, metavar="N", help="spans: decoder tokens per sample")
+    add(
+        "--detokenizer",
+        choices=DETOKENIZER_CHOICES,
+        default="auto",
+        help="wikitext103: detokenizer; auto chooses by the path (default)",
+    )
+    add(
+        "--micro-batch-size", type=int, default=DEFAULT_BATCH, metavar="N", help="samples per forward pass (default: 8)"
+    )
+    add("--log-interval", type=int, default=100, metavar="N", help="batches between progress lines (default: 100)")
+    add("--json", type=local_path, metavar="FILE", help="also write the result to FILE")
+    add("--fail-on-alarm", action="store_true", help=f"exit with code {EXIT_ALARM} if the result is implausible")
     return parser
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measure, and print the result and its alarms."""
+    """Evaluate, and print the result and its alarms."""
     from megalith.compat.megatron.tasks import help_text, read_flags
 
     if argv and argv[0] == AS_MEGATRON:
@@ -112,12 +119,12 @@ def run(argv: Sequence[str]) -> int:
 def _evaluate(request: Request, file: Path | None, fail_on_alarm: bool, notes: Sequence[str]) -> int:
     began = time.monotonic()
     first = first_of_machine(os.environ)
-    _, threads = settle_rank(os.environ)
+    _, threads = configure_rank(os.environ)
 
     from megalith.assemble.ranks import join_ranks
 
     try:
-        config = _configuration(request)
+        config = _configure(request)
     except MegalithError as error:
         error.said = not first
         raise
@@ -143,8 +150,8 @@ def _silent(text: str) -> None:
     pass
 
 
-def _configuration(request: Request) -> RunConfig:
-    """The ranks of the evaluation, checked against the model."""
+def _configure(request: Request) -> RunConfig:
+    """Return the configuration of the ranks; ConfigError if the request does not fit the model."""
     from megalith.assemble.reading import model_in, ranks_of, require_text_model, saved_args
     from megalith.compat.megatron.tasks import contradictions
 
@@ -172,8 +179,7 @@ def _configuration(request: Request) -> RunConfig:
         ]
     if request.task == "masked" and request.seq_length is not None and request.seq_length < SHORTEST_SAMPLE:
         wrong.append(
-            f"--seq-length {request.seq_length}: three tokens of a sample of BERT are special; use at least "
-            f"{SHORTEST_SAMPLE}"
+            f"--seq-length {request.seq_length}: a BERT sample has three special tokens; use at least {SHORTEST_SAMPLE}"
         )
     if wrong:
         raise ConfigError(wrong)
@@ -183,7 +189,7 @@ def _configuration(request: Request) -> RunConfig:
 def _measure(
     request: Request, context: ParallelContext, say: Callable[[str], None]
 ) -> tuple[Result, list[Alarm], dict[str, Any]]:
-    """The result, what cannot be right about it, and what was measured."""
+    """Return the result, the alarms about it, and what was evaluated."""
     from megalith.checkpoint import split_path
     from megalith.compat.megatron.evaluation import EvaluationConsole
     from megalith.evaluate.alarms import Evidence, alarms_of, never_trained, size_difference, training_loss
@@ -201,7 +207,7 @@ def _measure(
     say(_about(request, trained, context))
     tokenizer, listener = trained.tokenizer, EvaluationConsole(say, request.log_interval)
     path = request.data or bundled_path()
-    measure = _measure_hidden if request.task in MASKED_TASKS else _measure_text
+    measure = _measure_denoising if request.task in MASKED_TASKS else _measure_text
     result = measure(request, path, trained, context, listener)
     other = None
     if trained.tokenizer_card is None and not trained.from_huggingface:
@@ -241,10 +247,10 @@ def _measure_text(
     return measure_text(path, scorer, tokenizer, windows, listener)
 
 
-def _measure_hidden(
+def _measure_denoising(
     request: Request, path: Path, trained: Trained, context: ParallelContext, listener: Listener
 ) -> MaskedResult:
-    """How well a model finds what is hidden."""
+    """Measure how well a model predicts masked tokens or corrupted spans."""
     from megalith.evaluate.masked import Cut, MaskedScorer, open_samples
     from megalith.models.language_model import DenoisingModel
 
@@ -286,7 +292,7 @@ def _write_json(
     body = {
         **about,
         "strict": request.strict,
-        "result": _without_nan(_numbers(result)),
+        "result": _nan_to_none(_metrics(result)),
         "alarms": [dataclasses.asdict(alarm) for alarm in alarms],
     }
     try:
@@ -295,7 +301,7 @@ def _write_json(
         raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
 
 
-def _numbers(result: Result) -> dict[str, Any]:
+def _metrics(result: Result) -> dict[str, Any]:
     from megalith.evaluate.masked import MaskedResult
     from megalith.evaluate.text import Accuracy
 
@@ -309,8 +315,8 @@ def _numbers(result: Result) -> dict[str, Any]:
     return {**dataclasses.asdict(result), **{name: getattr(result, name) for name in names}}
 
 
-def _without_nan(value: Any) -> Any:
-    """With None for what is not a number, which JSON does not know."""
+def _nan_to_none(value: Any) -> Any:
+    """Return the value with None in place of NaN, which JSON cannot represent."""
     if isinstance(value, dict):
-        return {name: _without_nan(entry) for name, entry in value.items()}
+        return {name: _nan_to_none(entry) for name, entry in value.items()}
     return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,4 +1,4 @@
-"""`megalith from-megatron script.sh`: what a launch script of Megatron asks for, as a recipe and a command."""
+"""`megalith from-megatron SCRIPT.sh`: a launch script of Megatron translated to a recipe and a command."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from megalith.errors import ConfigError
 
 _HELP = """usage: megalith from-megatron SCRIPT.sh [ARGUMENTS OF THE SCRIPT]
 
-Reads a launch script of Megatron-LM (bash) and prints the recipe of its run, the command that starts it here, and what
-there is to say about it. The script itself runs unchanged, too. Nothing of it is executed: variables, arrays, comments
-and continued lines are followed, functions, and scripts inside the script (bash -c, here-documents of sbatch); what
-only a shell could know is left as it stands. Exit code 2: it asks for something that does not fit; the recipe is
-printed all the same. Command lines of Megatron's tools are checked and shown.
-MEGALITH_EXPLAIN=1 bash SCRIPT.sh lets bash read the script instead: the training programs that it starts then print
-the same about their own command line, on rank 0, and exit."""
+Reads a launch script of Megatron-LM (bash) and prints the recipe of its run, the command that starts it here, and
+notes. The script also runs unchanged. Nothing is executed: variables, arrays, comments, continued lines, functions and
+nested scripts (bash -c, here-documents of sbatch) are parsed; expressions that need a shell stay as they are. Exit
+code 2: the configuration is invalid; the recipe is printed nevertheless. Command lines of Megatron's tools are checked
+and printed.
+MEGALITH_EXPLAIN=1 bash SCRIPT.sh lets bash interpret the script: the training programs that it starts print the same
+about their own command line, on rank 0, and exit."""
 
-# Program -> the flags that it stands for.
+# Program -> flags that it implies.
 _TRAINING: dict[str, tuple[str, ...]] = {
     **{f"pretrain_{family}.py": ("--model-family", family) for family in FAMILIES},
     **dict.fromkeys(("pretrain_gpt.py", "pretrain_gpt_core.py", "pretrain_llama.py"), ()),
@@ -48,7 +48,7 @@ _OTHER = {
 }
 
 
-# Paths of programs, from their end. They have command lines of their own, which run unchanged here.
+# Last parts of the paths of programs whose command lines run unchanged here.
 _TOOLS = (
     "preprocess_data.py",
     "merge_datasets.py",
@@ -62,7 +62,7 @@ _RECIPE_FILE = "recipe.toml"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the recipe on the standard output, notes on the standard error."""
+    """Print the recipe to stdout and notes to stderr."""
     if not argv or argv[0] in ("-h", "--help"):
         print(_HELP)
         return 0
@@ -70,26 +70,26 @@ def run(argv: Sequence[str]) -> int:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text"
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise ConfigError(f"{path}: {reason}; give a launch script of bash") from error
     script = read_script(text, argv[1:], os.environ)
     launches = find_launch(script)
     for line in script.notes:
         print(f"note: {path}: {line}", file=sys.stderr)
-    training = [launch for launch in launches if _meant(launch) is not None]
+    training = [launch for launch in launches if _implied_flags(launch) is not None]
     if not training:
-        return _without_training(path, launches)
+        return _show_tools(path, launches)
     if len(training) > 1:
         lines = ", ".join(str(launch.line) for launch in training)
         print(f"note: {path} starts {len(training)} trainings (lines {lines}); the last one is shown", file=sys.stderr)
     return _show(path, training[-1], script)
 
 
-def _meant(launch: Launch) -> tuple[str, ...] | None:
-    """The flags that a training program stands for; None for any other program.
+def _implied_flags(launch: Launch) -> tuple[str, ...] | None:
+    """Return the flags that a training program implies; None for any other program.
 
-    Forks name their own: one whose name begins with `pretrain`, or that is given a model and a length, is taken for
-    Megatron's of the same kind of model.
+    Forks have their own programs: one whose name begins with `pretrain`, or that receives flags for a model and a
+    number of steps, is treated as Megatron's program for that family.
     """
     if launch.name in _TRAINING:
         return _TRAINING[launch.name]
@@ -104,12 +104,12 @@ def _meant(launch: Launch) -> tuple[str, ...] | None:
 
 
 def _path_in(launch: Launch, paths: Iterable[str]) -> str | None:
-    """Return the first of these paths that the program of a launch ends with."""
+    """Return the first of `paths` that the launched program's path ends with, or None."""
     return next((path for path in paths if PurePath(launch.program).match(path)), None)
 
 
 def _check_tool(tool: str, flags: Sequence[str]) -> None:
-    """Check the flags of one of `_TOOLS`, without a look at files."""
+    """Check the flags of one of `_TOOLS` without opening files."""
     if tool == "preprocess_data.py":
         from megalith.cli.preprocess import parse
 
@@ -128,15 +128,15 @@ def _check_tool(tool: str, flags: Sequence[str]) -> None:
         check_flags(flags)
     elif tool == "text_generation_cli.py":
         if len(flags) != 1:
-            raise ConfigError(f"{shlex.join(flags) or 'no argument'}: one is taken, HOST:PORT")
+            raise ConfigError(f"{shlex.join(flags) or 'no argument'}: give one argument, HOST:PORT")
     else:
         from megalith.compat.megatron import convert
 
         convert.read_flags(PurePath(tool).name, flags, files=False)
 
 
-def _without_training(path: Path, launches: Sequence[Launch]) -> int:
-    """A script that trains nothing: check and show what it starts."""
+def _show_tools(path: Path, launches: Sequence[Launch]) -> int:
+    """Check and print the commands of a script that starts no training."""
     for launch in launches:
         if other := _path_in(launch, _OTHER):
             raise ConfigError(f"{path}, line {launch.line}: {launch.program}: {_OTHER[other]}")
@@ -144,8 +144,8 @@ def _without_training(path: Path, launches: Sequence[Launch]) -> int:
     if not known:
         others = ", ".join(dict.fromkeys(launch.name for launch in launches))
         raise ConfigError(
-            f"{path}: no program of Megatron is started in it (such as pretrain_gpt.py by torchrun)"
-            + (f"; {others} is none that is known here" if others else "")
+            f"{path}: the script starts no program of Megatron (such as pretrain_gpt.py with torchrun)"
+            + (f"; unknown here: {others}" if others else "")
         )
     wrong = []
     for launch, tool in known:
@@ -163,7 +163,7 @@ def _without_training(path: Path, launches: Sequence[Launch]) -> int:
 
 
 def explain(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Print the recipe and the notes of this process's command line, on rank 0, then raise what does not fit."""
+    """Print recipe and notes of this process's command line on rank 0, then raise ConfigError if it is invalid."""
     started = read_launch(environ)
     if started.get("RANK", "0") != "0":
         return 0
@@ -175,7 +175,7 @@ def explain(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     options = {"processes": processes, "hosts": str(hosts), "address": started.get("MASTER_ADDR", "HOST")}
     options["port"] = started.get("MASTER_PORT", "29500")
     launch = Launch("", tuple(argv), started.get("MEGALITH_LAUNCHER", "python"), options, 0)
-    _print_recipe("this command line asks for", launch, values)
+    _print_recipe("this command line", launch, values)
     _print_notes(argv, environ)
     return 0
 
@@ -183,35 +183,35 @@ def explain(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 def _show(path: Path, launch: Launch, script: Script) -> int:
     processes, hosts = launch.processes, launch.hosts
     world = (processes or 1) * (hosts or 1)
-    flags = (*(_meant(launch) or ()), *launch.flags)
+    flags = (*(_implied_flags(launch) or ()), *launch.flags)
     if launch.name not in _TRAINING:
-        print(f"note: {launch.name} is taken for Megatron's own program of this kind of model", file=sys.stderr)
-    _print_recipe(f"{path} asks for (line {launch.line})", launch, read_command_line(flags).values)
+        print(f"note: {launch.name} is treated as Megatron's own program for this kind of model", file=sys.stderr)
+    _print_recipe(f"{path} (line {launch.line})", launch, read_command_line(flags).values)
     for name, number in (("processes of a host", processes), ("hosts", hosts)):
         if number is None:
-            print(f"note: the number of {name} is not in the script; 1 is taken", file=sys.stderr)
-    for variable in _needless(script):
-        print(f"note: {variable} needs nothing here", file=sys.stderr)
+            print(f"note: the number of {name} is not in the script; assuming 1", file=sys.stderr)
+    for variable in _unneeded_variables(script):
+        print(f"note: {variable} is not needed here", file=sys.stderr)
     _print_notes(flags, {"RANK": "0", "WORLD_SIZE": str(world)})
     return 0
 
 
 def _print_recipe(what: str, launch: Launch, values: Mapping[str, Any]) -> None:
-    print(f"# What {what}. Start it by:")
+    print(f"# Recipe of {what}. Start it with:")
     for line in _commands(launch):
         print(f"#   {line}")
     print(given_recipe(values), end="", flush=True)
 
 
 def _print_notes(flags: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Print what there is to say about a command line."""
+    """Print the notes about a command line to stderr."""
     for line in notes_lines(load(flags, environ, files=False)):
         print(f"note: {line}", file=sys.stderr)
 
 
 def _commands(launch: Launch) -> list[str]:
-    asked, train = launch.options, ["megalith", "train", "--config", _RECIPE_FILE]
-    processes, hosts = asked.get("processes", "1"), asked.get("hosts", "1")
+    options, train = launch.options, ["megalith", "train", "--config", _RECIPE_FILE]
+    processes, hosts = options.get("processes", "1"), options.get("hosts", "1")
     if launch.launcher == "srun":
         return [shlex.join(["srun", "--nodes", hosts, "--ntasks-per-node", processes, *train])]
     if launch.launcher in ("mpirun", "mpiexec"):
@@ -220,10 +220,10 @@ def _commands(launch: Launch) -> list[str]:
         count = [] if processes == "1" else ["--nproc", processes]
         return [shlex.join([*train[:2], *count, *train[2:]])]
     words = ["torchrun", "--nproc-per-node", processes, "--nnodes", hosts]
-    words += ["--node-rank", asked.get("host", "N"), "--master-addr", asked.get("address", "HOST")]
-    words += ["--master-port", asked.get("port", "29500")]
+    words += ["--node-rank", options.get("host", "N"), "--master-addr", options.get("address", "HOST")]
+    words += ["--master-port", options.get("port", "29500")]
     return ["on each host, with its own --node-rank:", shlex.join([*words, "-m", *train])]
 
 
-def _needless(script: Script) -> list[str]:
+def _unneeded_variables(script: Script) -> list[str]:
     return [name for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_FUSED_ATTN") if name in script.exported]

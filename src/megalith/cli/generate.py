@@ -1,4 +1,4 @@
-"""`megalith generate`: continue a text with a trained model."""
+"""`megalith generate`: text generation with a trained model."""
 
 from __future__ import annotations
 
@@ -23,42 +23,46 @@ if TYPE_CHECKING:
     from megalith.serve.engine import Engine, Limits
 
 
-_OF_WRITERS = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "greedy", "stop", "seed")
-"""Options that say nothing of the [MASK] of a BERT."""
+_SAMPLING_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "greedy", "stop", "seed")
+"""Options that do not apply to the [MASK] of a BERT."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="megalith generate",
-        description="Continue a text with a trained GPT, answer it with a T5, or find with a BERT what its [MASK] "
-        "stand for. Architecture and tokenizer come from the checkpoint. Without --prompt it asks for one text after "
-        "the other.",
+        description="Continue a text with a trained GPT, answer it with a T5, or fill its [MASK] with a BERT. "
+        "Architecture and tokenizer come from the checkpoint. Without --prompt, prompts are read interactively.",
         allow_abbrev=False,
     )
     add_checkpoint_flags(parser)
     add = parser.add_argument
-    add("--prompt", help="the text to continue; - reads it from standard input; asked for if absent")
-    add("--max-new-tokens", type=int, default=100, help="tokens to add at most (default: 100)")
-    add("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
-    add("--top-k", type=int, default=0, help="choose among the k most likely; 0: all (default)")
-    add("--top-p", type=float, default=0.95, help="choose among the likeliest of this sum; 0: all")
-    add("--repetition-penalty", type=float, default=1.0, help="above 1: fewer repeated tokens")
-    add("--greedy", action="store_true", help="always the most likely token")
-    add("--stop", action="append", default=[], help="a text that ends the answer; may be repeated")
-    add("--seed", type=int, default=1234, help="seed of the choices (default: 1234)")
-    add("--num-samples", type=int, default=1, help="how many continuations, or tokens for a [MASK] (default: 1)")
+    add("--prompt", help="text to continue; - reads stdin (default: interactive)")
+    add("--max-new-tokens", type=int, default=100, help="maximum number of generated tokens (default: 100)")
+    add("--temperature", type=float, default=0.8, help="sampling temperature; 0: greedy (default: 0.8)")
+    add("--top-k", type=int, default=0, help="sample from the K most likely tokens; 0: all (default: 0)")
+    add("--top-p", type=float, default=0.95, help="nucleus sampling: probability mass; 0: all (default: 0.95)")
+    add("--repetition-penalty", type=float, default=1.0, help="above 1 penalizes repeated tokens (default: 1)")
+    add("--greedy", action="store_true", help="always choose the most likely token")
+    add("--stop", action="append", default=[], help="text that ends the output; may be repeated")
+    add("--seed", type=int, default=1234, help="seed of sampling (default: 1234)")
+    add(
+        "--num-samples",
+        type=int,
+        default=1,
+        help="number of continuations, or of candidates for each [MASK] (default: 1)",
+    )
     add(
         "--tp",
         type=int,
         default=1,
         metavar="N",
-        help="of a T5 whose layers N processes of torchrun share; a GPT over several processes is served",
+        help="tensor-parallel size of a T5 under torchrun (default: 1); for a GPT use megalith serve",
     )
     return parser
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print each prompt and its continuations."""
+    """Generate for each prompt and print the result."""
     options = _parser().parse_args(list(argv))
     sampling = Sampling(
         0.0 if options.greedy else options.temperature,
@@ -68,31 +72,31 @@ def run(argv: Sequence[str]) -> int:
     )
     violations = sampling.violations() + below_one(options, "--max-new-tokens", "--num-samples", "--tp")
     if options.tp > 1 and options.prompt in (None, "-"):
-        violations.append(f"--tp {options.tp} needs --prompt TEXT, which all processes read")
+        violations.append(f"--tp {options.tp} needs --prompt TEXT")
     if violations:
         raise ConfigError(violations)
     if options.tp > 1:
-        return _answer_together(sampling, options)
+        return _answer_tensor_parallel(sampling, options)
 
     from megalith.assemble.model import choose_device
 
     tokenizer = tokenizer_of_flags(options)
     device, registry = choose_device(options.device), imported_by(options)
     trained = load_model(options.checkpoint, device, options.iteration, tokenizer, registry=registry)
-    reply = _replying(trained, sampling, options)
+    reply = _build_reply(trained, sampling, options)
     if options.prompt is not None:
         reply(sys.stdin.read() if options.prompt == "-" else options.prompt)
         return 0
-    for text in _typed():
+    for text in _read_prompts():
         try:
             reply(text)
-        except MegalithError as error:  # of this text only
+        except MegalithError as error:  # concerns this prompt only
             print(error, file=sys.stderr)
     return 0
 
 
-def _answer_together(sampling: Sampling, options: argparse.Namespace) -> int:
-    """Print what a T5 answers whose layers several processes share; the first chooses and prints."""
+def _answer_tensor_parallel(sampling: Sampling, options: argparse.Namespace) -> int:
+    """Print the answer of a T5 whose layers are tensor-parallel; the first rank samples and prints."""
     from megalith.assemble.ranks import join_ranks
     from megalith.assemble.reading import model_in, ranks_of, require_text_model, saved_args
 
@@ -101,7 +105,7 @@ def _answer_together(sampling: Sampling, options: argparse.Namespace) -> int:
     if not model.family.encoder_decoder:
         require_text_model(model, options.checkpoint, f"--tp {options.tp} is for a T5; a continuation")
         raise ConfigError(
-            f"--tp {options.tp} is for a T5; a GPT over several processes is served: torchrun --nproc_per_node "
+            f"--tp {options.tp} is for a T5; serve a GPT instead: torchrun --nproc_per_node "
             f"{options.tp} -m megalith serve {shlex.quote(str(options.checkpoint))} --tp {options.tp}"
         )
     settings = {"tensor_model_parallel_size": options.tp, "device": options.device}
@@ -110,21 +114,23 @@ def _answer_together(sampling: Sampling, options: argparse.Namespace) -> int:
         trained = load_model(
             options.checkpoint, context.device, options.iteration, tokenizer, context, registry=registry
         )
-        _answer(trained, options.prompt, sampling=sampling, options=options, context=context)
+        _answer_text(trained, options.prompt, sampling=sampling, options=options, context=context)
     return 0
 
 
-def _replying(trained: Trained, sampling: Sampling, options: argparse.Namespace) -> Callable[[str], None]:
-    """What is done with each text, by the objective of the model."""
+def _build_reply(trained: Trained, sampling: Sampling, options: argparse.Namespace) -> Callable[[str], None]:
+    """Return the function that prints the reply to a prompt, by the objective of the model."""
     replies: dict[Objective, Callable[[], Callable[[str], None]]] = {
-        "causal": lambda: partial(_continue, trained, _engine(trained, options), sampling=sampling, options=options),
-        "masked": lambda: partial(_fill, trained, options=options),
-        "spans": lambda: partial(_answer, trained, sampling=sampling, options=options),
+        "causal": lambda: partial(
+            _continue_text, trained, _build_engine(trained, options), sampling=sampling, options=options
+        ),
+        "masked": lambda: partial(_fill_masks, trained, options=options),
+        "spans": lambda: partial(_answer_text, trained, sampling=sampling, options=options),
     }
     return replies[trained.model.config.family.objective]()
 
 
-def _answer(
+def _answer_text(
     trained: Trained,
     text: str,
     *,
@@ -132,9 +138,9 @@ def _answer(
     options: argparse.Namespace,
     context: ParallelContext | None = None,
 ) -> None:
-    """Print what T5 writes for a text: the spans that stand for its <extra_id_N>, where it was trained on these.
+    """Print what T5 writes for a text: the spans for its <extra_id_N> if it was trained on span corruption.
 
-    Where several processes share the layers, all of them call this.
+    All tensor-parallel ranks call this.
     """
     from megalith.serve.engine import Engine
     from megalith.serve.model_runner import RankRunner, blocks_for, decoder_prompt_of, runner_of, text_ids
@@ -144,7 +150,7 @@ def _answer(
     except DataError as error:
         raise ConfigError(f"--prompt {error}") from error
     if not ids:
-        raise ConfigError("--prompt is empty; give a text that the encoder can read")
+        raise ConfigError("--prompt is empty; give a text for the encoder")
     model = trained.writer
     length = model.config.max_position_embeddings
     if model.config.position_embedding_type != "learned_absolute":
@@ -160,21 +166,21 @@ def _answer(
         runner, trained.tokenizer, _limits(options), decoder_prompt=decoder_prompt_of(model, trained.tokenizer)
     )
     try:
-        _write(engine, _request(ids, sampling, options), "")
+        _print_samples(engine, _request(ids, sampling, options), "")
     finally:
         engine.close()
 
 
-def _fill(trained: Trained, text: str, *, options: argparse.Namespace) -> None:
+def _fill_masks(trained: Trained, text: str, *, options: argparse.Namespace) -> None:
     """Print a text with the likeliest token in place of each [MASK], and the candidates with their probabilities."""
     from megalith.evaluate.fill_mask import fill_masks
 
-    unused = [name for name in _OF_WRITERS if getattr(options, name) != _parser().get_default(name)]
+    unused = [name for name in _SAMPLING_OPTIONS if getattr(options, name) != _parser().get_default(name)]
     if unused:
         flags = ", ".join("--" + name.replace("_", "-") for name in unused)
         raise ConfigError(
-            f"{flags} {'is' if len(unused) == 1 else 'are'} for models that write text; a BERT finds the likeliest "
-            "tokens for a [MASK]"
+            f"{flags} {'is' if len(unused) == 1 else 'are'} for text generation; a BERT predicts the likeliest "
+            "tokens for each [MASK]"
         )
     try:
         filled = fill_masks(trained.model, trained.tokenizer, text, options.num_samples)
@@ -186,8 +192,8 @@ def _fill(trained: Trained, text: str, *, options: argparse.Namespace) -> None:
         print(f"  [MASK] {number}: {shown}")
 
 
-def _typed() -> Iterator[str]:
-    """The texts that the user types, until the end of the input or Ctrl-C."""
+def _read_prompts() -> Iterator[str]:
+    """Yield the prompts that the user types, until the end of the input or Ctrl-C."""
     while True:
         try:
             text = input("Prompt: " if sys.stdin.isatty() else "")
@@ -200,15 +206,15 @@ def _typed() -> Iterator[str]:
 
 
 def _limits(options: argparse.Namespace) -> Limits:
-    """Those of an engine that draws all samples at once."""
+    """Return limits under which one engine draws all samples of a request at once."""
     from megalith.serve.engine import Limits
 
     samples = options.num_samples
     return Limits(running=max(64, samples), samples=max(128, samples))
 
 
-def _engine(trained: Trained, options: argparse.Namespace) -> Engine:
-    """An engine whose cache holds all samples of the longest text."""
+def _build_engine(trained: Trained, options: argparse.Namespace) -> Engine:
+    """Build an engine whose KV cache holds `--num-samples` sequences of the model's context length."""
     from megalith.serve.engine import Engine
     from megalith.serve.model_runner import blocks_for, runner_of
 
@@ -227,13 +233,15 @@ def _request(ids: Sequence[int], sampling: Sampling, options: argparse.Namespace
     )
 
 
-def _continue(trained: Trained, engine: Engine, text: str, *, sampling: Sampling, options: argparse.Namespace) -> None:
+def _continue_text(
+    trained: Trained, engine: Engine, text: str, *, sampling: Sampling, options: argparse.Namespace
+) -> None:
     ids = trained.tokenizer.encode(text)
-    _write(engine, _request(ids, sampling, options), trained.tokenizer.decode(ids))
+    _print_samples(engine, _request(ids, sampling, options), trained.tokenizer.decode(ids))
 
 
-def _write(engine: Engine, request: Request, shown: str) -> None:
-    """Print the samples of an answer behind what it continues, the first as it grows, the others behind it."""
+def _print_samples(engine: Engine, request: Request, shown: str) -> None:
+    """Print the samples after `shown`: the first as it is generated, the others when all are complete."""
     answers, begun, full = [""] * request.n, False, False
     try:
         for event in engine.run(request):
@@ -255,4 +263,4 @@ def _write(engine: Engine, request: Request, shown: str) -> None:
         sys.stdout.write(f"{shown}{answer}\n")
     room = engine.room(len(request.prompt))
     if full and room < request.max_new_tokens:
-        warn(f"note: the text ends after {room} tokens, with the context of the model; --max-new-tokens is more")
+        warn(f"note: the text ends after {room} tokens, at the context length; --max-new-tokens is larger")

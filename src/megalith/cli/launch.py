@@ -1,8 +1,8 @@
-"""`megalith train --nproc N`: starts the ranks of a run on this machine, looks after them, and says how it ended.
+"""`megalith train --nproc N`: launcher and supervisor of the ranks on this machine.
 
-The configuration is checked before any process starts. The last words are the first cause. With `--max-restarts M` a
-run that fails goes on from its last checkpoint, until it has done so M times or the same thing happens again without
-a newer checkpoint.
+The configuration is checked before any process starts. The last line of a failed run names the first cause. With
+`--max-restarts M` a failed run is restarted from its newest checkpoint up to M times, unless it fails in the same way
+twice without a newer checkpoint.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from megalith.train.signals import STOP_SIGNALS
 from megalith.train.streams import warn
 
 Resume = Callable[[], tuple[int | None, list[str]]]
-"""Iteration of the last checkpoint (None if there is none) and the words that go on from it."""
+"""Returns the iteration of the newest checkpoint (None if there is none) and the arguments that resume from it."""
 
 
 def starts_ranks(config: RunConfig) -> bool:
-    """Whether this process is to start the ranks of the run, not to be one of them."""
+    """Return whether this process launches the ranks of the run instead of being one of them."""
     return config.launch.nproc is not None and "rank" not in config.given
 
 
 @dataclass(frozen=True)
-class _Failed:
+class _Failure:
+    """Cause of a failed attempt, and the iteration of the newest checkpoint after it (None without one)."""
+
     cause: Cause
     saved: int | None
 
-    def repeats(self, other: _Failed | None) -> bool:
-        """Whether the same fault has happened again though nothing more is saved."""
+    def repeats(self, other: _Failure | None) -> bool:
+        """Return whether this failure equals the `other` one and no newer checkpoint was saved between them."""
         if other is None or self.cause.from_outside:
             return False
         same = (self.cause.kind, self.cause.step) == (other.cause.kind, other.cause.step)
@@ -44,14 +46,14 @@ class _Failed:
 
 
 def supervise(config: RunConfig, argv: Sequence[str], resume: Resume) -> int:
-    """Run all ranks to their end; returns the exit code of the run.
+    """Run all ranks until they end and return the exit code of the run.
 
-    0 finished, 75 stopped by a signal after saving, 130 left at once on a second signal, else that of the first rank
-    that failed (128 + n for signal n).
+    0: finished; 75: stopped by a signal after saving; 130: ended at once by a second signal; else the exit code of the
+    first rank that failed (128 + n for signal n).
     """
     words, before, restarts = list(argv), _data_sizes(config), config.launch.max_restarts
     assert config.launch.nproc is not None
-    previous: _Failed | None = None
+    previous: _Failure | None = None
     with Signals(STOP_SIGNALS) as signals:
         for number in range(restarts + 1):
             attempt = Attempt(_command(words), config.launch.nproc, number, _environment(), signals)
@@ -63,47 +65,50 @@ def supervise(config: RunConfig, argv: Sequence[str], resume: Resume) -> int:
             finally:
                 attempt.board.remove()
             saved, words = resume()
-            failed = _Failed(cause, saved)
-            verdict = _verdict(failed, previous, number, restarts)
+            failed = _Failure(cause, saved)
+            verdict = _why_no_restart(failed, previous, number, restarts)
             if attempt.signals and not verdict:
-                verdict = "not started again, as it was asked to stop"
+                verdict = "not restarted: a signal asked it to stop"
             if verdict:
-                _last_words(failed, before, verdict, saved, words)
+                _print_outcome(failed, before, verdict, saved, words)
                 return cause.exit_code
-            warn(f"{cause.text}{_shrunk(before)}\nrestart {number + 1} of {restarts}, {_from(saved)}")
+            warn(f"{cause.text}{_shrunk_files(before)}\nrestart {number + 1} of {restarts}, {_restart_point(saved)}")
             previous = failed
-    raise AssertionError("the last attempt has a verdict")
+    raise AssertionError("the last attempt is never restarted")
 
 
-def _verdict(failed: _Failed, previous: _Failed | None, number: int, restarts: int) -> str:
-    """Why there is no further attempt; empty if there is one."""
+def _why_no_restart(failed: _Failure, previous: _Failure | None, number: int, restarts: int) -> str:
+    """Return why no further attempt is made; "" if one is."""
     if restarts and failed.cause.hopeless:
-        return "a restart cannot mend this"
+        return "not restarted: this error would occur again"
     if number == restarts:
-        return f"all {restarts} restarts are used up" if restarts else "not started again"
+        return f"all {restarts} restarts are used" if restarts else _NO_RESTARTS
     if failed.repeats(previous):
-        return f"the same happened twice and nothing was saved between: no use in restart {number + 1} of {restarts}"
+        return f"failed twice in the same way without a new checkpoint: no restart {number + 1} of {restarts}"
     return ""
 
 
-def _last_words(failed: _Failed, before: dict[Path, int], verdict: str, saved: int | None, words: list[str]) -> None:
-    if verdict != "not started again":
+def _print_outcome(
+    failed: _Failure, before: dict[Path, int], verdict: str, saved: int | None, words: list[str]
+) -> None:
+    if verdict != _NO_RESTARTS:
         warn(verdict)
     if saved is not None:
         warn(f"iteration {saved} is saved; resume with:\n  {command_line(words)}")
     if failed.cause.text:
-        warn(f"megalith train: {failed.cause.text}{_shrunk(before)}")
+        warn(f"megalith train: {failed.cause.text}{_shrunk_files(before)}")
 
 
-def _from(saved: int | None) -> str:
-    return "from the beginning: nothing is saved" if saved is None else f"from iteration {saved}"
+def _restart_point(saved: int | None) -> str:
+    return "from the beginning: no checkpoint" if saved is None else f"from iteration {saved}"
 
 
+_NO_RESTARTS = "not restarted"
 _SCRIPTS = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py")
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """The command as the user can type it again, without the launcher."""
+    """Return the shell command that repeats this one without the launcher."""
     program = Path(sys.argv[0]).name
     if program == "__main__.py":
         return shlex.join(["python", "-m", "megalith", "train", *argv])
@@ -113,33 +118,33 @@ def command_line(argv: Sequence[str]) -> str:
 
 
 def _command(words: Sequence[str]) -> list[str]:
-    """Return the command of a rank: that of this process, or the module where another program has called `main`."""
+    """Return the command of a rank: this process's own, or `python -m megalith` if another program called `main`."""
     program = Path(sys.argv[0])
     if program.name in _SCRIPTS:
         return [sys.executable, str(program), *words]
     if program.name == "megalith" and program.is_file():  # with -m, modules of the working folder would come first
         return [sys.executable, str(program), "train", *words]
     if (program.parent.name, program.name) != ("megalith", "__main__.py"):
-        warn(f"{program} is not run by the ranks: each of them is a `python -m megalith train`")
+        warn(f"{program} does not run on the ranks: each of them runs `python -m megalith train`")
     return [sys.executable, "-m", "megalith", "train", *words]
 
 
 def _environment() -> Mapping[str, str]:
-    """Return the environment of the ranks, which find the package where this process has found it."""
+    """Return the environment of the ranks, with PYTHONPATH such that they import the same package as this process."""
     source = Path(__file__).resolve().parents[2]
     if source in [Path(folder).resolve() for folder in (*site.getsitepackages(), site.getusersitepackages())]:
-        return os.environ  # found there anyway; in PYTHONPATH it would hide what the user's own PYTHONPATH replaces
+        return os.environ  # found without PYTHONPATH, where it would take precedence over the user's replacements
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))}
 
 
 def _data_sizes(config: RunConfig) -> dict[Path, int]:
-    """Sizes of the data files, which are mapped into memory: one that shrinks ends a process by SIGBUS."""
+    """Return the size in bytes of each memory-mapped data file. A file that shrinks kills its readers by SIGBUS."""
     files = [Path(prefix + ending) for prefix in data_sources(config.data).prefixes for ending in (".bin", ".idx")]
     return {file: file.stat().st_size for file in files if file.is_file()}
 
 
-def _shrunk(before: dict[Path, int]) -> str:
-    """Names data files that are shorter than at the start."""
+def _shrunk_files(before: dict[Path, int]) -> str:
+    """Return a message about the data files that are shorter than in `before`, starting with "; "; "" if none is."""
     found = []
     for file, size in before.items():
         now = file.stat().st_size if file.is_file() else 0

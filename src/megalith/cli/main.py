@@ -1,7 +1,7 @@
-"""The `megalith` command: finds the command, runs it, and turns errors into messages and exit codes.
+"""The `megalith` command: dispatch to a command, and map errors to messages and exit codes.
 
-Nothing is imported but the module of the command that is asked for, so that help and configuration errors are
-immediate. Each command is a module of this folder with `run(argv) -> int`, argv without the name of the command.
+Only the module of the requested command is imported, so that help and configuration errors appear at once.
+ Each command is a module of this folder with `run(argv) -> int`, argv without the name of the command.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from megalith.train.streams import drop, warn
 
 # Command -> what it does, in the order of a first day's work.
 COMMANDS: dict[str, str] = {
-    "quickstart": "train a small GPT on text of this machine and generate from it, in minutes",
+    "quickstart": "train a small GPT on text found on this machine and generate from it, in minutes",
     "preprocess": "turn text (jsonl, txt, csv, parquet, ...) into tokenised .bin/.idx files",
     "data": "inspect, verify and merge .bin/.idx datasets",
-    "train": "train a model; takes Megatron's flags, or --config RECIPE.toml, or both",
+    "train": "train a model with Megatron's flags, --config RECIPE.toml, or both",
     "generate": "continue a prompt with a trained checkpoint",
-    "serve": "answer over HTTP with a trained checkpoint: a page, OpenAI's API, Megatron's API",
+    "serve": "serve a trained checkpoint over HTTP: a page, OpenAI's API, Megatron's API",
     "evaluate": "measure a trained checkpoint",
     "checkpoint": "inspect, verify, compare and convert checkpoints of any format",
-    "config": "show the complete configuration that flags and a recipe give, or all flags",
-    "from-megatron": "read a launch script of Megatron: its recipe, the command, and what there is to say",
-    "report": "one page of a run for the browser: curves, changes of the configuration, saves and restarts",
-    "doctor": "what this installation and this machine have, and what is missing for what",
-    "schedule": "draw a pipeline schedule with its bubble and its memory",
-    "completion": "print what lets Tab complete commands and flags in bash or zsh",
+    "config": "print the complete configuration of a command line, or all flags",
+    "from-megatron": "translate a launch script of Megatron: recipe, command and notes",
+    "report": "write an HTML page of a run: curves, changes of the configuration, saves and restarts",
+    "doctor": "check this installation and this machine, and name what is missing for which feature",
+    "schedule": "draw a pipeline schedule with its bubble and live activations",
+    "completion": "print the completion script for bash or zsh",
 }
 
-_INTERRUPTED = 130
-_READER_LEFT = 141  # what a shell reports for a program that SIGPIPE ended
-_SECONDS_FOR_THE_FIRST_TO_SPEAK = 5.0
+_EXIT_INTERRUPTED = 130
+_EXIT_BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
+_FIRST_RANK_PRINTS_WITHIN_SECONDS = 5.0
 # Commands whose output is all they do.
-_ONLY_PRINTING = (
+_PRINTING_COMMANDS = (
     "--version",
     "-V",
     "version",
@@ -79,11 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         warn("megalith: interrupted")
-        return _INTERRUPTED
+        return _EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output, such as `head`, has left
         drop(sys.stdout)
-        only_printing = words[0] in _ONLY_PRINTING or not {"-h", "--help", "--help-all"}.isdisjoint(words)
-        return 0 if only_printing else _READER_LEFT
+        only_printing = words[0] in _PRINTING_COMMANDS or not {"-h", "--help", "--help-all"}.isdisjoint(words)
+        return 0 if only_printing else _EXIT_BROKEN_PIPE
     except OSError as error:
         # Path.is_file and its like raise this one, where they return False for a path that does not exist.
         if error.errno != errno.ENAMETOOLONG or error.filename is None:
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def available_commands() -> dict[str, str]:
-    """The commands whose modules this installation has."""
+    """Return the commands whose modules are installed, name -> description."""
     return {name: about for name, about in COMMANDS.items() if find_spec(_module(name))}
 
 
@@ -129,9 +129,9 @@ def _help() -> str:
 
 
 def _report(error: MegalithError, command: str) -> None:
-    """Print an error as a message. A configuration is as wrong on every rank of a machine: the first one speaks.
+    """Print an error. A ConfigError is the same on every rank, so only the first rank of each machine prints it.
 
-    The others let it: torchrun and mpirun end all ranks of a machine as soon as one has failed.
+    The other ranks wait for it: torchrun and mpirun kill all ranks of a machine as soon as one exits.
     """
     from megalith.config.environment import first_of_machine
 
@@ -140,14 +140,14 @@ def _report(error: MegalithError, command: str) -> None:
     if not isinstance(error, ConfigError):
         warn(f"megalith {command}: {error}")
     elif first_of_machine(os.environ):
-        warn(_violations(error, command))
+        warn(_list_violations(error, command))
     else:
         with suppress(KeyboardInterrupt):
-            time.sleep(_SECONDS_FOR_THE_FIRST_TO_SPEAK)
+            time.sleep(_FIRST_RANK_PRINTS_WITHIN_SECONDS)
 
 
-def _violations(error: ConfigError, command: str) -> str:
+def _list_violations(error: ConfigError, command: str) -> str:
     if len(error.violations) == 1:
         return f"megalith {command}: {error.violations[0]}"
     lines = [f"  {number}. {text}" for number, text in enumerate(error.violations, start=1)]
-    return "\n".join([f"megalith {command}: {len(lines)} things to put right, nothing was started:", *lines])
+    return "\n".join([f"megalith {command}: {len(lines)} errors, nothing was started:", *lines])

@@ -1,4 +1,4 @@
-"""`megalith preprocess` and tools/preprocess_data.py: Megatron's command line for preparing data, and its output."""
+"""`megalith preprocess` and tools/preprocess_data.py: data preparation with Megatron's flags and output."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from megalith.data.sources import END_OF_TEXT_SEPARATOR, FORMATS, Limits, Source
 from megalith.errors import ConfigError
 from megalith.train.streams import warn
 
-_OF_THE_TOKENIZER = (
+_TOKENIZER_FLAGS = (
     *("--trust-remote-code", "--tokenizer-metadata", "--tokenizer-sentencepiece-legacy", "--use-gigatoken"),
     *("--no-tokenizer-sentencepiece-ignore-extra-whitespaces", "--tokenizer-hf-no-use-fast"),
 )
-_OF_THE_MODEL = "concerns the model; the data is the same for any value"
-_MEASURE = "nothing to find: without --workers all cores work, and more processes than cores bring nothing"
-_NUMBERS = ("--workers", "--partitions", "--log-interval", "--max-document-bytes", "--max-expansion")
-_OF_PUNKT = ("--keep-newlines", "--lang", "--punkt-parameters")
+_MODEL_ONLY = "applies to the model; the data is the same for any value"
+_NO_WORKER_SEARCH = "no search is needed: the default of --workers is the number of cores, the optimum"
+_INTEGER_FLAGS = ("--workers", "--partitions", "--log-interval", "--max-document-bytes", "--max-expansion")
+_PUNKT_FLAGS = ("--keep-newlines", "--lang", "--punkt-parameters")
 _MEGABYTE = 1024 * 1024
 _SECONDS_BETWEEN_LINES = 1.0
 _SHOWN_BAD_LINES = 10
@@ -37,47 +37,47 @@ _SHOWN_BAD_LINES = 10
 
 @dataclass(frozen=True)
 class OtherFlag:
-    """A flag of Megatron that has no effect here, and why."""
+    """Flag of Megatron that has no effect here, and why."""
 
-    values: str  # how many words follow it: "0", "1" or "+"
-    reason: str  # what to say when it is used
-    refused: bool = False  # whether it stops the command, because ignoring it would change what is done
+    values: str  # number of arguments: "0", "1" or "+"
+    reason: str  # message if it is used
+    refused: bool = False  # whether it is an error, because ignoring it would change the result
 
 
-def _as_in_training(name: str) -> OtherFlag:
-    """A flag of the tokenizer that says the same here as in training, for the reason that is given there."""
+def _training_flag(name: str) -> OtherFlag:
+    """Return a tokenizer flag with the note or refusal that it has in training."""
     known = known_flags()[name]
     return OtherFlag(known.arity, known.why or known.refusal, refused=not known.why)
 
 
 OTHER_FLAGS = {
     "--dataset-impl": OtherFlag("1", "obsolete; datasets are always memory-mapped"),
-    "--chunk-size": OtherFlag("1", "obsolete; the work is cut by size"),
+    "--chunk-size": OtherFlag("1", "obsolete; work is divided by size"),
     "--legacy-tokenizer": OtherFlag("0", "the tokenizers give the same ids with and without it"),
-    "--make-vocab-size-divisible-by": OtherFlag("1", _OF_THE_MODEL),
-    "--padded-vocab-size": OtherFlag("1", _OF_THE_MODEL),
-    "--no-pad-vocab-size": OtherFlag("0", "concerns the model; the data is the same with and without it"),
-    "--find-optimal-num-workers": OtherFlag("0", _MEASURE, refused=True),
-    "--workers-to-check": OtherFlag("+", _MEASURE, refused=True),
-    "--max-documents": OtherFlag("1", f"belongs to --find-optimal-num-workers; {_MEASURE}", refused=True),
-    "--performance-dir": OtherFlag("1", f"belongs to --find-optimal-num-workers; {_MEASURE}", refused=True),
-    **{name: _as_in_training(name) for name in _OF_THE_TOKENIZER},
+    "--make-vocab-size-divisible-by": OtherFlag("1", _MODEL_ONLY),
+    "--padded-vocab-size": OtherFlag("1", _MODEL_ONLY),
+    "--no-pad-vocab-size": OtherFlag("0", "applies to the model; the data is the same with and without it"),
+    "--find-optimal-num-workers": OtherFlag("0", _NO_WORKER_SEARCH, refused=True),
+    "--workers-to-check": OtherFlag("+", _NO_WORKER_SEARCH, refused=True),
+    "--max-documents": OtherFlag("1", f"belongs to --find-optimal-num-workers; {_NO_WORKER_SEARCH}", refused=True),
+    "--performance-dir": OtherFlag("1", f"belongs to --find-optimal-num-workers; {_NO_WORKER_SEARCH}", refused=True),
+    **{name: _training_flag(name) for name in _TOKENIZER_FLAGS},
 }
 
 
 def make_parser() -> CommandParser:
-    """The parser; numbers come out as words, so that all that is wrong with them is said at once."""
+    """Build the parser. Numbers stay strings, so that `parse` reports all invalid ones at once."""
     parser = CommandParser(
         prog="megalith preprocess",
-        description="Turn text into tokens: PREFIX_text_document.bin and .idx. A run that was killed goes on where it "
-        "was when the same command is given again. Under a launcher (RANK and WORLD_SIZE, a SLURM array) each process "
-        "takes its share, and `megalith data merge --shares --output-prefix PREFIX` ends it.",
+        description="Tokenize text to PREFIX_text_document.bin and .idx. The same command resumes a run that was "
+        "killed. Under a launcher (RANK and WORLD_SIZE, a SLURM array) each process takes its share of the input; "
+        "merge the shares with `megalith data merge --shares --output-prefix PREFIX`.",
         allow_abbrev=False,
     )
     _add_output(parser)
     _add_sources(parser)
     _add_sentences(parser)
-    _add_course(parser)
+    _add_run_flags(parser)
     add_import_flag(parser)
     add_tokenizer_flags(parser)
     for name, flag in OTHER_FLAGS.items():
@@ -93,40 +93,61 @@ def _add_output(parser: CommandParser) -> None:
         metavar="PATH",
         nargs="+",
         action="extend",
-        help="files, folders and globs: jsonl, one JSON array, txt, csv, parquet, arrow, datasets of Hugging Face; "
-        "also .gz, .xz, .zst, .bz2",
+        help="files, folders and globs: jsonl, one JSON array, txt, csv, parquet, arrow, Hugging Face datasets; "
+        "also compressed: .gz, .xz, .zst, .bz2",
     )
-    add("--output-prefix", type=local_name, metavar="PREFIX", help="beginning of the output paths")
-    add("--json-keys", metavar="KEY", nargs="+", default=["text"], help="keys or columns, a dataset for each (text)")
+    add("--output-prefix", type=local_name, metavar="PREFIX", help="prefix of the output paths")
+    add(
+        "--json-keys",
+        metavar="KEY",
+        nargs="+",
+        default=["text"],
+        help="keys or columns; one dataset each (default: text)",
+    )
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
 
 
 def _add_sources(parser: CommandParser) -> None:
-    add = parser.add_argument_group("what the input is (found out where it is not said)").add_argument
-    add("--input-format", default="auto", metavar="FORMAT", help=f"auto, {', '.join(FORMATS)} (json is one array)")
-    add("--encoding", default="auto", metavar="NAME", help="such as utf-8, gb18030, utf-16")
+    add = parser.add_argument_group("input format").add_argument
+    add(
+        "--input-format",
+        default="auto",
+        metavar="FORMAT",
+        help=f"auto, {', '.join(FORMATS)} (json: one array) (default: auto)",
+    )
+    add("--encoding", default="auto", metavar="NAME", help="such as utf-8, gb18030, utf-16 (default: auto)")
     add(
         "--document-separator",
         metavar="TEXT",
-        help=r"what separates the documents of a txt, \n is a line break; by default "
-        f"{END_OF_TEXT_SEPARATOR} if the file has any, else blank lines",
+        help=r"separator of the documents in a txt, \n is a line break (default: "
+        f"{END_OF_TEXT_SEPARATOR} if the file has any, else blank lines)",
     )
-    add("--one-document-per-file", action="store_true", help="each txt is one document, blank lines included")
-    add("--text-column", metavar="COLUMN", help="column of a table with the text, by name or by number from 1")
-    add("--csv-header", default="auto", metavar="WHETHER", help="yes, no or auto: whether the first row names columns")
-    add("--csv-delimiter", metavar="CHAR", help=r"between the cells of a csv; \t is a tabulator")
-    add("--dataset-split", default="train", metavar="NAME", help="split of a dataset folder that has several (train)")
+    add("--one-document-per-file", action="store_true", help="treat each txt as one document, blank lines included")
+    add("--text-column", metavar="COLUMN", help="text column of a table, by name or number from 1")
+    add(
+        "--csv-header",
+        default="auto",
+        metavar="WHETHER",
+        help="whether the first row holds column names: yes, no or auto (default)",
+    )
+    add("--csv-delimiter", metavar="CHAR", help=r"separator of the cells of a csv, \t is a tab (default: detected)")
+    add(
+        "--dataset-split",
+        default="train",
+        metavar="NAME",
+        help="split of a dataset folder with several (default: train)",
+    )
     add(
         "--max-document-bytes",
         metavar="N",
         default=str(Limits.max_document_bytes),
-        help="longest line or document that is taken (64 MiB)",
+        help="maximum bytes of a line or document (default: 64 MiB)",
     )
     add(
         "--max-expansion",
         metavar="N",
         default=str(Limits.max_expansion),
-        help=f"how many times its size a compressed file may hold ({Limits.max_expansion})",
+        help=f"maximum ratio of decompressed to compressed size (default: {Limits.max_expansion})",
     )
 
 
@@ -136,31 +157,46 @@ def _add_sentences(parser: CommandParser) -> None:
     add(
         "--sentence-splitter",
         choices=("punkt", "marks"),
-        help="punkt (default) is nltk's and needs its data of the language; marks goes by punctuation alone, for "
-        "Chinese too, and needs nothing",
+        help="punkt (default): nltk's, needs its data for the language; marks: by punctuation only, also for Chinese",
     )
-    add("--keep-newlines", action="store_true", help="line breaks behind a sentence are part of it")
-    add("--lang", metavar="LANGUAGE", help="language, as nltk names it (english)")
+    add("--keep-newlines", action="store_true", help="keep line breaks after a sentence as part of it")
+    add("--lang", metavar="LANGUAGE", help="nltk's name of the language (default: english)")
     add(
         "--punkt-parameters",
         metavar="FILE",
-        help="what is known of the language: JSON, or a folder of nltk's punkt_tab; nltk's own place by default",
+        help="punkt parameters: JSON file or folder of nltk's punkt_tab (default: from nltk's data folders)",
     )
 
 
-def _add_course(parser: CommandParser) -> None:
-    add = parser.add_argument_group("how it is done").add_argument
-    add("--workers", metavar="N", help="processes, not more than the machine has cores (all); the output is the same")
-    add("--bad-lines", default="stop", metavar="POLICY", help="stop (default) at the first, or skip and list them")
-    add("--share", metavar="K/N", help="part of the input that this process takes, where no launcher says it")
-    add("--restart", action="store_true", help="begin anew even where an unfinished run could be gone on with")
-    add("--partitions", metavar="N", default="1", help="deal documents out as Megatron does, which changes their order")
-    add("--keep-sequential-samples", action="store_true", help="partitions that keep the order of the documents")
-    add("--log-interval", metavar="N", default="1000", help="documents between progress lines, one a second (1000)")
+def _add_run_flags(parser: CommandParser) -> None:
+    add = parser.add_argument_group("execution").add_argument
+    add(
+        "--workers",
+        metavar="N",
+        help="worker processes, at most the number of cores (default); no effect on the output",
+    )
+    add(
+        "--bad-lines", default="stop", metavar="POLICY", help="on unreadable input: stop (default), or skip and list it"
+    )
+    add("--share", metavar="K/N", help="share of the input for this process (default: from the launcher)")
+    add("--restart", action="store_true", help="start over instead of resuming an unfinished run")
+    add(
+        "--partitions",
+        metavar="N",
+        default="1",
+        help="distribute documents as Megatron does, which changes their order",
+    )
+    add("--keep-sequential-samples", action="store_true", help="with --partitions: keep the order of the documents")
+    add(
+        "--log-interval",
+        metavar="N",
+        default="1000",
+        help="documents between progress lines, at most one per second (default: 1000)",
+    )
 
 
 class CommandLine(NamedTuple):
-    """A command line, understood."""
+    """Parsed command line."""
 
     options: PreprocessOptions
     log_interval: int
@@ -168,10 +204,10 @@ class CommandLine(NamedTuple):
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, files: bool = True) -> CommandLine:
-    """Parse a command line; `environ` may hold the launcher's share and NLTK_DATA. Raise every violation at once."""
+    """Parse a command line; `environ` may hold the launcher's share and NLTK_DATA. ConfigError lists all errors."""
     environ = os.environ if environ is None else environ
     parser = make_parser()
-    given, unknown = parser.parse_known_args([_hyphened(word) for word in argv])
+    given, unknown = parser.parse_known_args([_with_hyphens(word) for word in argv])
     violations = [
         _unknown(word, parser) for word in unknown if word.startswith("--") or not unknown[0].startswith("--")
     ]
@@ -180,9 +216,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, file
         value = getattr(given, _dest(name))
         if value not in (None, False):
             (violations if flag.refused else notes).append(f"{name}: {flag.reason}")
-    numbers = {name: _number(name, getattr(given, _dest(name)), violations) for name in _NUMBERS}
+    numbers = {name: _positive_int(name, getattr(given, _dest(name)), violations) for name in _INTEGER_FLAGS}
     if given.bad_lines not in ("stop", "skip"):
-        violations.append(f"--bad-lines {given.bad_lines}: known are stop and skip")
+        violations.append(f"--bad-lines {given.bad_lines}: give stop or skip")
     violations += [f"{name} is missing" for name in ("--input", "--output-prefix") if not getattr(given, _dest(name))]
     tokenizer = TokenizerConfig(**read_tokenizer_flags(given, violations))
     options = PreprocessOptions(
@@ -207,7 +243,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, file
 
 
 def run(argv: Sequence[str]) -> int:
-    """Preprocess as the command line says."""
+    """Preprocess and print the summary."""
     if not argv or "-h" in argv or "--help" in argv:
         print(make_parser().format_help(), end="")
         return 0
@@ -220,7 +256,7 @@ def run(argv: Sequence[str]) -> int:
     share = command.options.share
     if share.count > 1:
         print(
-            f"This was share {share.number + 1} of {share.count}. When all are there: "
+            f"This was share {share.number + 1} of {share.count}. When all are complete: "
             f"megalith data merge --shares --output-prefix {shlex.quote(str(command.options.output_prefix))}"
         )
     return 0
@@ -235,11 +271,11 @@ def _source(given: argparse.Namespace, numbers: Mapping[str, int | None]) -> Sou
         keys=tuple(given.json_keys),
         input_format=given.input_format,
         encoding=given.encoding,
-        document_separator=_unescaped(given.document_separator),
+        document_separator=_unescape(given.document_separator),
         one_document_per_file=given.one_document_per_file,
         text_column=given.text_column,
         csv_header=given.csv_header,
-        csv_delimiter=_unescaped(given.csv_delimiter),
+        csv_delimiter=_unescape(given.csv_delimiter),
         dataset_split=given.dataset_split,
         limits=limits,
     )
@@ -250,14 +286,14 @@ def _sentences(given: argparse.Namespace, environ: Mapping[str, str], notes: lis
         folders = tuple(filter(None, environ.get("NLTK_DATA", "").split(os.pathsep)))
         by_marks = given.sentence_splitter == "marks"
         if by_marks:
-            _note_idle(given, _OF_PUNKT, "with --sentence-splitter marks", notes)
+            _note_unused(given, _PUNKT_FLAGS, "with --sentence-splitter marks", notes)
         language = given.lang or "english"
         return SentenceSettings(language, given.keep_newlines, given.punkt_parameters, folders, by_marks)
-    _note_idle(given, ("--sentence-splitter", *_OF_PUNKT), "without --split-sentences", notes)
+    _note_unused(given, ("--sentence-splitter", *_PUNKT_FLAGS), "without --split-sentences", notes)
     return None
 
 
-def _note_idle(given: argparse.Namespace, flags: Sequence[str], why: str, notes: list[str]) -> None:
+def _note_unused(given: argparse.Namespace, flags: Sequence[str], why: str, notes: list[str]) -> None:
     notes += [f"{name}: has no effect {why}" for name in flags if getattr(given, _dest(name))]
 
 
@@ -274,23 +310,23 @@ def _notes(options: PreprocessOptions, given: argparse.Namespace) -> list[str]:
     if options.share.count > 1:
         notes.append(
             f"share {options.share.number + 1} of {options.share.count} of the input ({options.share.reason}); "
-            "--share 1/1 takes all of it"
+            "--share 1/1 processes all of it"
         )
     if options.partitions > 1:
-        kept = "" if options.keep_sequential else ", and the order of the documents becomes that of the partitions"
+        kept = "" if options.keep_sequential else " and the documents are reordered"
         notes.append(
-            f"--partitions {options.partitions}: nothing is faster by it here{kept}; the files of the partitions "
-            f"({options.output_prefix}_0_... and on) stay, as with Megatron, and can be removed"
+            f"--partitions {options.partitions}: no faster here{kept}; the partitions' files "
+            f"({options.output_prefix}_0_... and on) are kept, as in Megatron, and can be removed"
         )
     elif options.keep_sequential:
-        notes.append("--keep-sequential-samples: the order of the input is always kept without --partitions")
+        notes.append("--keep-sequential-samples has no effect without --partitions: the order is always kept")
     if options.tokenizer.tokenizer_type.startswith("Bert") and options.sentences is None:
         notes.append("Are you sure you don't want to split sentences? (--split-sentences)")
     return notes
 
 
-def _hyphened(word: str) -> str:
-    """A flag with its underscores as hyphens; both spellings are in use."""
+def _with_hyphens(word: str) -> str:
+    """Return a flag with hyphens for underscores; both spellings are in use."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
@@ -299,7 +335,7 @@ def _dest(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _unescaped(text: str | None) -> str | None:
+def _unescape(text: str | None) -> str | None:
     if text is None:
         return None
     return text.replace(r"\r", "\r").replace(r"\n", "\n").replace(r"\t", "\t")
@@ -311,14 +347,14 @@ def _unknown(word: str, parser: CommandParser) -> str:
     return f"unknown {'flag' if word.startswith('-') else 'word'} {word}{hint}"
 
 
-def _number(flag: str, text: str | None, violations: list[str]) -> int | None:
-    """A whole number above zero; None, with a violation where there is something else."""
+def _positive_int(flag: str, text: str | None, violations: list[str]) -> int | None:
+    """Return a positive integer, or None after adding a violation."""
     if text is None:
         return None
     try:
         number = int(text)
     except ValueError:
-        violations.append(f"{flag} {text} is not a whole number")
+        violations.append(f"{flag} {text} is not an integer")
         return None
     if number < 1:
         violations.append(f"{flag} {text} is below 1")
@@ -327,7 +363,7 @@ def _number(flag: str, text: str | None, violations: list[str]) -> int | None:
 
 
 class ConsoleProgress(Progress):
-    """Opening and start-up on the standard output, progress on the standard error."""
+    """Progress on the console: inputs and start-up on stdout, progress lines on stderr."""
 
     def __init__(self, log_interval: int) -> None:
         self._interval = log_interval
@@ -348,41 +384,42 @@ class ConsoleProgress(Progress):
         if standing.documents - self._last_documents >= self._interval and standing.seconds >= self._next_line_at:
             self._next_line_at = standing.seconds + _SECONDS_BETWEEN_LINES
             self._last_documents = standing.documents
-            warn(f"{_processed(standing)} {_left(standing)}")
+            warn(f"{_progress_line(standing)} {_remaining(standing)}")
 
     def skipped(self, place: str, reason: str, count: int) -> None:
         if count <= _SHOWN_BAD_LINES:
             warn(f"left out: {place}: {reason}")
         elif count == _SHOWN_BAD_LINES + 1:
-            warn("left out: more, which are listed in the file named at the end")
+            warn("left out: more, listed in the file that the last lines name")
 
     def finished(self, standing: Standing) -> None:
-        warn(_processed(standing))
+        warn(_progress_line(standing))
 
 
 def summary(report: PreprocessReport) -> str:
+    """Return the lines that report the written files, documents left out, and speed."""
     lines = [
         f"Wrote {prefix}.bin and .idx: {report.num_documents} documents, {report.num_tokens[key]} tokens"
         for key, prefix in report.prefixes.items()
     ]
     if report.num_skipped:
-        lines.append(f"Left out {report.num_skipped} documents that cannot be read: {report.skipped_list}")
+        lines.append(f"Left out {report.num_skipped} unreadable documents: {report.skipped_list}")
     speed = report.num_bytes / report.seconds / _MEGABYTE
     written = f"{speed:.1f} MB/s, {report.workers} processes"
     if report.num_new_tokens:
-        written += f", {report.num_bytes / report.num_new_tokens:.2f} bytes of text a token"
+        written += f", {report.num_bytes / report.num_new_tokens:.2f} bytes of text per token"
     lines.append(f"{report.num_bytes} bytes in {report.seconds:.1f} s ({written})")
     return "\n".join(lines)
 
 
-def _processed(standing: Standing) -> str:
-    """Megatron's line; the speeds are those of this run."""
+def _progress_line(standing: Standing) -> str:
+    """Return Megatron's progress line; speeds count the work of this process only."""
     documents = standing.documents - standing.documents_before
     speed = (standing.bytes - standing.bytes_before) / standing.seconds / _MEGABYTE
     return f"Processed {standing.documents} documents ({documents / standing.seconds} docs/s, {speed} MB/s)."
 
 
-def _left(standing: Standing) -> str:
+def _remaining(standing: Standing) -> str:
     done = standing.disk - standing.disk_before
     seconds = standing.seconds * (standing.disk_total - standing.disk) / max(1, done)
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""`megalith report RUN`: one page of a run for the browser."""
+"""`megalith report RUN`: an HTML page about one run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from megalith.report import page, read_history
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="megalith report",
-        description="Write one HTML page of a run: curves, restarts, skipped steps, checkpoints, what was changed in "
-        "the configuration. It needs no network and no server, and can be sent to someone. A run that still goes on "
-        "can be looked at too.",
+        description="Write an HTML page of a run: curves, restarts, skipped steps, checkpoints, changes of the "
+        "configuration. The file is self-contained. The run may still be in progress.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", help="folder of the checkpoints (--save), run folder, or metrics.jsonl")
-    parser.add_argument("-o", "--output", metavar="FILE.html", help="default: report.html in the run folder")
+    parser.add_argument("run", metavar="RUN", help="save folder (--save), run folder, or metrics.jsonl")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE.html", help="path of the page (default: report.html in the run folder)"
+    )
     return parser
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the page and say where it is."""
+    """Write the page and print its path."""
     parser = _parser()
     if not argv:
         parser.print_help()
@@ -34,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     folder = _run_folder(Path(options.run))
     history = read_history(folder)
     if not history.num_steps and not history.events:
-        raise DataError(f"{folder / 'metrics.jsonl'} holds no record that can be read")
+        raise DataError(f"{folder / 'metrics.jsonl'} has no readable record")
     output = Path(options.output) if options.output else folder / "report.html"
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     name = folder.resolve().parent.name if folder.name == "run" else folder.resolve().name
@@ -42,13 +43,13 @@ def run(argv: Sequence[str]) -> int:
         temporary.write_text(page(history, name), encoding="utf-8")
         temporary.replace(output)
     except OSError as error:
-        raise ConfigError(f"{output}: cannot be written: {error.strerror}; give another place by -o FILE") from error
+        raise ConfigError(f"{output}: cannot be written: {error.strerror}; choose another path with -o FILE") from error
     print(f"{output}: {history.num_steps:,} steps, {len(history.events):,} events")
     return 0
 
 
 def _run_folder(path: Path) -> Path:
-    """The folder that holds metrics.jsonl."""
+    """Return the folder that holds metrics.jsonl; DataError if there is none."""
     for folder in (path, path / "run", path.parent if path.name == "metrics.jsonl" else path):
         if (folder / "metrics.jsonl").is_file():
             return folder

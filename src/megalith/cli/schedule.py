@@ -1,4 +1,4 @@
-"""`megalith schedule`: the picture of a pipeline schedule with its bubble and its live activations, without running."""
+"""`megalith schedule`: drawing of a pipeline schedule with its bubble and its live activations, by simulation."""
 
 from __future__ import annotations
 
@@ -21,54 +21,55 @@ _COSTS = ("forward", "input gradient", "weight gradient")
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="megalith schedule",
-        description="Draw a pipeline schedule: F, B and W are forward, backward and weight gradients, with the number "
-        "of the micro-batch (of chunk.micro-batch with --vp), dots are waiting. Nothing is run.",
+        description="Draw a pipeline schedule by simulation: F, B and W are forward pass, backward pass and weight "
+        "gradient, followed by the micro-batch (chunk.micro-batch with --vp); dots are idle time.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--pp", "--pipeline-model-parallel-size", default="4", metavar="P", help="stages (default: 4)")
+    add("--pp", "--pipeline-model-parallel-size", default="4", metavar="P", help="pipeline stages (default: 4)")
     add(
         "--vp",
         "--num-virtual-stages-per-pipeline-rank",
         default="1",
         metavar="V",
-        help="chunks of layers on each stage (default: 1)",
+        help="model chunks per stage (default: 1)",
     )
-    add("--microbatches", "--micro-batches", default="8", metavar="M", help="in a step (default: 8)")
-    add("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)} (default: 1f1b, with --vp interleaved)")
+    add("--microbatches", "--micro-batches", default="8", metavar="M", help="micro-batches per step (default: 8)")
+    add("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)} (default: 1f1b; interleaved with --vp)")
     add(
         "--costs",
         nargs=3,
         default=("1", "1", "1"),
         metavar=("F", "B", "W"),
-        help="times of one micro-batch in one stage: forward, input gradient, weight gradient (default: 1 1 1)",
+        help="relative times of forward, input gradient and weight gradient per stage and micro-batch (default: 1 1 1)",
     )
-    add("--width", metavar="N", help="columns (default: those of the terminal; 0: one line per stage)")
-    add("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
+    add("--width", metavar="N", help="columns (default: the terminal's; 0: one line per stage)")
+    add("--color", choices=("auto", "always", "never"), default="auto", help="colored output (default: auto)")
     return parser
 
 
 def run(argv: Sequence[str]) -> int:
+    """Print the schedule that the flags describe and a summary; ConfigError lists all invalid values."""
     parser = _parser()
     options, unknown = parser.parse_known_args(list(argv))
     found = [_unknown(word, parser) for word in unknown]
     sizes = [
-        _whole(flag, text, found)
+        _integer(flag, text, found)
         for flag, text in (("--pp", options.pp), ("--vp", options.vp), ("--microbatches", options.microbatches))
     ]
-    columns = None if options.width is None else _whole("--width", options.width, found)
+    columns = None if options.width is None else _integer("--width", options.width, found)
     if columns is not None and columns < 0:
-        found.append(f"--width {columns} is below 0; give columns, or 0 for one line per stage")
+        found.append(f"--width {columns} is below 0; give a number of columns, or 0 for one line per stage")
     costs = Costs(*(_cost(name, text, found) for name, text in zip(_COSTS, options.costs, strict=True)))
     stages, chunks, micro_batches = (1 if size is None else size for size in sizes)
     name = options.schedule or default_schedule(chunks)
-    if sizes[2] is None:  # what is known is still checked
+    if sizes[2] is None:  # still check the other values
         micro_batches = max(1, stages)
     found += violations(name, stages, chunks, micro_batches, _FLAGS)
     if found:
         raise ConfigError(found)
     simulation = simulate(make_schedule(name, stages, chunks, micro_batches), costs)
-    print(picture(simulation, width=_width(columns), color=_colored(options.color)))
+    print(picture(simulation, width=_width(columns), color=_use_color(options.color)))
     print(summary(simulation, costs))
     return 0
 
@@ -76,14 +77,14 @@ def run(argv: Sequence[str]) -> int:
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     guess = closest_flag(word, parser)
     hint = f"did you mean {guess}?" if guess else "see megalith schedule --help"
-    return f"{word} is not a flag; {hint}" if word.startswith("-") else f"{word} belongs to no flag; {hint}"
+    return f"{word} is not a flag; {hint}" if word.startswith("-") else f"{word} is an argument of no flag; {hint}"
 
 
-def _whole(flag: str, text: str, found: list[str]) -> int | None:
+def _integer(flag: str, text: str, found: list[str]) -> int | None:
     try:
         return int(text)
     except ValueError:
-        found.append(f"{flag} {text} is not a whole number; give one")
+        found.append(f"{flag} {text} is not an integer; give an integer")
         return None
 
 
@@ -91,10 +92,10 @@ def _cost(name: str, text: str, found: list[str]) -> Fraction:
     try:
         value = Fraction(text)
     except (ValueError, ZeroDivisionError):
-        found.append(f"--costs: {text} for the {name} is not a number; give one above 0")
+        found.append(f"--costs: {text} for the {name} is not a number; give a number above 0")
         return Fraction(1)
     if value <= 0:
-        found.append(f"--costs: {text} for the {name} is not above 0; give a time")
+        found.append(f"--costs: {text} for the {name} is not above 0; give a number above 0")
     return value
 
 
@@ -104,6 +105,6 @@ def _width(columns: int | None) -> int | None:
     return columns or None
 
 
-def _colored(choice: str) -> bool:
+def _use_color(choice: str) -> bool:
     capable = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     return choice == "always" or (choice == "auto" and capable)

@@ -1,4 +1,4 @@
-"""`megalith serve`, and behind `tools/run_text_generation_server.py`: a trained model behind HTTP."""
+"""`megalith serve` and `tools/run_text_generation_server.py`: HTTP server for a trained model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megalith.cli.arguments import (
     layout_settings,
     load_model,
 )
-from megalith.cli.threads import settle_rank
+from megalith.cli.threads import configure_rank
 from megalith.config import RunConfig
 from megalith.config.environment import first_of_machine
 from megalith.config.tokenizer_flags import imported_by, tokenizer_of_flags
@@ -44,44 +44,66 @@ if TYPE_CHECKING:
 
 _KEY_VARIABLE = "MEGALITH_API_KEY"
 _FORWARDED_WITHIN_SECONDS = 1.0
-_SECONDS_BETWEEN_THREADS = 0.001  # Python's 5 ms are long for an event loop beside an engine that always computes
+_SWITCH_INTERVAL_SECONDS = 0.001  # Python's 5 ms delay the event loop while the engine thread computes
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _server_parser() -> argparse.ArgumentParser:
-    """The flags about the server, which both command lines have."""
+    """Build the parser of the server's own flags, which both command lines share."""
     limits = Limits()
     parser = CommandParser(prog="megalith serve", add_help=False, allow_abbrev=False)
-    add = parser.add_argument_group("the server").add_argument
-    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    add("--port", type=int, default=5000, help="port to listen on; 0 takes a free one (default: 5000)")
-    add("--api-key-file", type=local_path, metavar="FILE", help="keys that open the API, one a line")
-    add("--api-key", action="append", default=[], metavar="KEY", help="the same; other users see it in `ps`")
-    add("--allowed-host", action="append", default=[], metavar="NAME", help="another name of this server")
-    add("--allowed-origin", action="append", default=[], metavar="URL", help="a web page that may use the API")
-    add("--i-know-it-is-open", action="store_true", help="listen beyond this machine without a key")
-    add("--served-model-name", metavar="NAME", help="name in the API (default: that of the folder)")
-    add("--chat-template", type=local_path, metavar="FILE", help="in Jinja; instead of that of the tokenizer")
-    add("--max-batch", type=int, metavar="N", help="sequences that are worked on at once (default: 64)")
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
+    add("--port", type=int, default=5000, help="port to listen on; 0: any free port (default: 5000)")
+    add("--api-key-file", type=local_path, metavar="FILE", help="file of accepted API keys, one per line")
+    add(
+        "--api-key", action="append", default=[], metavar="KEY", help="accepted API key; visible to other users in `ps`"
+    )
+    add("--allowed-host", action="append", default=[], metavar="NAME", help="additional host name of this server")
+    add(
+        "--allowed-origin", action="append", default=[], metavar="URL", help="origin of a web page that may use the API"
+    )
+    add("--i-know-it-is-open", action="store_true", help="allow --host to expose the server without a key")
+    add("--served-model-name", metavar="NAME", help="model name in the API (default: name of the folder)")
+    add("--chat-template", type=local_path, metavar="FILE", help="Jinja chat template (default: the tokenizer's)")
+    add("--max-batch", type=int, metavar="N", help="maximum number of sequences in one step (default: 64)")
     add(
         "--max-queue",
         type=int,
         default=limits.waiting,
         metavar="N",
-        help="sequences that may wait (default: %(default)s)",
+        help="maximum number of waiting sequences (default: %(default)s)",
     )
-    add("--cache-mib", type=int, metavar="N", help="memory of keys and values on each rank (default: at most 2048)")
-    add("--max-body-bytes", type=int, default=limits.body_bytes, metavar="N", help="of one request (default: 4 MiB)")
-    add("--max-connections", type=int, default=limits.connections, metavar="N", help="at a time (default: %(default)s)")
+    add("--cache-mib", type=int, metavar="N", help="KV cache per rank in MiB (default: at most 2048)")
+    add(
+        "--max-body-bytes",
+        type=int,
+        default=limits.body_bytes,
+        metavar="N",
+        help="maximum size of a request body (default: 4 MiB)",
+    )
+    add(
+        "--max-connections",
+        type=int,
+        default=limits.connections,
+        metavar="N",
+        help="maximum number of open connections (default: %(default)s)",
+    )
     add(
         "--request-timeout",
         type=float,
         default=limits.request_seconds,
         metavar="S",
-        help="seconds (default: %(default)g)",
+        help="maximum seconds of a request (default: %(default)g)",
     )
-    add("--drain-timeout", type=float, default=limits.drain_seconds, metavar="S", help="seconds (default: %(default)g)")
-    add("--no-request-log", action="store_true", help="prompts of PUT /api are not printed")
+    add(
+        "--drain-timeout",
+        type=float,
+        default=limits.drain_seconds,
+        metavar="S",
+        help="seconds to finish running requests at shutdown (default: %(default)g)",
+    )
+    add("--no-request-log", action="store_true", help="do not print the prompts of PUT /api")
     return parser
 
 
@@ -89,8 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="megalith serve",
         description="Serve a trained model: a page at /, OpenAI's API under /v1, Megatron's at PUT /api. Architecture "
-        "and tokenizer come from the checkpoint. Under torchrun several processes share the model (--tp, --pp).",
-        epilog="docs/serving.md says more.",
+        "and tokenizer come from the checkpoint. Under torchrun the model is sharded (--tp, --pp).",
+        epilog="See docs/serving.md.",
         parents=[_server_parser()],
         allow_abbrev=False,
     )
@@ -100,18 +122,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @dataclass(frozen=True)
-class _Launch:
+class _ServerOptions:
+    """Parsed flags of a server and its settings."""
+
     flags: ServerFlags
     server: ServerSettings
 
     @property
     def max_batch(self) -> int:
-        """Sequences that are worked on at once."""
+        """Maximum number of sequences in one step."""
         return self.flags.server.max_batch or self.flags.max_batch or 64
 
 
 def run(argv: Sequence[str]) -> int:
-    """Serve until a signal."""
+    """Serve until a signal stops the server; return the exit code."""
     from megalith.compat.megatron.text_generation import PROGRAM, ServerFlags, help_text, read_flags
 
     if argv and argv[0] == PROGRAM:
@@ -131,21 +155,21 @@ def run(argv: Sequence[str]) -> int:
             registry=imported_by(options),
             settings=layout_settings(options),
         )
-    return _serve(_Launch(flags, _settings(flags.server, flags.checkpoint)))
+    return _serve(_ServerOptions(flags, _server_settings(flags.server, flags.checkpoint)))
 
 
 def check_flags(argv: Sequence[str]) -> None:
-    """Check a command line of tools/run_text_generation_server.py, without a look at its files."""
+    """Check a command line of tools/run_text_generation_server.py without opening its files."""
     from megalith.compat.megatron.text_generation import read_flags
 
     flags = read_flags(argv, _server_parser())
     if flags.server.api_key_file is not None:
         flags.server.api_key_file, flags.server.api_key = None, ["key"]
-    _settings(flags.server, flags.checkpoint)
+    _server_settings(flags.server, flags.checkpoint)
 
 
-def _settings(options: argparse.Namespace, checkpoint: Path) -> ServerSettings:
-    """How the server is reached."""
+def _server_settings(options: argparse.Namespace, checkpoint: Path) -> ServerSettings:
+    """Return the settings of the HTTP server; ConfigError lists all invalid ones."""
     settings = ServerSettings(
         host=options.host,
         port=options.port,
@@ -176,20 +200,20 @@ def _keys(options: argparse.Namespace) -> tuple[str, ...]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--api-key-file {options.api_key_file} cannot be read: {error}") from error
         if not found:
-            raise ConfigError(f"--api-key-file {options.api_key_file} is empty; write one key a line into it")
+            raise ConfigError(f"--api-key-file {options.api_key_file} is empty; write one key per line to it")
         keys += found
     return tuple(dict.fromkeys(keys))
 
 
-def _serve(launch: _Launch) -> int:
+def _serve(launch: _ServerOptions) -> int:
     first = first_of_machine(os.environ)
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"{' and '.join(missing)} are not installed: {install_command('serve')}")
-    place, threads = settle_rank(os.environ)
+    place, threads = configure_rank(os.environ)
     listener = None
     try:
-        config = _configuration(launch)
+        config = _configure(launch)
         if place.rank == 0:
             from megalith.serve.http.server import bind
 
@@ -207,51 +231,51 @@ def _serve(launch: _Launch) -> int:
         watch.at("load", 0)
         if context.device.type == "cpu":
             keep_freed_memory(place.local_world_size or 1)
-        code = _on_rank(launch, context, listener, watch)
-        # What still held a process group would keep the interpreter waiting for the others at its end.
+        code = _serve_rank(launch, context, listener, watch)
+        # Objects that still hold a process group would make the interpreter wait for other ranks at exit.
         gc.collect()
     return code
 
 
-def _on_rank(launch: _Launch, context: ParallelContext, listener: socket.socket | None, watch: Watch) -> int:
-    """Serve on the first rank, compute on all; the exit code."""
-    trained, engine, runner = _load(launch, context)
-    memory = _memory(trained, runner, context)
+def _serve_rank(launch: _ServerOptions, context: ParallelContext, listener: socket.socket | None, watch: Watch) -> int:
+    """Serve on the first rank and run the model on all; return the exit code."""
+    trained, engine, runner = _load_engine(launch, context)
+    memory = _memory_line(trained, runner, context)
     watch.at("serve", 0)
     if context.rank == 0:
         _say(memory)
     if engine is not None and listener is not None:
         if context.world.size == 1 and context.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            _settle_threads(runner, engine.decoder_prompt)
-        _try_out(trained, engine)
-        sys.setswitchinterval(_SECONDS_BETWEEN_THREADS)
-        return asyncio.run(_answer(launch, trained, engine, listener, watch if context.world.size > 1 else None))
+            _tune_threads(runner, engine.decoder_prompt)
+        _warm_up(trained, engine)
+        sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+        return asyncio.run(_run_server(launch, trained, engine, listener, watch if context.world.size > 1 else None))
     in_main_thread = threading.current_thread() is threading.main_thread()
-    for number in _STOP_SIGNALS if in_main_thread else ():  # the first rank hears them too, and lets this one go
+    for number in _STOP_SIGNALS if in_main_thread else ():  # the first rank receives them too and stops this one
         signal.signal(number, signal.SIG_IGN)
     runner.follow()
     return 0
 
 
-def _memory(trained: Trained, runner: ModelRunner, context: ParallelContext) -> str:
-    """What each process holds, for the line that says it; all ranks call it together."""
+def _memory_line(trained: Trained, runner: ModelRunner, context: ParallelContext) -> str:
+    """Return the line about weights and KV cache on each rank, in MiB; all ranks call it."""
     from megalith.distributed import comm
 
     own = (sum(parameter.nbytes for parameter in trained.model.parameters()), runner.cache.bytes)
     every = comm.all_gather_objects(own, context.world)
-    weights, cache = (_span(sizes) for sizes in zip(*every, strict=True))
+    weights, cache = (_range_mib(sizes) for sizes in zip(*every, strict=True))
     where = "on each rank" if len(every) > 1 else "in memory"
-    return f"{where}: weights {weights} MiB, keys and values {cache} MiB (--cache-mib bounds these)"
+    return f"{where}: weights {weights} MiB, KV cache {cache} MiB (bounded by --cache-mib)"
 
 
-def _span(sizes: Sequence[int]) -> str:
-    """The least and the most of some bytes, in MiB."""
+def _range_mib(sizes: Sequence[int]) -> str:
+    """Format minimum and maximum of sizes in bytes as MiB."""
     least, most = (f"{round(size / 2**20, 1):g}" for size in (min(sizes), max(sizes)))
     return least if least == most else f"{least} to {most}"
 
 
-def _settle_threads(runner: ModelRunner, decoder_prompt: DecoderPrompt | None) -> None:
-    """Take fewer threads than cores where that is faster, and say so."""
+def _tune_threads(runner: ModelRunner, decoder_prompt: DecoderPrompt | None) -> None:
+    """Use fewer threads than cores if that makes a decoding step faster, and print the choice."""
     import torch
 
     from megalith.kernels.cpu.process import fastest_count
@@ -262,13 +286,12 @@ def _settle_threads(runner: ModelRunner, decoder_prompt: DecoderPrompt | None) -
     chosen = fastest_count(step, most, torch.set_num_threads)
     if chosen < most:
         _say(
-            f"note: {chosen} of {most} threads, with which a step of this model takes the least time; OMP_NUM_THREADS "
-            "sets another number"
+            f"note: {chosen} of {most} threads, the fastest for decoding with this model; OMP_NUM_THREADS overrides it"
         )
 
 
-def _try_out(trained: Trained, engine: Engine) -> None:
-    """Generate one token: what is loaded at the first use delays no client, and a broken model is found now."""
+def _warm_up(trained: Trained, engine: Engine) -> None:
+    """Generate one token, so that lazy initialization delays no client and a broken model is found at start-up."""
     from megalith.serve.request import Finished, Request, Sampling
 
     for event in engine.run(Request((trained.tokenizer.eod,), 1, Sampling(temperature=1.0))):
@@ -276,8 +299,8 @@ def _try_out(trained: Trained, engine: Engine) -> None:
             raise CheckpointError(event.message)
 
 
-def _configuration(launch: _Launch) -> RunConfig:
-    """The ranks of the server, checked against the model."""
+def _configure(launch: _ServerOptions) -> RunConfig:
+    """Return the configuration of the ranks; ConfigError if the flags do not fit the model."""
     from megalith.assemble.reading import model_in, ranks_of, require_text_model, saved_args
     from megalith.compat.megatron.tasks import contradictions
 
@@ -289,8 +312,8 @@ def _configuration(launch: _Launch) -> RunConfig:
     return ranks_of(model, launch.flags.settings, os.environ)
 
 
-def _load(launch: _Launch, context: ParallelContext) -> tuple[Trained, Engine | None, Any]:
-    """The model, and on the first rank the engine."""
+def _load_engine(launch: _ServerOptions, context: ParallelContext) -> tuple[Trained, Engine | None, Any]:
+    """Load the model; return it with the engine (None but on the first rank) and the runner."""
     from megalith.serve.engine import Engine
     from megalith.serve.engine import Limits as EngineLimits
     from megalith.serve.model_runner import RankRunner, decoder_prompt_of, runner_of
@@ -312,31 +335,33 @@ def _load(launch: _Launch, context: ParallelContext) -> tuple[Trained, Engine | 
     )
 
 
-def _num_blocks(launch: _Launch, trained: Trained, context: ParallelContext) -> int:
-    """Blocks of the cache, the same on all ranks: for all sequences at once if they fit, and at least for one."""
+def _num_blocks(launch: _ServerOptions, trained: Trained, context: ParallelContext) -> int:
+    """Return the number of KV-cache blocks, equal on all ranks: for all sequences if they fit, at least for one."""
     from megalith.serve.cache import block_bytes
     from megalith.serve.model_runner import BLOCK_SIZE, blocks_for
 
-    model, answers = trained.model.config, trained.model.config.family.encoder_decoder
+    model, encoder_decoder = trained.model.config, trained.model.config.family.encoder_decoder
     layers = -(-model.stacks["decoder"] // context.pp.size)
     groups = -(-model.query_groups // context.tp.size)
     size = block_bytes(model, layers, groups, BLOCK_SIZE, trained.model.dtype)
     one = blocks_for(model.max_position_embeddings)
-    if answers:  # a text and its answer
+    if encoder_decoder:  # encoder input and decoder output
         one += blocks_for(model.max_position_embeddings + 1)
     wanted = launch.flags.server.cache_mib
     if wanted is None:
         return max(one, min(launch.max_batch * one, (2048 << 20) // size))
     held = (wanted << 20) // size
-    if held < (2 if answers else 1):
-        raise ConfigError(f"--cache-mib {wanted} holds nothing; {-(-one * size >> 20)} hold one whole text")
+    if held < (2 if encoder_decoder else 1):
+        raise ConfigError(
+            f"--cache-mib {wanted} is too small for one block; {-(-one * size >> 20)} holds a full context"
+        )
     return held
 
 
-async def _answer(
-    launch: _Launch, trained: Trained, engine: Engine, listener: socket.socket, watch: Watch | None
+async def _run_server(
+    launch: _ServerOptions, trained: Trained, engine: Engine, listener: socket.socket, watch: Watch | None
 ) -> int:
-    """Serve with a loaded model; the exit code."""
+    """Run the HTTP server on a loaded model; return the exit code."""
     from megalith.serve.http.app import build_app
     from megalith.serve.http.chat_template import read_template, stop_ids_beside, template_beside
     from megalith.serve.http.metrics import RequestLog
@@ -371,7 +396,7 @@ async def _answer(
             listener,
             failed=worker.failed,
             say=_say,
-            greeting=_greeting(launch, trained, url_of(listener)),
+            greeting=_startup_lines(launch, trained, url_of(listener)),
             debounce_seconds=debounce,
         )
     finally:
@@ -383,7 +408,7 @@ async def _answer(
     return 0
 
 
-def _greeting(launch: _Launch, trained: Trained, url: str) -> list[str]:
+def _startup_lines(launch: _ServerOptions, trained: Trained, url: str) -> list[str]:
     model = trained.model.config
     layers = " + ".join(map(str, model.stacks.values()))
     lines = [
@@ -393,9 +418,9 @@ def _greeting(launch: _Launch, trained: Trained, url: str) -> list[str]:
         f"   page {url}/   OpenAI {url}/v1   Megatron PUT {url}/api",
     ]
     if launch.server.open_to_all and not launch.server.api_keys:
-        lines.append("WARNING: everyone who reaches this port may use it: there is no key")
+        lines.append("WARNING: no API key: anyone who reaches this port can use the server")
     elif not launch.server.api_keys:
-        lines.append("   for this machine only; --host and --api-key-file open it to others")
+        lines.append("   this machine only; use --host and --api-key-file to serve others")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""How many threads tensor operations have and how these wait; to be settled before torch is imported."""
+"""Number of CPU threads of tensor operations and how idle threads wait, set before torch is imported."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megalith.config.environment import read_launch
 from megalith.config.groups import LaunchConfig
 
 
-def settle_rank(environ: Mapping[str, str]) -> tuple[LaunchConfig, str]:
-    """Settle threads and logging of one rank before torch is imported; return its launch and a note on threads."""
+def configure_rank(environ: Mapping[str, str]) -> tuple[LaunchConfig, str]:
+    """Configure threads and logging of this rank before torch is imported; return its launch and a note on threads."""
     place = read_launch(environ)
     world_size = place.get("WORLD_SIZE", "1")
     launch = LaunchConfig(
@@ -20,13 +20,13 @@ def settle_rank(environ: Mapping[str, str]) -> tuple[LaunchConfig, str]:
         world_size=int(world_size),
         local_world_size=int(place.get("LOCAL_WORLD_SIZE", world_size)),
     )
-    wait_asleep()
-    keep_native_code_quiet(launch)
-    return launch, share_cores(launch)
+    limit_spinning()
+    suppress_native_traces(launch)
+    return launch, divide_cores(launch)
 
 
-def wait_asleep() -> None:
-    """Let the threads of a tensor operation wait asleep instead of spinning; must run before torch is imported.
+def limit_spinning() -> None:
+    """Shorten the time that idle OpenMP threads spin; must run before torch is imported.
 
     torch's OpenMP library spins for long by default. Beside other work on the same cores that makes a step several
     times slower (seen on 2 cores at a load of 3, not benchmarked); the one quiet pair of runs was equal within 1 %.
@@ -35,11 +35,11 @@ def wait_asleep() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def share_cores(launch: LaunchConfig) -> str:
-    """Give each process of a machine its share of the cores, before torch is imported; return a note on it, or "".
+def divide_cores(launch: LaunchConfig) -> str:
+    """Set OMP_NUM_THREADS to this process's share of the cores, before torch is imported; return a note, or "".
 
-    torchrun gives each of several processes a single thread, and says so in a banner; srun and mpirun let each take all
-    cores. A number that the user has set stays.
+    torchrun sets one thread per process; under srun and mpirun each process takes all cores. A number that the user has
+    set is kept.
     """
     ranks = launch.local_world_size or 1
     if ranks == 1 or not _set_by_launcher(launch.launcher, os.environ):
@@ -52,7 +52,7 @@ def share_cores(launch: LaunchConfig) -> str:
 
 
 def _cores(launcher: str, ranks: int) -> int:
-    """Cores for one of several processes; a launcher that binds them has already divided the machine."""
+    """Return the number of cores per process; a launcher that binds processes to cores has already divided them."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given = os.environ.get("SLURM_CPUS_PER_TASK", "")
     if launcher == "srun" and given.isdigit():
@@ -62,7 +62,7 @@ def _cores(launcher: str, ranks: int) -> int:
 
 
 def _set_by_launcher(launcher: str, environ: Mapping[str, str]) -> bool:
-    """Whether OMP_NUM_THREADS is unset, or is the 1 that torchrun sets where its own environment had none."""
+    """Return whether OMP_NUM_THREADS is unset, or is the 1 that torchrun sets if the user has set nothing."""
     if "OMP_NUM_THREADS" not in environ:
         return True
     if launcher != "torchrun" or environ["OMP_NUM_THREADS"] != "1":
@@ -74,8 +74,8 @@ def _set_by_launcher(launcher: str, environ: Mapping[str, str]) -> bool:
     return not any(variable.startswith(b"OMP_NUM_THREADS=") for variable in of_torchrun.split(b"\0"))
 
 
-def keep_native_code_quiet(launch: LaunchConfig) -> None:
-    """Leave the pages of C++ frames out that torch prints when another rank breaks a connection: that is said better
-    (distributed/watch.py). Must run before torch is imported; TORCH_CPP_LOG_LEVEL=WARNING brings them back."""
+def suppress_native_traces(launch: LaunchConfig) -> None:
+    """Suppress the C++ stack traces that torch logs when a peer closes a connection: distributed/watch.py reports the
+    cause. Must run before torch is imported; TORCH_CPP_LOG_LEVEL=WARNING brings them back."""
     if launch.world_size > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -1,7 +1,7 @@
-"""`megalith train`, and behind `pretrain_gpt.py`: the edge of a training run.
+"""`megalith train` and `pretrain_gpt.py`: entry point of a training run.
 
-Here the environment is read, signals are taken, files of the run are opened, and the way a run ends becomes an exit
-code and a last line that says how to go on. Nothing heavy is imported before the configuration is found sound.
+It reads the environment, installs signal handlers, opens the files of the run, and turns the outcome into an exit code
+and a last line with the command to resume. torch is imported only after the configuration has passed its checks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalith.cli.checkpoint_convert import convert_instead
 from megalith.cli.launch import command_line, starts_ranks, supervise
-from megalith.cli.threads import keep_native_code_quiet, share_cores, wait_asleep
+from megalith.cli.threads import divide_cores, limit_spinning, suppress_native_traces
 from megalith.config import RunConfig, load
 from megalith.config.command_line import given_settings, without_settings
 from megalith.config.environment import first_of_machine
@@ -50,24 +50,22 @@ EXIT_FINISHED = 0
 EXIT_RESUME_ME = 75  # EX_TEMPFAIL of sysexits.h: try again later
 _FORWARDED_WITHIN_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
-# Settings that say how to begin with a checkpoint: they are done with when the run has begun.
+# Settings about how a run starts from a checkpoint; they do not apply when it resumes.
 _ONCE = ("finetune", "ckpt_step", "no_load_optim", "no_load_rng", "override_opt_param_scheduler")
 
 _HELP = """usage: megalith train [--nproc N] [--config RECIPE.toml] [flags]
        python pretrain_gpt.py [flags]
 
-Trains a GPT, or with --model-family a BERT or T5. Takes Megatron's flags under Megatron's names; a recipe gives
-defaults, flags override it.
---nproc N starts N processes on this machine; torchrun, srun and mpirun do too.
-With MEGALITH_EXPLAIN=1 in the environment nothing is started: rank 0 prints the recipe of the run and what there is to
-say about it.
+Trains a GPT, or a BERT or T5 with --model-family. Flags have Megatron's names and override those of a recipe.
+--nproc N starts N processes on this machine; torchrun, srun and mpirun work too.
+With MEGALITH_EXPLAIN=1 in the environment nothing is started: rank 0 prints the recipe of the run and notes about it.
 Exit codes: 0 finished, 2 configuration, 3 data, 4 checkpoint, 6 another process failed, 75 stopped by a signal after
-saving: run it again.
+saving (start it again to resume).
 """
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train as the flags say; the exit codes are those of the help text."""
+    """Train as the flags say and return one of the exit codes that the help text lists."""
     began = time.monotonic()
     if not {"-h", "--help", "--help-all"}.isdisjoint(argv):
         print(_HELP)
@@ -79,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
         return explain(argv, os.environ)
     supervised = os.environ.get("MEGALITH_LAUNCHER") == "megalith"
     launched = supervised or "TORCHELASTIC_RUN_ID" in os.environ
-    # torchrun forwards to each rank the Ctrl-C that the terminal has already sent to it; one of them answers.
+    # torchrun forwards Ctrl-C to ranks that have already received it from the terminal; one rank per machine prints.
     answers = not supervised and (not launched or first_of_machine(os.environ))
     acknowledge = _Acknowledgement()
     stop = StopSignals(_FORWARDED_WITHIN_SECONDS if launched else 0.0, acknowledge if answers else None)
@@ -92,14 +90,14 @@ def run(argv: Sequence[str]) -> int:
                 return 128 + signal.Signals[stop.requested].value
             if converts:
                 return convert_instead(config)
-            return supervise(config, argv, lambda: _saved_and_words(config, argv))
+            return supervise(config, argv, lambda: _saved_and_argv(config, argv))
         if launched:
             _stop_with_parent()
-        wait_asleep()
-        keep_native_code_quiet(config.launch)
-        threads = share_cores(config.launch)
+        limit_spinning()
+        suppress_native_traces(config.launch)
+        threads = divide_cores(config.launch)
         if not faulthandler.is_enabled():
-            faulthandler.enable(file=2)  # a crash in native code then shows where Python was
+            faulthandler.enable(file=2)  # print the Python stack on a crash in native code
         return _train(config, argv, stop, acknowledge, began, threads)
     finally:
         stop.close()
@@ -121,13 +119,13 @@ def _saved_args(folder: str, step: int | None) -> Mapping[str, Any] | None:
 
 @dataclass
 class _Acknowledgement:
-    """Answers a signal at once: the end of the step may be a while away."""
+    """Signal callback that prints what happens next; the current step may take a while."""
 
     training: bool = False  # whether there is a step to finish, and something to save
 
     def __call__(self, signal_name: str) -> None:
         doing = "finishing this step and saving" if self.training else "stopping before the first step"
-        warn(f"\n{signal_name}: {doing}; once more to leave at once")
+        warn(f"\n{signal_name}: {doing}; repeat to exit at once")
 
 
 def _stop_with_parent() -> None:
@@ -135,7 +133,7 @@ def _stop_with_parent() -> None:
     if sys.platform == "linux":
         launcher = int(os.environ.get("MEGALITH_SUPERVISOR", os.getppid()))
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != launcher:  # it died before the kernel was asked
+        if os.getppid() != launcher:  # it died before prctl
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -147,7 +145,7 @@ def _train(
     from megalith.assemble.training import build_run
     from megalith.checkpoint import DirectoryStore
     from megalith.checkpoint.rank_group import RankGroup
-    from megalith.cli.train_hooks import dump_groups, hooks_of, open_folder, rank_screen, run_folder
+    from megalith.cli.train_hooks import build_hooks, dump_groups, open_rank_log, open_run_folder, run_folder
     from megalith.cli.train_start import StartConsole
     from megalith.distributed import comm
     from megalith.train.loop import train
@@ -157,17 +155,19 @@ def _train(
     with ExitStack() as stack:
         watch = build_watch(config)
         device = choose_device(config.train.device, config.launch)
-        settle_kernels(config, device)
+        set_deterministic(config, device)
         if device.type == "cpu":
             keep_freed_memory(config.launch.local_world_size or 1)
-        clock = WaitClock(device) if _reports(config) else None
+        clock = WaitClock(device) if _reports_stragglers(config) else None
         context = stack.enter_context(join_ranks(config, watch, clock, lambda: stop.requested is not None))
         first = context.rank == 0
         _require_same_source(config, comm.all_gather_objects(config.registry.imports, context.world))
         folder = Path(comm.all_gather_objects(str(run_folder(config)) if first else "", context.world)[0])
         screens: list[Screen] = []
-        RankGroup(context.world).run_on_first(lambda: screens.append(open_folder(config, command_line(argv), folder)))
-        screens.extend([] if first else [rank_screen(folder, context.rank)])
+        RankGroup(context.world).run_on_first(
+            lambda: screens.append(open_run_folder(config, command_line(argv), folder))
+        )
+        screens.extend([] if first else [open_rank_log(folder, context.rank)])
         stack.callback(screens[0].close)
         for place in config.checkpoint.save_folders:
             stack.enter_context(DirectoryStore(place, context).claim())
@@ -175,66 +175,66 @@ def _train(
         if threads:
             screen.say(threads)
         try:
-            probe, console_of_start = _probe(config, watch, screen), StartConsole(screen)
+            probe, console_of_start = _build_probe(config, watch, screen), StartConsole(screen)
             built = build_run(config, context, stop=stop, probe=probe, began=began, observer=console_of_start)
             stack.callback(built.loaders.close)
             stack.callback(built.run.close)
             if config.optimizer.dump_param_to_param_group_map:
                 dump_groups(config.optimizer.dump_param_to_param_group_map, built.run.state)
-            built.run.hook = Hooks(hooks_of(config, folder, screen, built, clock))
+            built.run.hook = Hooks(build_hooks(config, folder, screen, built, clock))
             stack.callback(built.run.hook.close)
-            _say_first_step(config, built, screen, began)
+            _print_first_step(config, built, screen, began)
             acknowledge.training = True
             try:
                 for _ in train(built.run):
                     pass
             finally:
-                _say_progress(built, screen)
+                _print_progress(built, screen)
         except MegalithError as error:
             screen.note(f"{type(error).__name__}: {error}")
             raise
         except Exception:
             screen.note(traceback.format_exc())
             raise
-        return _last_words(built.run, config, argv, screen, folder)
+        return _print_outcome(built.run, config, argv, screen, folder)
 
 
 def _require_same_source(config: RunConfig, imports: Sequence[tuple[Import, ...]]) -> None:
-    """Ranks that run different code would train different models."""
+    """Raise ConfigError if imported modules (`--import`) differ between ranks."""
     for rank, theirs in enumerate(imports):
         if theirs != config.registry.imports:
             names = [one.name for one, other in zip(config.registry.imports, theirs, strict=False) if one != other]
             raise ConfigError(
-                f"{IMPORT_FLAG} {' '.join(names)}: the source on rank {config.launch.rank} is not that on rank {rank}; "
-                "bring the same files to all machines"
+                f"{IMPORT_FLAG} {' '.join(names)}: source code on rank {config.launch.rank} differs from rank {rank}; "
+                "copy the same files to all machines"
             )
 
 
-def _say_first_step(config: RunConfig, built: BuiltRun, screen: Screen, began: float) -> None:
+def _print_first_step(config: RunConfig, built: BuiltRun, screen: Screen, began: float) -> None:
     from megalith.compat.megatron import console
 
     iteration = built.run.state.iteration
     if config.train.skip_train:
         screen.say(console.skipping_training_line())
     elif iteration >= built.run.plan.train_iterations:
-        screen.say(f"iteration {iteration} of {config.train_iters} is done: only evaluating")
+        screen.say(f"iteration {iteration} of {config.train_iters} is already done: evaluating only")
     else:
         screen.say("training ...")
         screen.say(console.milestone_line("before the start of training step", datetime.now()))
         screen.note(f"start-up took {time.monotonic() - began:.2f} s")
 
 
-def _say_progress(built: BuiltRun, screen: Screen) -> None:
+def _print_progress(built: BuiltRun, screen: Screen) -> None:
     progress = built.run.progress
     if progress.none_applied:
-        which = "initial ones" if built.resumed_at is None else "loaded ones, unchanged"
-        screen.warn(f"WARNING: all {progress.skipped} steps were skipped: the weights are the {which}")
+        which = "initial" if built.resumed_at is None else "loaded"
+        screen.warn(f"WARNING: all {progress.skipped} steps were skipped: the {which} weights are unchanged")
     elif progress.applied:
         screen.say(str(progress))
 
 
-def settle_kernels(config: RunConfig, device: torch.device) -> None:
-    """`--deterministic-mode` on a GPU: kernels that give the same bits each time. On a CPU all of ours do."""
+def set_deterministic(config: RunConfig, device: torch.device) -> None:
+    """Select deterministic kernels on a GPU (`--deterministic-mode`); on a CPU all kernels are deterministic."""
     if config.train.deterministic_mode and device.type == "cuda":
         import torch
 
@@ -243,23 +243,23 @@ def settle_kernels(config: RunConfig, device: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _reports(config: RunConfig) -> bool:
+def _reports_stragglers(config: RunConfig) -> bool:
     return config.log.log_straggler and config.launch.world_size > 1
 
 
-def _probe(config: RunConfig, watch: Watch, screen: Screen) -> Probe:
-    """What hears of each point of a step: the watch, and a fault where a test puts one in."""
+def _build_probe(config: RunConfig, watch: Watch, screen: Screen) -> Probe:
+    """Build the callback for each point of a step: the watch, and a fault injector if MEGALITH_FAULT is set."""
 
-    trains = threading.current_thread()
+    training_thread = threading.current_thread()
 
     def at(point: str, iteration: int) -> None:
-        if threading.current_thread() is trains:  # the watch is of that one, not of a saving thread
+        if threading.current_thread() is training_thread:  # not a thread that saves
             watch.at(point, iteration)
 
     text = os.environ.get("MEGALITH_FAULT")
     if not text:
         return at
-    screen.warn(f"WARNING: MEGALITH_FAULT={text} is set: this run harms itself at that point, as a test of crashes")
+    screen.warn(f"WARNING: MEGALITH_FAULT={text} is set: a fault is injected into this run")
     fault = parse_fault(text)
     if not fault.applies_to(config.launch.rank, _attempt()):
         return at
@@ -272,12 +272,12 @@ def _probe(config: RunConfig, watch: Watch, screen: Screen) -> Probe:
 
 
 def _attempt() -> int:
-    """How often the run was started again."""
+    """Return how often the launcher has restarted the run."""
     return int(os.environ.get("MEGALITH_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0")
 
 
 def _last_saved(config: RunConfig) -> int | None:
-    """The iteration of the newest checkpoint of this run."""
+    """Return the iteration of the newest checkpoint in the save folders; None if there is none."""
     from megalith.checkpoint import DirectoryStore
 
     return max(
@@ -286,19 +286,19 @@ def _last_saved(config: RunConfig) -> int | None:
     )
 
 
-def _saved_and_words(config: RunConfig, argv: Sequence[str]) -> tuple[int | None, list[str]]:
-    """The iteration of the last checkpoint of this run, None if there is none, and the flags that go on from it."""
+def _saved_and_argv(config: RunConfig, argv: Sequence[str]) -> tuple[int | None, list[str]]:
+    """Return the iteration of the newest checkpoint (None if there is none) and the arguments that resume from it."""
     save, saved = config.checkpoint.save, _last_saved(config)
     if save is None or saved is None:
         return None, list(argv)
-    return saved, _words_to_resume(config, argv, saved, save)
+    return saved, _resume_argv(config, argv, saved, save)
 
 
-def _words_to_resume(config: RunConfig, argv: Sequence[str], iteration: int, save: str) -> list[str]:
-    """The flags that go on from what was just saved; those of this run where nothing was saved yet.
+def _resume_argv(config: RunConfig, argv: Sequence[str], iteration: int, save: str) -> list[str]:
+    """Return the arguments that resume from the checkpoint of `iteration`; `argv` if it was not saved.
 
-    What only concerned the checkpoint that this run began with goes, unless a recipe says it: then it is taken back.
-    `--use-checkpoint-opt-param-scheduler` stays, as the checkpoint still has another schedule than the flags.
+    Flags that applied to the checkpoint at the start of this run (`_ONCE`) are removed; those of a recipe are negated.
+    `--use-checkpoint-opt-param-scheduler` stays, as the schedule in the checkpoint still differs from the flags.
     """
     if _last_saved(config) != iteration:
         return list(argv)
@@ -318,8 +318,8 @@ def _words_to_resume(config: RunConfig, argv: Sequence[str], iteration: int, sav
     return words
 
 
-def _last_words(run: TrainingRun, config: RunConfig, argv: Sequence[str], screen: Screen, folder: Path) -> int:
-    """Say where things are and how to continue; returns the exit code."""
+def _print_outcome(run: TrainingRun, config: RunConfig, argv: Sequence[str], screen: Screen, folder: Path) -> int:
+    """Print the outcome and how to continue; return the exit code."""
     if summary := run.anomalies.summary():
         screen.say(summary)
     ending, save = run.ending, config.checkpoint.save
@@ -331,9 +331,9 @@ def _last_words(run: TrainingRun, config: RunConfig, argv: Sequence[str], screen
             screen.say(f"try it: megalith generate {shlex.quote(save)} --prompt 'Once upon a time'")
         return EXIT_FINISHED
     if save is None:
-        screen.say("nothing is saved: the run has no --save")
+        screen.say("nothing was saved: the run has no --save")
         return EXIT_FINISHED if ending.kind != "signal" else 128 + signal.Signals[ending.detail].value
-    words = _words_to_resume(config, argv, ending.iteration, save)
+    words = _resume_argv(config, argv, ending.iteration, save)
     hint = "" if config.launch.launcher in ("", "megalith") else " (under the same launcher)"
     screen.say(f"stopped at iteration {ending.iteration}; resume{hint} with:\n  {command_line(words)}")
     return EXIT_RESUME_ME if ending.kind == "signal" else EXIT_FINISHED

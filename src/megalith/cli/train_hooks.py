@@ -1,4 +1,4 @@
-"""The files of a training run, and who listens to it: console, logs, metrics, curves, profiles."""
+"""Files of a training run, and the hooks that write them: console, logs, metrics, curves, profiles."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from megalith.train.user_hooks import UserHooks, own_hooks
 
 
 def run_folder(config: RunConfig) -> Path:
-    """Where metrics, logs and configuration of the run go: beside its checkpoints, or under ./runs.
+    """Return the folder for metrics, logs and configuration: inside `--save`, else under ./runs.
 
-    A run without --save asked for no files, so a working folder that cannot be written to does not stop it: they go to
-    a temporary folder then, which the last line of the run names.
+    A run without --save did not ask for files, so a read-only working folder does not stop it: a temporary folder is
+    used, which the last line of the run names.
     """
     if config.checkpoint.save:
         return Path(config.checkpoint.save) / "run"
@@ -46,19 +46,23 @@ def run_folder(config: RunConfig) -> Path:
     return folder
 
 
-def open_folder(config: RunConfig, command: str, folder: Path) -> Screen:
-    """See that the folders of the run can be written to, and open its log with the command in it."""
+def open_run_folder(config: RunConfig, command: str, folder: Path) -> Screen:
+    """Check that the folders of the run are writable, and open its log, which starts with the command."""
     if config.log.wandb_project:
         require_package("wandb", "--wandb-project")
     if config.log.tensorboard_dir:
         require_package("tensorboard", "--tensorboard-dir")
-        with _naming("--tensorboard-dir", config.log.tensorboard_dir):
+        with _as_config_error("--tensorboard-dir", config.log.tensorboard_dir):
             _try_to_write(Path(config.log.tensorboard_dir))
     if (traced := config.log.moe_routing_trace_path) is not None and config.model.mixture:
-        with _naming("--moe-routing-trace-path", traced):
+        with _as_config_error("--moe-routing-trace-path", traced):
             _try_to_write(Path(traced))
     save = config.checkpoint.save
-    with _naming("--save", save) if save else _naming("the folder of a run without --save,", str(folder)):
+    with (
+        _as_config_error("--save", save)
+        if save
+        else _as_config_error("the run folder (there is no --save)", str(folder))
+    ):
         _try_to_write(folder)
         screen = Screen(folder / "log.txt")
         screen.note(f"\n{command}")
@@ -66,8 +70,8 @@ def open_folder(config: RunConfig, command: str, folder: Path) -> Screen:
     return screen
 
 
-def rank_screen(folder: Path, rank: int) -> Screen:
-    """The log of a rank that is not the first; none where its machine cannot write there."""
+def open_rank_log(folder: Path, rank: int) -> Screen:
+    """Open the log of a rank other than the first; without a file if this machine cannot write to the folder."""
     try:
         return Screen(folder / f"log-rank{rank:05d}.txt", shows=False)
     except OSError:
@@ -75,28 +79,28 @@ def rank_screen(folder: Path, rank: int) -> Screen:
 
 
 @contextmanager
-def _naming(flag: str, folder: str) -> Iterator[None]:
-    """Turn a refusal of the file system, before anything is built, into a word about the flag."""
+def _as_config_error(flag: str, folder: str) -> Iterator[None]:
+    """Turn an OSError about the folder of a flag into a ConfigError that names the flag."""
     try:
         yield
     except OSError as error:
         where = f" ({error.filename})" if error.filename and str(error.filename) != folder else ""
-        raise ConfigError(
-            f"{flag} {folder}: cannot be written to: {error.strerror}{where}; give a folder that can"
-        ) from error
+        raise ConfigError(f"{flag} {folder}: not writable: {error.strerror}{where}; give a writable folder") from error
 
 
 def _try_to_write(folder: Path) -> None:
-    """Make the folder and a file in it."""
+    """Create the folder and write a temporary file to it; OSError if that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"x" * 4096)
 
 
-def hooks_of(config: RunConfig, folder: Path, screen: Screen, built: BuiltRun, clock: WaitClock | None) -> list[Hook]:
-    """Build the hooks of this rank that record and show the run, then those of the user.
+def build_hooks(
+    config: RunConfig, folder: Path, screen: Screen, built: BuiltRun, clock: WaitClock | None
+) -> list[Hook]:
+    """Build the hooks of this rank that record and print the run, followed by those of the user.
 
-    The first rank alone writes the files that all ranks share. `clock` measures waiting (`--log-straggler`).
+    Only the first rank writes shared files. `clock` measures time spent waiting (`--log-straggler`).
     """
     state, context = built.run.state, built.run.state.context
     first = context.rank == 0
@@ -111,19 +115,19 @@ def hooks_of(config: RunConfig, folder: Path, screen: Screen, built: BuiltRun, c
     if config.log.moe_routing_trace_path and config.model.mixture:
         hooks.append(_routing_trace(config, built))
     if clock is not None:
-        hooks.append(straggler_report(config, context.world, clock, screen.say))
+        hooks.append(build_straggler_report(config, context.world, clock, screen.say))
     if config.train.hooks:
         hooks.append(UserHooks(own_hooks(config), config, built.run))
     return hooks
 
 
-def straggler_report(config: RunConfig, world: Axis, clock: WaitClock, say: Callable[[str], None]) -> Hook:
-    """The report of slow ranks, on all ranks."""
+def build_straggler_report(config: RunConfig, world: Axis, clock: WaitClock, say: Callable[[str], None]) -> Hook:
+    """Build the report of slow ranks (`--log-straggler`); every rank needs it."""
     return StragglerReport(world, clock, say, config.log.straggler_minmax_count)
 
 
 def dump_groups(path: str, state: TrainState) -> None:
-    """Write to which parameter group each weight belongs (`--dump-param-to-param-group-map`); all ranks call it."""
+    """Write the parameter group of each weight (`--dump-param-to-param-group-map`); all ranks call it."""
     own = {
         name: {
             "group": number,
@@ -137,7 +141,7 @@ def dump_groups(path: str, state: TrainState) -> None:
     everywhere = comm.all_gather_objects(own, state.context.world)
 
     def write() -> None:
-        with _naming("--dump-param-to-param-group-map", path):
+        with _as_config_error("--dump-param-to-param-group-map", path):
             Path(path).write_text(json.dumps({k: v for ours in everywhere for k, v in ours.items()}, indent=1) + "\n")
 
     RankGroup(state.context.world).run_on_first(write)
@@ -181,7 +185,7 @@ def _records(config: RunConfig, folder: Path, screen: Screen, built: BuiltRun) -
         if curves.mode == "offline":
             why = " (not logged in: set WANDB_API_KEY or run `wandb login`)" if curves.logged_in is False else ""
             screen.say(
-                f"W&B records offline, in {curves.folder}{why}; send it later with: wandb sync "
+                f"W&B is offline and records to {curves.folder}{why}; upload with: wandb sync "
                 f"{curves.folder}/wandb/offline-run-*"
             )
     if sinks:
@@ -210,5 +214,5 @@ def _profiles(config: RunConfig, folder: Path, screen: Screen, built: BuiltRun) 
         if context.device.type == "cuda":
             hooks.append(MemoryHistory(folder / log.memory_snapshot_path))
         else:
-            screen.say("--record-memory-history records the memory of a GPU, and this run has none")
+            screen.say("--record-memory-history has no effect without a GPU")
     return hooks

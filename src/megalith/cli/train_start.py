@@ -1,6 +1,6 @@
-"""The lines that a training run prints before its first step, in Megatron's order and words.
+"""Console lines of a training run before its first step, in Megatron's order and words.
 
-Their order: docs/reference/console.md#start-up. What Megatron's users never read goes to the log only.
+The order: docs/reference/console.md#start-up. Lines without use for Megatron's users go to the log only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megalith.train.state import TrainState
 
 
 class StartConsole(StartObserver):
-    """Prints the start of a run."""
+    """Observer that prints the start of a run."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
@@ -121,12 +121,12 @@ def _print_configuration(config: RunConfig, screen: Screen, device: torch.device
     screen.say(f"running on {_device_name(device)}{threads}, torch {torch.__version__}{_products(config, device)}")
     nccl_asked_for = "distributed_backend" in config.given and parallel.distributed_backend == "nccl"
     if device.type == "cpu" and nccl_asked_for:
-        screen.say("no GPU here: --distributed-backend nccl becomes gloo")
+        screen.say("no GPU: --distributed-backend nccl becomes gloo")
     if device.type == "cpu" and config.optimizer.offloaded:
-        screen.say("no GPU here: --optimizer-cpu-offload has nothing to move")
+        screen.say("no GPU: --optimizer-cpu-offload has no effect")
     screen.say(console.parameter_type_line(config.precision.params_dtype))
     if config.precision.bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        screen.warn(f"WARNING: {_device_name(device)} only emulates bf16, slowly; use --fp16 there")
+        screen.warn(f"WARNING: {_device_name(device)} emulates bf16, which is slow; use --fp16")
     screen.note(console.argument_dump(megatron_args(config)))
     for line in notes_lines(config):
         screen.say(line)
@@ -137,18 +137,18 @@ def _print_configuration(config: RunConfig, screen: Screen, device: torch.device
         start, increment, samples = config.train.rampup_batch_size
         screen.say(console.ramp_lines(start, increment, samples, sizes.final))
     else:
-        stages = ", ".join(f"{stage.size} from sample {stage.start} on" for stage in sizes.stages)
+        stages = ", ".join(f"{stage.size} from sample {stage.start}" for stage in sizes.stages)
         screen.say(f"global batch sizes: {stages}")
     if config.train.train_samples is not None:
         screen.note(console.train_iterations_line(config.train_iters))
 
 
 def _products(config: RunConfig, device: torch.device) -> str:
-    """What to say where half precision is multiplied in fp32; nothing where it is not."""
+    """Return a remark if half-precision matrix products are computed in fp32 on this device; else ""."""
     if not (config.precision.bf16 or config.precision.fp16) or products_of(config, device.type) != "float32":
         return ""
     kept = "bf16" if config.precision.bf16 else "fp16"
-    return f"; no fast {kept} products on this processor: computed in fp32 and rounded to {kept}"
+    return f"; no fast {kept} matmul on this CPU: computed in fp32 and rounded to {kept}"
 
 
 def _device_name(device: torch.device) -> str:

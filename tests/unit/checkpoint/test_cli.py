@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore
-from megalith.cli.checkpoint import human, run
+from megalith.cli.checkpoint import human_size, run
 from megalith.errors import CheckpointError
 
 MakeContent = Callable[..., CheckpointContent]
@@ -56,7 +56,7 @@ def test_inspect_shows_files_settings_and_tensors(store: DirectoryStore, capsys:
     (row,) = [line for line in out.splitlines() if "decoder.layers.mlp.linear_fc1.weight" in line]
     assert "2 x 12 x 8" in row and "bfloat16" in row and " 4 " in row
     assert not [name for name in facts if name.startswith("moe_")]  # a dense model
-    assert "optimizer.state" not in out and "12 tensors of the optimizer are not shown" in out
+    assert "optimizer.state" not in out and "12 optimizer tensors not shown; use --all" in out
 
 
 def test_inspect_all(store: DirectoryStore, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +109,7 @@ def test_diff_and_its_exit_codes(store: DirectoryStore, capsys: pytest.CaptureFi
     assert run(["diff", one, two]) == 1
     out = capsys.readouterr().out
     assert "iteration: 1 and 2" in out and "optimizer step: 1 and 2" in out
-    assert "different: 0 of 28 tensors" in out and "and 8 more; --all shows them" in out
+    assert "different: 0 of 28 tensors" in out and "and 8 more; use --all" in out
     assert run(["diff", one, two, "--weights", "--all"]) == 1
     assert "iteration" not in capsys.readouterr().out.split("beside the tensors")[-1].split("tensors:")[0]
 
@@ -123,4 +123,4 @@ def test_conversion_without_an_architecture_in_the_args(store: DirectoryStore, t
     ("size", "text"), [(0, "0"), (1023, "1023"), (1536, "1.5K"), (10240, "10K"), (2**20 - 1, "1024K"), (2**30, "1.0G")]
 )
 def test_sizes_are_those_of_tree(size: int, text: str) -> None:
-    assert human(size) == text
+    assert human_size(size) == text

