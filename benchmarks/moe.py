@@ -119,9 +119,9 @@ def _count_rows(rank: int, size: int, kind: str, store: str, found: Any) -> None
         nonlocal received
         received += number if x.shape[-1] == HIDDEN else 0
 
-    def exchanged(x: Tensor, axis: Any, going: list[int], coming: list[int]) -> Tensor:
-        rows(sum(coming) - coming[axis.index], x)
-        return exchange(x, axis, going, coming)
+    def exchanged(x: Tensor, axis: Any, send_counts: list[int], receive_counts: list[int]) -> Tensor:
+        rows(sum(receive_counts) - receive_counts[axis.index], x)
+        return exchange(x, axis, send_counts, receive_counts)
 
     def gathered(x: Tensor, axis: Any, *more: Any) -> Any:
         rows((axis.size - 1) * x.shape[0], x)

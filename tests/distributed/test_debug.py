@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.distributed import comm
-from megalith.distributed.agreement import CollectiveCheck, Observers
+from megalith.distributed.consistency import CollectiveCheck, Observers
 from megalith.distributed.context import Axis
 from megalith.errors import MegalithError
 

@@ -46,10 +46,10 @@ class _Rows:
     def __init__(self) -> None:
         self.received = 0
 
-    def all_to_all_rows(self, x: Tensor, axis: Axis, going: list[int], coming: list[int]) -> Tensor:
+    def all_to_all_rows(self, x: Tensor, axis: Axis, send_counts: list[int], receive_counts: list[int]) -> Tensor:
         if x.shape[1:] == (SIZE,):
-            self.received += sum(coming) - coming[axis.index]
-        return _ALL_TO_ALL_ROWS(x, axis, going, coming)
+            self.received += sum(receive_counts) - receive_counts[axis.index]
+        return _ALL_TO_ALL_ROWS(x, axis, send_counts, receive_counts)
 
 
 _ALL_TO_ALL_ROWS = comm.all_to_all_rows

@@ -45,7 +45,7 @@ def test_a_signal_between_steps(warm: WarmProcess, tmp_path: Path, number: signa
     running.send(number)
     finished = running.finish()
     iteration = stopped_at(finished, save)
-    assert f"{number.name}: finishing this step and saving; once more to leave at once" in finished.text
+    assert f"{number.name}: finishing this step and saving; repeat to exit at once" in finished.text
     assert f"[exiting program after receiving {number.name}.] datetime: " in finished.text
     # The last line printed is of the step that was saved: nothing done is lost, nothing more was begun.
     assert f"iteration {iteration:8d}/" in finished.text and f"iteration {iteration + 1:8d}/" not in finished.text

@@ -1,1 +1,1 @@
-"""The composition root: small functions from a configuration to the parts of a run."""
+"""Composition root: functions that build the parts of a run from its configuration."""

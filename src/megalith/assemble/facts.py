@@ -1,4 +1,4 @@
-"""The facts that must be equal on all ranks of a run."""
+"""Facts that must be equal on all ranks of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from megalith.assemble.model import params_dtype
 from megalith.config import RunConfig
 from megalith.config.run import all_settings
-from megalith.distributed.agreement import versions
+from megalith.distributed.consistency import versions
 from megalith.nn.precision import product_dtype_on
 from megalith.tokenizers.card import entries
 
@@ -31,7 +31,7 @@ _PLACES = (
 
 
 def facts_of(run: RunConfig, device: torch.device) -> dict[str, str]:
-    """Settings by flag, the versions of what runs them, and how half-precision products are computed."""
+    """Return settings by flag, software versions, and the dtype in which half-precision products are computed."""
     settings = {
         setting.flag: setting.as_given(getattr(getattr(run, setting.group), setting.name))
         for setting in all_settings().values()
@@ -50,7 +50,7 @@ def _products(run: RunConfig, device: torch.device) -> dict[str, str]:
 
 
 def content_facts(tokenizer: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, str]:
-    """The card of the tokenizer, which has the hashes of its files, and the fingerprint of the data."""
+    """Return the fingerprints of tokenizer (with hashes of its files) and data."""
     return {
         **{f"tokenizer {name}": value for name, value in entries(tokenizer).items()},
         **{f"data {name}": str(value) for name, value in data.items()},

@@ -1,4 +1,4 @@
-"""Whether a conversion computes the same: the logits of our model and of transformers on a fixed prompt, in fp32."""
+"""Verification of a conversion: logits of our model and of transformers on a fixed prompt, in fp32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STRIDE = 7919  # a prime, so that the prompt goes all over the vocabulary
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest difference of the logits, relative to the largest logit; None without transformers."""
+    """Largest difference of logits, relative to the largest logit; None without transformers."""
 
     difference: float | None
 
@@ -39,7 +39,7 @@ class Comparison:
 
 
 def compare_logits(folder: Path, weights: Weights, space: ModelSpace, rows: int) -> Comparison:
-    """Compute the logits of a fixed prompt twice, one model after the other, and compare `rows` of the vocabulary.
+    """Compute the logits of a fixed prompt with both models, one after the other, and compare `rows` of the vocabulary.
 
     Raises:
         CheckpointError: they differ by more than `TOLERANCE`, or transformers cannot load the folder.
@@ -67,7 +67,7 @@ def compare_logits(folder: Path, weights: Weights, space: ModelSpace, rows: int)
 
 @dataclass(frozen=True)
 class _Prompt:
-    """The class of transformers that loads a model, and what either model takes besides the tokens."""
+    """transformers' class for a model, and the inputs of either model besides the tokens."""
 
     auto_class: str
     ours: Mapping[str, Tensor]
@@ -75,7 +75,7 @@ class _Prompt:
 
 
 def _prompts(tokens_BS: Tensor) -> dict[Objective, _Prompt]:
-    """What decoders read is a part of the tokens; of two runs of text the first half is one, the second another."""
+    """Return the further inputs by objective: part of the tokens for a decoder, halves as token types for BERT."""
     length = tokens_BS.shape[1]
     types_BS = (torch.arange(length) * 2 // length).expand_as(tokens_BS)
     answer_BS = tokens_BS.flip(1)[:, : max(1, length // 2)]
@@ -118,7 +118,7 @@ def _their_logits(tokens_BS: Tensor, prompt: _Prompt, folder: Path) -> Tensor:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Without its warnings and its progress bars."""
+    """Disable transformers' warnings and progress bars within the block."""
     log = transformers.utils.logging
     level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()

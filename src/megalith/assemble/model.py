@@ -1,4 +1,4 @@
-"""From the configuration to the device, the parts of the model that are computed here, and their optimizer."""
+"""Device, model chunks of this rank, and optimizer from the configuration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _COMPILERS = ("g++", "clang++", "c++")
 
 
 def choose_device(wanted: str, launch: LaunchConfig | None = None) -> torch.device:
-    """Return the device to compute on: what `--device` says, under "auto" CUDA where there is a GPU.
+    """Return the device for `--device`; "auto" is CUDA if there is a GPU.
 
     Raises:
         ConfigError: there is an NVIDIA GPU that torch cannot use, CUDA is asked for and absent, or there are more
@@ -68,7 +68,7 @@ def choose_device(wanted: str, launch: LaunchConfig | None = None) -> torch.devi
 
 
 def require_compiler(run: RunConfig, device: torch.device) -> None:
-    """See that `--compile` has something to compile with.
+    """Check that `--compile` has a compiler.
 
     Raises:
         ConfigError: on a CPU without a C++ compiler, or on a GPU without Triton.
@@ -84,12 +84,12 @@ def require_compiler(run: RunConfig, device: torch.device) -> None:
 
 
 def params_dtype(precision: PrecisionConfig) -> torch.dtype:
-    """The torch dtype of weights and activations."""
+    """Return the dtype of weights and activations."""
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[precision.params_dtype]
 
 
 def build_region(run: RunConfig, context: ParallelContext, stream: Stream | None = None) -> Region:
-    """Build the tensor-parallel region of layers; `stream` is this rank's own, for dropout."""
+    """Build the tensor-parallel region of the layers; `stream` is this rank's random stream, for dropout."""
     if context.tp.size == 1:
         return Solo()
     kind = SequenceParallel if run.parallel.sequence_parallel_here else TensorParallel
@@ -104,7 +104,7 @@ def build_mixer(run: RunConfig, context: ParallelContext) -> ContextParallelAtte
 
 
 def build_recompute(run: RunConfig) -> Recompute | None:
-    """Which layers are recomputed in the backward pass, or which parts of them.
+    """Return which layers, or parts of layers, are recomputed in the backward pass; None for none.
 
     What fused attention of a decoder would compute again it has not kept.
     """
@@ -126,7 +126,7 @@ def build_chunks(
     *,
     dtype: torch.dtype | None = None,
 ) -> list[LanguageModel]:
-    """The parts of the model that this rank computes, in the order of their layers, with unset weights.
+    """Build the model chunks of this rank, in the order of their layers, with uninitialized weights.
 
     Args:
         stream: the random stream of this rank alone, needed for dropout over tensor-parallel ranks.
@@ -170,7 +170,7 @@ def build_chunks(
 def draw_weights(
     run: RunConfig, chunks: Sequence[LanguageModel], streams: RandomStreams, context: ParallelContext
 ) -> None:
-    """Give the parts their initial weights; `--use-cpu-initialization` draws them from the process's own stream."""
+    """Initialize the weights; `--use-cpu-initialization` draws them from the process's own stream."""
     for chunk in chunks:
         if run.model.use_cpu_initialization:
             initialise_as_megatron_cpu(chunk, streams.weights)
@@ -188,7 +188,7 @@ def copy_shared_weight(chunks: Sequence[LanguageModel], context: ParallelContext
 
 
 def fully_shard(run: RunConfig, chunks: Sequence[LanguageModel], context: ParallelContext) -> list[FullyShard]:
-    """Cut the weights of the parts over the replicas, layer by layer, and what is outside the layers."""
+    """Shard the weights of each layer, and those outside of layers, over the replicas with FSDP2."""
     return [
         FullyShard(
             chunk,
@@ -202,7 +202,7 @@ def fully_shard(run: RunConfig, chunks: Sequence[LanguageModel], context: Parall
 
 
 def build_run_optimizer(run: RunConfig, chunks: Sequence[LanguageModel], context: ParallelContext) -> Optimizer:
-    """The optimizer over the weights of all parts; made after these have their values or before a checkpoint does.
+    """Build the optimizer over the weights of all chunks, before or after the weights are loaded.
 
     With `--compile` the blocks are compiled here, since the optimizer first attaches its gradient sink to them; with
     `--use-torch-fsdp2` the weights are cut over the replicas here.
@@ -228,7 +228,7 @@ def build_run_optimizer(run: RunConfig, chunks: Sequence[LanguageModel], context
 def defer_weight_gradients(
     run: RunConfig, chunks: Sequence[LanguageModel], optimizer: Optimizer
 ) -> DeferredSink | None:
-    """Let the layers put their weight gradients off where the schedule of the run has a time of its own for them."""
+    """Defer the weight gradients of the layers if the pipeline schedule has W operations; else return None."""
     if run.pipeline_schedule != "zb-h1":
         return None
     assert isinstance(optimizer.gradients, GradientBuffers), "a rule of the configuration"

@@ -1,4 +1,4 @@
-"""Why torch cannot use the NVIDIA GPUs of this machine, so that `--device auto` does not take the CPU without a word.
+"""Diagnosis of NVIDIA GPUs that torch cannot use, so that `--device auto` does not silently choose the CPU.
 
 Looking for a GPU costs a few file names. `nvidia-smi` is asked only where there is a GPU that torch does not see.
 """
@@ -24,7 +24,7 @@ compatibility)."""
 
 @dataclass(frozen=True)
 class Driver:
-    """The NVIDIA driver of this machine.
+    """NVIDIA driver and GPUs of this machine.
 
     Attributes:
         version: such as 535.129.03; empty where it is not known.
@@ -81,7 +81,7 @@ def _forbidden(root: Path) -> str:
 
 
 def _kernel_module(file: Path) -> str:
-    """The version in `NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 ...`."""
+    """Return the version in `NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 ...`."""
     found = re.search(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", file.read_text(), re.M) if file.exists() else None
     return found[1] if found else ""
 
@@ -94,7 +94,7 @@ def _ask(command: str) -> str:
 
 
 def is_hidden(root: Path, environ: Mapping[str, str]) -> bool:
-    """Tell whether the GPUs are withheld from this process on purpose, by its user or by the scheduler.
+    """Return whether the user or the scheduler has hidden the GPUs from this process.
 
     NVIDIA_VISIBLE_DEVICES says so only where there are no device files: the Container Device Interface (Podman,
     Kubernetes) sets it to "void" in containers that it has given GPUs, so that the older hook adds no others.
@@ -105,7 +105,7 @@ def is_hidden(root: Path, environ: Mapping[str, str]) -> bool:
 
 
 def unused_gpu(root: Path | None = None, environ: Mapping[str, str] = os.environ, processes: int = 1) -> str:
-    """Say which GPU of this machine torch cannot use, why, and what to do; empty where there is none.
+    """Return which GPU torch cannot use, why, and a remedy; "" if there is none.
 
     `processes` of the first GPUs are needed, so that an old card for the screen behind them stops nobody.
     """
@@ -151,7 +151,7 @@ def _major(version: str) -> int:
 
 
 def _without_kernels(processes: int) -> str:
-    """Return a warning where this build of torch has no kernels for one of the GPUs that are needed."""
+    """Return a message if this build of torch lacks kernels for one of the first `processes` GPUs; else ""."""
     built, seen = torch.cuda.get_arch_list(), torch.cuda.device_count()
     for number in range(min(seen, processes)) if built else ():
         capability = torch.cuda.get_device_capability(number)
@@ -166,7 +166,7 @@ def _without_kernels(processes: int) -> str:
 
 
 def _runs(arch: str, capability: tuple[int, int]) -> bool:
-    """Whether code for an architecture runs on a GPU: binaries within one major version, PTX on all later ones."""
+    """Return whether code for an architecture runs on a GPU: binaries within a major version, PTX on later ones."""
     match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", arch)
     if match is None:
         return True

@@ -1,4 +1,4 @@
-"""What the start of a training run reports, step by step, to whoever wants to show it."""
+"""Observer of the start of a training run."""
 
 from __future__ import annotations
 
@@ -16,55 +16,56 @@ from megalith.train.state import TrainState
 
 
 class StartObserver:
-    """Receives each step of `build_run`, in this order; methods do nothing unless overridden."""
+    """Observer of `build_run`; it calls the methods in this order, and they do nothing unless overridden."""
 
     def note(self, text: str) -> None:
-        """Something that the user should know."""
+        """Receive information for the user."""
 
     def warn(self, text: str) -> None:
-        """Something that the user should look into."""
+        """Receive a warning for the user."""
 
     def log(self, text: str) -> None:
-        """Something for the log only."""
+        """Receive text for the log file only."""
 
     def configured(self, config: RunConfig, device: torch.device) -> None:
-        """The configuration is valid; the tokenizer is built next."""
+        """Receive that the configuration is valid, before the tokenizer is built."""
 
     def changed(self, changes: Sequence[Change], iteration: int) -> None:
-        """These settings differ from those that the checkpoint of `iteration` was written with."""
+        """Receive the settings that differ from those of the checkpoint of `iteration`."""
 
     def vocabulary_padded(self, config: RunConfig, tokenizer: Tokenizer, padded: int, *, resumed: bool) -> None:
-        """The embedding has `padded` rows; those of a checkpoint where the run has one."""
+        """Receive the number of rows of the embedding (the checkpoint's if the run resumes)."""
 
     def initialized(self, config: RunConfig, seconds: float) -> None:
-        """Ranks, tokenizer and random streams are ready, so many seconds after the start."""
+        """Receive that ranks, tokenizer and random streams are ready, and the seconds since the start."""
 
     def building_model(self, config: RunConfig) -> None:
-        """The model is built next."""
+        """Receive that the model is built next."""
 
     def model_built(self, config: RunConfig, parameters: Sequence[tuple[int, int, int]]) -> None:
-        """The model is built; number of parameters, tensor rank and pipeline rank of each part of it."""
+        """Receive (number of parameters, tensor rank, pipeline rank) of each part of the model."""
 
     def no_checkpoint(self, load: str | None) -> None:
-        """--load holds no checkpoint: the run starts from random weights."""
+        """Receive that --load holds no checkpoint, so that the run starts from random weights."""
 
     def loading(self, path: str, iteration: int, config: RunConfig, *, distributed: bool) -> None:
-        """The checkpoint of `iteration` in `path` is read next; `distributed` but for the format torch."""
+        """Receive that the checkpoint of `iteration` in `path` is read next; `distributed` is False for the format
+        torch."""
 
     def loaded(self, path: str, iteration: int, config: RunConfig, resumed: Resumed, state: TrainState) -> None:
-        """It is read."""
+        """Receive that the checkpoint is loaded."""
 
     def setup_done(self) -> None:
-        """Model, optimizer and schedule are ready."""
+        """Receive that model, optimizer and schedule are ready."""
 
     def building_datasets(self, sizes: tuple[int | None, int | None, int | None]) -> None:
-        """The datasets are built next, of these numbers of samples for train, validation and test."""
+        """Receive the target numbers of samples for train, validation and test, before the datasets are built."""
 
     def datasets_built(self, config: RunConfig, datasets: Datasets) -> None:
-        """They are built."""
+        """Receive the datasets."""
 
     def data_done(self) -> None:
-        """The loaders are ready; the first step follows."""
+        """Receive that the loaders are ready, before the first step."""
 
     def timed(self, config: RunConfig, times: Times) -> None:
-        """Seconds that parts of the start took on each rank."""
+        """Receive the seconds that parts of the start took on each rank."""

@@ -1,4 +1,4 @@
-"""From a checkpoint and a launcher to ranks that read a trained model, before anything is loaded."""
+"""Architecture of a checkpoint, and the configuration of the ranks that will load it, before tensors are read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megalith.registry import EMPTY, Registry
 
 
 def saved_args(checkpoint: Path, iteration: int | None = None) -> Mapping[str, Any]:
-    """Return Megatron's arguments in the checkpoint that is meant, or in the newest that can be read.
+    """Return Megatron's arguments from a checkpoint: the given one, or the newest readable one.
 
     `checkpoint` is a save folder, one checkpoint in it, or a Hugging Face folder.
 
@@ -47,7 +47,7 @@ def saved_args(checkpoint: Path, iteration: int | None = None) -> Mapping[str, A
 
 
 def model_in(args: Mapping[str, Any], checkpoint: Path, registry: Registry = EMPTY) -> ModelConfig:
-    """The architecture that arguments mean.
+    """Return the architecture that a checkpoint's arguments describe.
 
     Raises:
         CheckpointError: they do not say it, or it is not in this version.
@@ -68,7 +68,7 @@ WHAT_WORKS: Mapping[Objective, str] = {
 
 
 def require_text_model(model: ModelConfig, checkpoint: Path | str, wanted: str, *, or_answers: bool = False) -> None:
-    """Refuse a model that continues no text, or with `or_answers` writes none, for what `wanted` names."""
+    """Raise ConfigError unless the model continues text, or with `or_answers` generates any text."""
     if model.family.generates if or_answers else model.family.objective == "causal":
         return
     needed = "writes text, a GPT or a T5" if or_answers else "continues text, a GPT"
@@ -79,7 +79,7 @@ def require_text_model(model: ModelConfig, checkpoint: Path | str, wanted: str, 
 
 
 def ranks_of(model: ModelConfig, settings: Mapping[str, Any], environ: Mapping[str, str]) -> RunConfig:
-    """Build the configuration by which ranks meet (`assemble.ranks.join_ranks`); `settings` are of layout and device.
+    """Build the configuration for `assemble.ranks.join_ranks`; `settings` are layout and device.
 
     Stages need not have equally many layers where nothing is trained (`assemble.trained`); training's rule is met by
     counting up to the next number of layers that divides.

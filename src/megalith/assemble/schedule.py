@@ -1,4 +1,4 @@
-"""From the settings of the learning rate and weight decay, in iterations or samples, to schedules in samples."""
+"""Schedules in samples from the settings of learning rate and weight decay, in iterations or samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedul
 
 
 def build_schedule(run: RunConfig) -> ParameterSchedule:
-    """The schedule that the flags ask for.
+    """Build the schedules of learning rate and weight decay.
 
     Lengths in iterations are those of the run's own batch sizes, so that they end at the iteration that they name where
     the batch grows too (where Megatron has no such runs).
@@ -46,7 +46,7 @@ def build_schedule(run: RunConfig) -> ParameterSchedule:
 
 
 def _decoupled(run: RunConfig, base: LearningRateSchedule) -> LearningRateSchedule | None:
-    """The rate of the word embeddings and the output layer, where they have one of their own."""
+    """Return the learning rate of word embeddings and output layer; None if it is the common one."""
     peak, lowest = run.optimizer.decoupled_lr, run.optimizer.decoupled_min_lr
     return None if peak is None else replace(base, max_lr=peak, min_lr=base.min_lr if lowest is None else lowest)
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a training run starts from, and restoring it."""
+"""Choice of the checkpoint that a training run starts from, and its restoration."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def find_start(
 def _newest(
     settings: CheckpointConfig, load: str, context: ParallelContext, *, thorough: bool
 ) -> tuple[DirectoryStore, FoundCheckpoint | None]:
-    """The checkpoint in --load, or the one of which only the last is kept if that is newer."""
+    """Return the newest checkpoint in --load or, if newer, in the folder of ephemeral checkpoints."""
     folder, step = settings.ephemeral_dir(load), settings.ckpt_step
     if folder is None:
         return _checkpoint_in(load, step, context, thorough=thorough)
@@ -72,14 +72,14 @@ def _newest(
 def _checkpoint_in(
     path: str, step: int | None, context: ParallelContext, *, thorough: bool
 ) -> tuple[DirectoryStore, FoundCheckpoint | None]:
-    """The store that a path names, itself or one of its checkpoints, and the checkpoint to begin from."""
+    """Return the store that a path (save folder or checkpoint folder) names, and the checkpoint to start from."""
     folder, named = split_path(Path(path))
     store = DirectoryStore(folder, context)
     return store, find_checkpoint(store, named if step is None else step, thorough=thorough)
 
 
 def padded_vocabulary(config: RunConfig, tokenizer: Tokenizer, found: FoundCheckpoint | None) -> int:
-    """Return the number of rows of the embedding: those of the checkpoint, else what the flags say."""
+    """Return the number of rows of the embedding: that of the checkpoint, else as the flags say."""
     given = config.data.padded_vocab_size
     if found is not None:
         if given not in (None, found.padded_vocab_size):
@@ -108,7 +108,7 @@ def load_start(
     observer: StartObserver,
     probe: Probe,
 ) -> None:
-    """Restore the checkpoint that `find_start` has found, if any, and warn of those that the run will replace."""
+    """Restore the checkpoint that `find_start` found, if any, and warn about checkpoints that the run will replace."""
     load, save = config.checkpoint.load, config.checkpoint.save
     if store is None:
         if save and (held := DirectoryStore(save).iterations()):

@@ -1,4 +1,4 @@
-"""A trained model out of its checkpoint alone: architecture, weights and tokenizer."""
+"""Trained model from its checkpoint: architecture, weights and tokenizer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OTHER_TOKENIZER = (
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that was trained, ready to be read from.
+    """Trained model with its tokenizer.
 
     Attributes:
         model: Whole, or the stage that is computed on this rank.
@@ -61,13 +61,13 @@ class Trained:
 
     @property
     def gpt(self) -> GenerativeModel | PlainModel:
-        """The model, for whoever continues text; ConfigError if it is of another family."""
+        """Return the model if it continues text; ConfigError if it does not."""
         require_text_model(self.model.config, "the checkpoint", "this")
         return self.writer
 
     @property
     def writer(self) -> GenerativeModel | PlainModel:
-        """The model, for whoever has it write text; ConfigError if it is of another family."""
+        """Return the model if it generates text, as a continuation or answer; ConfigError if it does not."""
         require_text_model(self.model.config, "the checkpoint", "this", or_answers=True)
         if isinstance(self.model, GenerativeModel | PlainModel):
             return self.model
@@ -118,7 +118,7 @@ def _trained(
     dtype: torch.dtype | None,
     registry: Registry,
 ) -> Trained:
-    """Load the checkpoint `found`; DamagedCheckpointError if a file of its tensors is not as it was saved."""
+    """Load the checkpoint `found`; DamagedCheckpointError if a tensor file fails verification."""
     args = vars(store.common(found).get("args", Namespace()))
     precision = precision_of(args)
     saved_config = replace(model_of(args, registry), mtp_num_layers=None)  # layers that only training has use for
@@ -151,7 +151,7 @@ def _trained(
 
 
 def _own_tokenizer(folder: Path, args: Mapping[str, Any], registry: Registry) -> Tokenizer:
-    """Build the tokenizer of a checkpoint: its own copy, or the files that its args name (a DataError if missing)."""
+    """Build the tokenizer of a checkpoint: its own copy, or the files that its args name; DataError if missing."""
     config = tokenizer_of(args, registry)
     try:
         return build_tokenizer(with_files_in(folder, config))
@@ -162,7 +162,7 @@ def _own_tokenizer(folder: Path, args: Mapping[str, Any], registry: Registry) ->
 
 
 def _for_any_batch(config: ModelConfig) -> tuple[ModelConfig, list[str]]:
-    """The architecture with experts that are chosen by the router and take every token, and what the user must hear.
+    """Return the architecture without expert capacity and random routing, and notes about the changes.
 
     A capacity drops tokens by what else is in their batch, and random choices, for benchmarks, differ from call to
     call: what a text gives would depend on the texts of others, and on how it is cut into steps.
@@ -180,7 +180,7 @@ def _for_any_batch(config: ModelConfig) -> tuple[ModelConfig, list[str]]:
 
 
 def _stage(num_layers: int, context: ParallelContext) -> Stage:
-    """The layers of this rank: nearly equal parts, as layers need not divide evenly where nothing is trained."""
+    """Return the layers of this rank: nearly equal parts, as inference does not require an even division."""
     pipeline = context.pp
     if pipeline.size > num_layers:
         raise LayoutError(
@@ -192,7 +192,7 @@ def _stage(num_layers: int, context: ParallelContext) -> Stage:
 
 
 def _stored(model: LanguageModel) -> Iterator[tuple[str, Tensor, Placement]]:
-    """Each parameter under the name that it is stored under: the second copy of a tied embedding is the first."""
+    """Yield each parameter under its stored name: the second copy of a tied embedding is stored as the first."""
     for name, tensor, placement in saved_tensors(model):
         yield WORD_EMBEDDINGS if name == model.copied_weight else name, tensor, placement
 

@@ -1,4 +1,4 @@
-"""The composition root of training: from a configuration to a `TrainingRun`. Prints nothing.
+"""Composition root of training: builds a `TrainingRun` from a configuration, without printing.
 
 `build_run` reports to a `StartObserver`, in the order of Megatron's lines (docs/reference/console.md#start-up), which
 `megalith train` prints (cli/train_start.py).
@@ -32,7 +32,7 @@ from megalith.config import RunConfig, all_settings
 from megalith.config.changes import Change, changes_since
 from megalith.data.build import Datasets, fingerprint
 from megalith.distributed import comm
-from megalith.distributed.agreement import refuse_unequal
+from megalith.distributed.consistency import require_equal
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.errors import DamagedCheckpointError
@@ -54,7 +54,7 @@ from megalith.train.timers import Timers, gather_times
 
 @dataclass(frozen=True)
 class BuiltRun:
-    """A run that is ready for its first step.
+    """Run that is ready for its first step.
 
     Attributes:
         loaders: To be closed when the run ends.
@@ -132,7 +132,7 @@ def build_run(
 
 @dataclass(frozen=True)
 class _Start:
-    """What building and loading the state of a run needs."""
+    """Inputs for building and loading the state of a run."""
 
     config: RunConfig
     context: ParallelContext
@@ -146,7 +146,7 @@ class _Start:
 def _build_and_load(
     start: _Start, padded: int, store: DirectoryStore | None, found: FoundCheckpoint | None
 ) -> tuple[TrainState, FoundCheckpoint | None]:
-    """Build the state of the run and load the checkpoint that was found; an older one if that turns out damaged."""
+    """Build the state of the run and load the checkpoint; an older one if the first turns out damaged."""
     config, context, observer = start.config, start.context, start.observer
     state = _build_state(start, padded, fresh=found is None)
     began, loaded = time.perf_counter(), False
@@ -165,7 +165,7 @@ def _build_and_load(
 
 
 def _validation_sets(config: RunConfig, loaders: Loaders) -> Sequence[EvaluationSet]:
-    """Return the sets that are evaluated in full or by name; empty for a single set of which a part is evaluated."""
+    """Return the sets that are evaluated in full or by name; empty for a single set evaluated in part."""
     if loaders.valid is None or not (loaders.further_valid or loaders.passes):
         return ()
     batches = (loaders.valid, *loaders.further_valid)
@@ -178,7 +178,7 @@ def _validation_sets(config: RunConfig, loaders: Loaders) -> Sequence[Evaluation
 
 
 def anomaly_policy(config: RunConfig, state: TrainState) -> AnomalyPolicy:
-    """Build the anomaly policy, and set what makes a step anomalous."""
+    """Build the anomaly policy, and configure which steps count as anomalous."""
     precision = config.precision
     state.check.not_finite = precision.stop_on_nan
     state.check.spiky_loss, state.check.large_norm = precision.check_for_spiky_loss, precision.check_for_large_grads
@@ -193,7 +193,7 @@ def anomaly_policy(config: RunConfig, state: TrainState) -> AnomalyPolicy:
 
 
 def _changes(config: RunConfig, found: FoundCheckpoint | None, observer: StartObserver) -> tuple[Change, ...]:
-    """Return the settings that differ from those of the checkpoint; none where only its weights are loaded."""
+    """Return the settings that differ from those of the checkpoint; empty if only its weights are loaded."""
     if found is None or found.weights_only or config.checkpoint.finetune:
         return ()
     changes = tuple(changes_since(found.saved_settings, config))
@@ -230,13 +230,13 @@ def _background_saver(config: RunConfig, saver: CheckpointSaver | None, state: T
 
 
 def _identity(config: RunConfig, tokenizer: Tokenizer, context: ParallelContext, observer: StartObserver) -> Identity:
-    """Return the fingerprints of tokenizer and data, which all ranks must have alike."""
+    """Return the fingerprints of tokenizer and data; ConfigError if they differ between ranks."""
     identity = Identity(
         tokenizer=tokenizer.card(),
         tokenizer_files={name: path.read_bytes() for name, path in tokenizer.files().items()},
         data=fingerprint(config.data, seed=config.train.seed),
     )
-    refuse_unequal(content_facts(identity.tokenizer, identity.data), context.world)
+    require_equal(content_facts(identity.tokenizer, identity.data), context.world)
     for note in compare_tokenizers(config, identity.tokenizer):
         observer.note(note)
     return identity
@@ -265,7 +265,7 @@ def _build_state(start: _Start, padded: int, *, fresh: bool) -> TrainState:
 
 
 def _parameter_counts(chunks: Sequence[LanguageModel], context: ParallelContext) -> list[tuple[int, int, int]]:
-    """Return the number of parameters, tensor rank and pipeline rank of the first replica of each part."""
+    """Return (number of parameters, tensor rank, pipeline rank) for the first replica of each part."""
     own = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
     numbers = comm.all_gather_objects(own, context.world)
     places = [context.layout.coordinates(rank) for rank in range(context.world.size)]
@@ -318,7 +318,7 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, state: TrainState) -> Dat
 
 
 def _peaks(config: RunConfig, device: torch.device, observer: StartObserver) -> tuple[float, float | None]:
-    """Return the FLOP/s of a matrix product, as measured and by the datasheet."""
+    """Return the FLOP/s of a matrix product: measured, and the datasheet's (None if unknown)."""
     dtype = params_dtype(config.precision)
     measured, known = measure_peak(device, dtype), datasheet_peak(device, dtype)
     by_datasheet = f"; {known[1] / 1e12:.4g} by the datasheet ({known[0]}, dense)" if known else ""
@@ -329,7 +329,7 @@ def _peaks(config: RunConfig, device: torch.device, observer: StartObserver) -> 
 def build_plan(
     config: RunConfig, chunks: Sequence[LanguageModel], context: ParallelContext, observer: StartObserver
 ) -> Plan:
-    """Return how long and how often the loop of a configuration does things; measures the speed of the device."""
+    """Return lengths and intervals of the training loop; measures the speed of the device."""
     train, batch = config.train, config.num_micro_batches * config.batch_sizes.unit
     measured, by_datasheet = _peaks(config, context.device, observer)
     model, length = config.model, config.data.seq_length

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megalith.config import RunConfig
 from megalith.config.data_sources import data_sources
-from megalith.distributed.supervise import Attempt, Cause, Signals
+from megalith.distributed.supervise import Attempt, FailureCause, Signals
 from megalith.train.signals import STOP_SIGNALS
 from megalith.train.streams import warn
 
@@ -32,14 +32,14 @@ def starts_ranks(config: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Cause of a failed attempt, and the iteration of the newest checkpoint after it (None without one)."""
+    """FailureCause of a failed attempt, and the iteration of the newest checkpoint after it (None without one)."""
 
-    cause: Cause
+    cause: FailureCause
     saved: int | None
 
     def repeats(self, other: _Failure | None) -> bool:
         """Return whether this failure equals the `other` one and no newer checkpoint was saved between them."""
-        if other is None or self.cause.from_outside:
+        if other is None or self.cause.external:
             return False
         same = (self.cause.kind, self.cause.step) == (other.cause.kind, other.cause.step)
         return same and self.saved == other.saved
@@ -79,7 +79,7 @@ def supervise(config: RunConfig, argv: Sequence[str], resume: Resume) -> int:
 
 def _why_no_restart(failed: _Failure, previous: _Failure | None, number: int, restarts: int) -> str:
     """Return why no further attempt is made; "" if one is."""
-    if restarts and failed.cause.hopeless:
+    if restarts and failed.cause.permanent:
         return "not restarted: this error would occur again"
     if number == restarts:
         return f"all {restarts} restarts are used" if restarts else _NO_RESTARTS

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from megalith.assemble.trained import Trained
     from megalith.compat.megatron.text_generation import ServerFlags
     from megalith.distributed.context import ParallelContext
-    from megalith.distributed.watch import Watch
+    from megalith.distributed.watchdog import Watchdog
     from megalith.serve.engine import Engine
     from megalith.serve.model_runner import DecoderPrompt, ModelRunner
 
@@ -221,27 +221,29 @@ def _serve(launch: _ServerOptions) -> int:
     except MegalithError as error:
         error.said = not first
         raise
-    from megalith.assemble.ranks import build_watch, join_ranks
+    from megalith.assemble.ranks import build_watchdog, join_ranks
 
-    watch = build_watch(config)
-    with join_ranks(config, watch) as context:
+    watchdog = build_watchdog(config)
+    with join_ranks(config, watchdog) as context:
         if context.rank == 0:
             for note in [*([threads] if threads else []), *launch.flags.notes]:
                 _say(f"note: {note}")
-        watch.at("load", 0)
+        watchdog.at("load", 0)
         if context.device.type == "cpu":
             keep_freed_memory(place.local_world_size or 1)
-        code = _serve_rank(launch, context, listener, watch)
+        code = _serve_rank(launch, context, listener, watchdog)
         # Objects that still hold a process group would make the interpreter wait for other ranks at exit.
         gc.collect()
     return code
 
 
-def _serve_rank(launch: _ServerOptions, context: ParallelContext, listener: socket.socket | None, watch: Watch) -> int:
+def _serve_rank(
+    launch: _ServerOptions, context: ParallelContext, listener: socket.socket | None, watchdog: Watchdog
+) -> int:
     """Serve on the first rank and run the model on all; return the exit code."""
     trained, engine, runner = _load_engine(launch, context)
     memory = _memory_line(trained, runner, context)
-    watch.at("serve", 0)
+    watchdog.at("serve", 0)
     if context.rank == 0:
         _say(memory)
     if engine is not None and listener is not None:
@@ -249,7 +251,7 @@ def _serve_rank(launch: _ServerOptions, context: ParallelContext, listener: sock
             _tune_threads(runner, engine.decoder_prompt)
         _warm_up(trained, engine)
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
-        return asyncio.run(_run_server(launch, trained, engine, listener, watch if context.world.size > 1 else None))
+        return asyncio.run(_run_server(launch, trained, engine, listener, watchdog if context.world.size > 1 else None))
     in_main_thread = threading.current_thread() is threading.main_thread()
     for number in _STOP_SIGNALS if in_main_thread else ():  # the first rank receives them too and stops this one
         signal.signal(number, signal.SIG_IGN)
@@ -359,7 +361,7 @@ def _num_blocks(launch: _ServerOptions, trained: Trained, context: ParallelConte
 
 
 async def _run_server(
-    launch: _ServerOptions, trained: Trained, engine: Engine, listener: socket.socket, watch: Watch | None
+    launch: _ServerOptions, trained: Trained, engine: Engine, listener: socket.socket, watchdog: Watchdog | None
 ) -> int:
     """Run the HTTP server on a loaded model; return the exit code."""
     from megalith.serve.http.app import build_app
@@ -372,7 +374,7 @@ async def _run_server(
 
     tokenizer, given = trained.tokenizer, launch.flags.server.chat_template
     template = template_beside(tokenizer) if given is None else read_template(given, tokenizer)
-    worker = Worker(engine, watch.blame if watch is not None else None)
+    worker = Worker(engine, watchdog.find_lost_peer if watchdog is not None else None)
     service = Service(
         worker,
         tokenizer,
@@ -387,7 +389,7 @@ async def _run_server(
         else EncoderInput(partial(text_ids, tokenizer), engine.room),
     )
     app = build_app(service, launch.flags.defaults)
-    peers = asyncio.ensure_future(look_after(watch, worker)) if watch is not None else None
+    peers = asyncio.ensure_future(look_after(watchdog, worker)) if watchdog is not None else None
     try:
         debounce = _FORWARDED_WITHIN_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
         fine = await serve(

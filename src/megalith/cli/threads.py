@@ -75,7 +75,7 @@ def _set_by_launcher(launcher: str, environ: Mapping[str, str]) -> bool:
 
 
 def suppress_native_traces(launch: LaunchConfig) -> None:
-    """Suppress the C++ stack traces that torch logs when a peer closes a connection: distributed/watch.py reports the
-    cause. Must run before torch is imported; TORCH_CPP_LOG_LEVEL=WARNING brings them back."""
+    """Suppress the C++ stack traces that torch logs when a peer closes a connection; distributed/watchdog.py reports
+    the cause. Must run before torch is imported; TORCH_CPP_LOG_LEVEL=WARNING brings them back."""
     if launch.world_size > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from megalith.assemble.training import BuiltRun
     from megalith.compat.megatron.screen import Screen
-    from megalith.distributed.watch import Watch
+    from megalith.distributed.watchdog import Watchdog
     from megalith.train.loop import TrainingRun
 
 EXIT_FINISHED = 0
@@ -141,7 +141,7 @@ def _train(
     config: RunConfig, argv: Sequence[str], stop: StopSignals, acknowledge: _Acknowledgement, began: float, threads: str
 ) -> int:
     from megalith.assemble.model import choose_device
-    from megalith.assemble.ranks import build_watch, join_ranks
+    from megalith.assemble.ranks import build_watchdog, join_ranks
     from megalith.assemble.training import build_run
     from megalith.checkpoint import DirectoryStore
     from megalith.checkpoint.rank_group import RankGroup
@@ -153,13 +153,13 @@ def _train(
     from megalith.train.timers import WaitClock
 
     with ExitStack() as stack:
-        watch = build_watch(config)
+        watchdog = build_watchdog(config)
         device = choose_device(config.train.device, config.launch)
         set_deterministic(config, device)
         if device.type == "cpu":
             keep_freed_memory(config.launch.local_world_size or 1)
         clock = WaitClock(device) if _reports_stragglers(config) else None
-        context = stack.enter_context(join_ranks(config, watch, clock, lambda: stop.requested is not None))
+        context = stack.enter_context(join_ranks(config, watchdog, clock, lambda: stop.requested is not None))
         first = context.rank == 0
         _require_same_source(config, comm.all_gather_objects(config.registry.imports, context.world))
         folder = Path(comm.all_gather_objects(str(run_folder(config)) if first else "", context.world)[0])
@@ -175,7 +175,7 @@ def _train(
         if threads:
             screen.say(threads)
         try:
-            probe, console_of_start = _build_probe(config, watch, screen), StartConsole(screen)
+            probe, console_of_start = _build_probe(config, watchdog, screen), StartConsole(screen)
             built = build_run(config, context, stop=stop, probe=probe, began=began, observer=console_of_start)
             stack.callback(built.loaders.close)
             stack.callback(built.run.close)
@@ -247,14 +247,14 @@ def _reports_stragglers(config: RunConfig) -> bool:
     return config.log.log_straggler and config.launch.world_size > 1
 
 
-def _build_probe(config: RunConfig, watch: Watch, screen: Screen) -> Probe:
-    """Build the callback for each point of a step: the watch, and a fault injector if MEGALITH_FAULT is set."""
+def _build_probe(config: RunConfig, watchdog: Watchdog, screen: Screen) -> Probe:
+    """Build the callback for each point of a step: the watchdog, and a fault injector if MEGALITH_FAULT is set."""
 
     training_thread = threading.current_thread()
 
     def at(point: str, iteration: int) -> None:
         if threading.current_thread() is training_thread:  # not a thread that saves
-            watch.at(point, iteration)
+            watchdog.at(point, iteration)
 
     text = os.environ.get("MEGALITH_FAULT")
     if not text:

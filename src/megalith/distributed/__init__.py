@@ -1,1 +1,1 @@
-"""What a process shares with others: for one process, its random streams."""
+"""Ranks of a run: rendezvous, process groups, collectives, random streams, supervision and hang reports."""

@@ -1,8 +1,8 @@
-"""Where every rank writes what it is doing, for all others to read, even when it can say nothing any more.
+"""Status board: every rank publishes its status, which the others can read even if the rank hangs or has died.
 
-`FolderBoard` for the ranks of one machine: a file in memory for each rank, which survives it. `StoreBoard` for several
-machines: the store of the run, written by a thread at every beat. Documents (failures, stacks, the cause) lie beside.
-Nothing here needs torch, so that the supervisor of a run can read too.
+`FolderBoard` serves the ranks of one machine: a file in memory per rank, which outlives the process. `StoreBoard`
+serves several machines: the store of the run, written by a thread at every heartbeat. Both also hold documents
+(failures, stacks, the cause). This module does not import torch, so that the supervisor can use it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ T = TypeVar("T")
 
 _SIZE = 256
 _MEMORY = Path("/dev/shm")
-_ROOM = 2**20  # a page for each status and document of a hundred ranks; containers have 64 MiB for all they run
+_MIN_FREE_BYTES = 2**20  # pages for statuses and documents of a hundred ranks; containers have 64 MiB in total
 STORE_SECONDS = 2.0
-"""How long a store may take to answer."""
+"""Seconds that the store may take to answer."""
 _PREFIX, _IN_USE = "megalith-", "in-use"
-_SECONDS_TO_MARK = 60.0
+_MIN_AGE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Which process a rank is."""
+    """Rank, host and process id of one process."""
 
     rank: int
     host: str
@@ -61,35 +61,35 @@ PHASES = {
     "left": "after its last step",
     "failed": "after a failure",
 }
-"""Points of a step -> where that is, in words. Points that are not here belong to a save."""
+"""Point of a step -> description. Points that are not listed belong to a save."""
 
 MESSAGE = "message"
-"""In place of a collective: a message between two ranks, of which the other is then the axis."""
+"""`Status.operation` while waiting for a message of another rank, which `Status.axis` then names."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank does."""
+    """State of a rank: step, phase, and the collective that it waits for."""
 
-    step: int = 0  # the step under way
-    phase: str = "start"  # the last point that it passed (`PHASES`)
-    waits: bool = False  # whether it waits for other ranks
-    # its last collective, over which ranks, and which one that was of all it called
+    step: int = 0  # current step
+    phase: str = "start"  # last point passed (`PHASES`)
+    waits: bool = False  # whether the rank waits for others
+    # last collective, its axis, and how many collectives the rank has called
     operation: str = "-"
     axis: str = "-"
     count: int = 0
-    since: float = 0.0  # `time.monotonic()` of its last change, seconds; comparable on one machine
-    beat: int = 0  # number of the beat at which a `StoreBoard` got it
+    since: float = 0.0  # `time.monotonic()` of the last change, seconds; comparable on one machine
+    beat: int = 0  # number of the heartbeat that published it to a `StoreBoard`
 
     @property
     def place(self) -> str:
-        """Step and phase in words."""
+        """Return step and phase in words."""
         where = PHASES.get(self.phase, "while saving")
         return f"at step {self.step} {where}" if self.step else where
 
     @property
-    def doing(self) -> str:
-        """Step and phase, and what it waits for."""
+    def activity(self) -> str:
+        """Return step, phase and what the rank waits for, in words."""
         if not self.waits:
             return self.place
         if self.operation == MESSAGE:
@@ -104,7 +104,7 @@ class Status:
 
     @classmethod
     def decode(cls, line: bytes) -> Status | None:
-        """The inverse of `encode`; None for a line that is not there, or is just being written."""
+        """Parse what `encode` returned; None if the line is missing or incomplete."""
         try:
             step, phase, waits, operation, axis, count, since, beat = line.decode().split(" ")
             return cls(int(step), phase, waits == "1", operation, axis, int(count), float(since), int(beat))
@@ -112,18 +112,20 @@ class Status:
             return None
 
 
-class BoardGone(Exception):
-    """The store does not answer: whoever holds it is dead or stopped."""
+class BoardUnavailable(Exception):
+    """Raised if the store does not answer: the process that holds it is dead or stopped."""
 
 
 class FolderBoard:
-    """Statuses by rank and documents by name in a folder of this machine, best one in memory; without a rank, to read.
+    """Status board of one machine: a folder, if possible in memory, with a status per rank and named documents.
 
-    `of_size` ranks share it and see to its removal; None where someone else does, or `supervised_size` ranks if their
-    supervisor is dead.
+    Args:
+        rank: None for a reader.
+        of_size: number of ranks that share the folder and delete it at the end; None if the supervisor deletes it.
+        supervised_size: number of ranks that delete it if their supervisor has died.
     """
 
-    immediate = True  # `post` is so cheap that every change may be posted
+    immediate = True  # `post` is cheap enough to post every change
 
     def __init__(
         self, folder: Path, rank: int | None = None, *, of_size: int | None = None, supervised_size: int = 0
@@ -131,7 +133,7 @@ class FolderBoard:
         self.folder, self._rank, self._of_size = folder, rank, of_size
         self._supervised_size = supervised_size
         self._own: mmap.mmap | None = None
-        # A lock for as long as this process lives; the kernel releases it however the process ends.
+        # Lock for the lifetime of this process; the kernel releases it however the process ends.
         self._in_use = (folder / _IN_USE).open("a", encoding="utf-8")
         fcntl.flock(self._in_use, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if rank is not None:
@@ -146,17 +148,17 @@ class FolderBoard:
         self._own[: len(status) + 1] = status + b"\0"
 
     def status(self, rank: int) -> bytes:
-        """The last status of a rank, empty if there is none."""
+        """Return the last status of a rank; empty if there is none."""
         with suppress(OSError):
             return (self.folder / f"rank-{rank}").read_bytes().partition(b"\0")[0]
         return b""
 
     def write(self, name: str, text: str) -> bool:
-        """Write a document unless there is one of this name; returns whether it was written."""
+        """Write a document unless one of this name exists; return whether it was written."""
         draft = self.folder / f".{name}.{os.getpid()}.{threading.get_ident()}"
         try:
             draft.write_text(text, encoding="utf-8")
-            os.link(draft, self.folder / name)  # whole or not at all, and the first one wins
+            os.link(draft, self.folder / name)  # atomic, and the first writer wins
         except OSError:
             return False
         finally:
@@ -164,25 +166,25 @@ class FolderBoard:
         return True
 
     def read(self, name: str) -> str | None:
-        """A document, None if there is none."""
+        """Return a document; None if it does not exist."""
         with suppress(OSError):
             return (self.folder / name).read_text(encoding="utf-8")
         return None
 
     def remove(self) -> None:
-        """Leave nothing behind; no rank needs the board any more."""
+        """Delete the folder if this object owns it; no rank needs the board any more."""
         if self._of_size is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self, *, failed: bool) -> None:
-        """This rank is done; leave nothing behind as soon as all others are."""
+        """End this rank's use of the board; rank 0 deletes it once all ranks have ended."""
         supervisor_is_gone = os.getppid() != int(os.environ.get("MEGALITH_SUPERVISOR") or os.getppid())
         if self._of_size is None and self._supervised_size and supervisor_is_gone:
             self._of_size = self._supervised_size
         if self._rank != 0 and not failed:
             return
-        # After a failure rank 0 may be dead and the last one removes the board. No one waits then: the connections of a
-        # process close when it ends, and the others hear of it by that.
+        # After a failure rank 0 may be dead, and the last rank to end removes the board. No rank waits in that case:
+        # its connections close when it ends, which the others notice.
         deadline = time.monotonic() + (0.0 if failed else 5.0)
         while read := any(self._is_read_by(rank) for rank in range(self._of_size or 0)):
             if time.monotonic() > deadline:
@@ -198,7 +200,7 @@ class FolderBoard:
 
 
 class StoreBoard:
-    """The same in the store of the run; BoardGone, after two seconds, from a store that does not answer."""
+    """Status board in the store of the run; BoardUnavailable if the store does not answer within two seconds."""
 
     immediate = False
 
@@ -206,7 +208,7 @@ class StoreBoard:
         self._store, self._rank = store, rank
 
     def post(self, status: bytes) -> None:
-        _soon(lambda: self._store.set(f"board/rank-{self._rank}", status.decode()))
+        _with_timeout(lambda: self._store.set(f"board/rank-{self._rank}", status.decode()))
 
     def status(self, rank: int) -> bytes:
         return (self.read(f"rank-{rank}") or "").encode()
@@ -218,96 +220,97 @@ class StoreBoard:
                 self._store.set(f"board/{name}", text)
             return is_first
 
-        return _soon(write)
+        return _with_timeout(write)
 
     def read(self, name: str) -> str | None:
-        return _soon(
+        return _with_timeout(
             lambda: self._store.get(f"board/{name}").decode() if self._store.check([f"board/{name}"]) else None
         )
 
     def remove(self) -> None:
-        """Nothing to do: the store ends with the run."""
+        """Do nothing: the store ends with the run."""
 
     def close(self, *, failed: bool) -> None:
-        """Nothing to do either."""
+        """Do nothing: the store ends with the run."""
 
 
 Board = FolderBoard | StoreBoard
 
 
-def in_thread(act: Callable[[], T], name: str) -> Future[T]:
-    """Run `act` in a thread that no end of the program waits for."""
+def run_in_thread(act: Callable[[], T], name: str) -> Future[T]:
+    """Run `act` in a daemon thread, which does not delay the exit of the process."""
     future = Future[T]()
 
     def run() -> None:
         try:
             future.set_result(act())
-        except BaseException as error:  # for whoever asks for the result
+        except BaseException as error:  # raised by `Future.result`
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 
-def _soon(call: Callable[[], T]) -> T:
-    """The result of a call that may never return; BoardGone if it fails or takes too long."""
+def _with_timeout(call: Callable[[], T]) -> T:
+    """Return the result of a call that may block; BoardUnavailable if it fails or takes over `STORE_SECONDS`."""
     try:
-        return in_thread(call, "board").result(STORE_SECONDS)
+        return run_in_thread(call, "board").result(STORE_SECONDS)
     except Exception as error:
-        raise BoardGone from error
+        raise BoardUnavailable from error
 
 
 def to_stderr(text: str) -> None:
-    """Print what whoever started the run must read, if there is anyone."""
+    """Print to stderr; ignore errors if nobody reads it."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def write_identity(board: Board, identity: Identity) -> None:
+    """Publish the identity of a rank."""
     board.write(f"who-{identity.rank}", json.dumps(asdict(identity)))
 
 
 def read_identity(board: Board, rank: int) -> Identity:
-    """Which process a rank is; host "?" if it did not say so."""
+    """Return the identity of a rank; host "?" if the rank has not published it."""
     text = board.read(f"who-{rank}")
     return Identity(**json.loads(text)) if text else Identity(rank, "?", 0)
 
 
 def process_state(pid: int) -> str:
-    """What the kernel says of a process of this machine: "R", "S", "D", "T" (stopped), "Z" (dead), "" (gone)."""
+    """Return the kernel's state of a local process: "R", "S", "D", "T" (stopped), "Z" (zombie) or "" (no process)."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].strip()[0]
     return "" if Path("/proc/self").exists() else "?"
 
 
 def open_board(rank: int, size: int, store: Store | None, *, one_host: bool) -> Board:
-    """The board of a run: the supervisor's, one in memory on one machine, or the store of the run."""
+    """Open the board of a run: the supervisor's folder, a folder in memory on one machine, or else the store."""
     given = os.environ.get("MEGALITH_BOARD")
     if given:
         return FolderBoard(Path(given), rank, supervised_size=size)
-    assert store is not None, "one process alone has a board only under a supervisor"
+    assert store is not None, "a single process has a board only under a supervisor"
     if not one_host:
         return StoreBoard(store, rank)
     if rank == 0:
-        store.set("board", make_folder())
+        store.set("board", make_board_folder())
     return FolderBoard(Path(store.get("board").decode()), rank, of_size=size)
 
 
-def make_folder() -> str:
-    """Return a new private folder, in memory where there is room; what killed processes have left there is removed."""
+def make_board_folder() -> str:
+    """Create a private folder, in memory if there is room; remove those that killed processes have left there."""
     _remove_abandoned()
-    roomy = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _ROOM
-    return tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY if roomy else None)
+    has_room = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _MIN_FREE_BYTES
+    return tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY if has_room else None)
 
 
 def _remove_abandoned() -> None:
-    """Remove the boards of this user that no living process uses; a new one gets time to be marked.
+    """Remove this user's boards that no living process uses, unless they are younger than 60 s.
 
-    One that its process did not live to mark is marked here, so that only one start removes it.
+    A board whose process died before it took the lock is locked here, so that only one start removes it.
     """
     for folder in _MEMORY.glob(f"{_PREFIX}*"):
         with suppress(OSError):
-            if folder.stat().st_uid != os.getuid() or time.time() - folder.stat().st_mtime < _SECONDS_TO_MARK:
+            if folder.stat().st_uid != os.getuid() or time.time() - folder.stat().st_mtime < _MIN_AGE_SECONDS:
                 continue
             with (folder / _IN_USE).open("a", encoding="utf-8") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

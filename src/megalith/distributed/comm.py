@@ -1,7 +1,7 @@
-"""Every collective of the package: on tensors of one axis, and as conjugate pairs inside autograd.
+"""Collectives over one axis, in place or as conjugate pairs for autograd.
 
-torch.distributed is named here, in `p2p.py`, `context.py` and `launch.py` only. All functions return their input (or a
-slice of the work) unchanged on an axis of one rank, take any strides, and give every rank the same bits.
+torch.distributed is imported here, in `p2p.py`, `context.py` and `launch.py` only. On an axis of one rank all functions
+return their input unchanged. They accept any strides, and every rank gets the same bits.
 
 | forward                    | backward                   | used by                                   |
 |----------------------------|----------------------------|-------------------------------------------|
@@ -42,7 +42,7 @@ def _start(axis: Axis, operation: str, tensor: Tensor | None, call: Callable[[],
 
 
 def start_all_reduce(x: Tensor, axis: Axis, operation: str = "sum") -> Pending:
-    """Start reducing `x` in place ("sum", "max" or "min"); its memory must be dense and stay alone until `wait`."""
+    """Start reducing contiguous `x` in place ("sum", "max" or "min"); do not touch its memory until `wait`."""
     if axis.size == 1:
         return Pending(x)
     assert x.is_contiguous(), "a collective in place needs contiguous memory"
@@ -57,12 +57,12 @@ def start_all_reduce(x: Tensor, axis: Axis, operation: str = "sum") -> Pending:
 
 
 def all_reduce(x: Tensor, axis: Axis, operation: str = "sum") -> Tensor:
-    """Reduce `x` over the ranks, in place where it is contiguous; returns the result."""
+    """Reduce `x` over the ranks, in place if it is contiguous; return the result."""
     return start_all_reduce(x.contiguous(), axis, operation).wait()
 
 
 def start_all_gather(x: Tensor, axis: Axis, dim: int = 0, out: Tensor | None = None) -> Pending:
-    """Start concatenating the equal parts of all ranks along `dim`; into `out` (dim 0 only) if it is given."""
+    """Start concatenating the equal chunks of all ranks along `dim`; into `out` (dim 0 only) if given."""
     if axis.size == 1:
         return Pending(x if out is None or out.data_ptr() == x.data_ptr() else out.copy_(x))
     part = x.movedim(dim, 0).contiguous()
@@ -74,12 +74,12 @@ def start_all_gather(x: Tensor, axis: Axis, dim: int = 0, out: Tensor | None = N
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """The equal parts of all ranks, concatenated along `dim`."""
+    """Return the equal chunks of all ranks, concatenated along `dim`."""
     return start_all_gather(x, axis, dim).wait()
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
-    """Start summing `x` over the ranks and keeping the own equal part along dimension 0; in `out` if it is given."""
+    """Start summing `x` over the ranks, keeping this rank's chunk of dimension 0; in `out` if given."""
     if axis.size == 1:
         return Pending(x if out is None or out.data_ptr() == x.data_ptr() else out.copy_(x))
     whole = x.contiguous()
@@ -90,7 +90,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
-    """Cut `x` along `split_dim`, send part r to rank r, and concatenate what comes along `concat_dim`."""
+    """Split `x` along `split_dim`, send chunk r to rank r, and concatenate what is received along `concat_dim`."""
     if axis.size == 1:
         return x
     sent = torch.stack(x.chunk(axis.size, dim=split_dim))
@@ -99,23 +99,23 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor
     return torch.cat(received.unbind(0), dim=concat_dim)
 
 
-def all_to_all_rows(x: Tensor, axis: Axis, going: list[int], coming: list[int]) -> Tensor:
-    """Send `going[r]` rows of `x`, in turn, to each rank r; returns the `coming[r]` rows of each, in order."""
+def all_to_all_rows(x: Tensor, axis: Axis, send_counts: list[int], receive_counts: list[int]) -> Tensor:
+    """Send `send_counts[r]` consecutive rows of `x` to each rank r; return the rows received, in rank order."""
     if axis.size == 1:
         return x
-    sent, received = x.contiguous(), x.new_empty(sum(coming), *x.shape[1:])
+    sent, received = x.contiguous(), x.new_empty(sum(receive_counts), *x.shape[1:])
     _start(
         axis,
         "all_to_all_rows",
         None,
-        lambda: dist.all_to_all_single(received, sent, coming, going, group=axis.group),
+        lambda: dist.all_to_all_single(received, sent, receive_counts, send_counts, group=axis.group),
         f"rows of {list(x.shape[1:])} {x.dtype}",
     )
     return received
 
 
 class _Works:
-    """Several handles as one."""
+    """Several work handles as one."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
@@ -126,10 +126,10 @@ class _Works:
 
 
 def start_ring_shift(x: Tensor, axis: Axis) -> Pending:
-    """Start sending `x` to the next rank of the axis and receiving the same shape from the previous one.
+    """Start sending `x` to the next rank of the axis and receiving a tensor of its shape from the previous one.
 
-    The last rank's next is the first. `x` must not be written to until `wait`. Sending and receiving are posted
-    together, so that no order of the ranks can block; all ranks of the axis call this equally often.
+    The last rank sends to the first. Do not write to `x` until `wait`. Send and receive are posted together, so that no
+    order of the ranks can deadlock; all ranks of the axis call this equally often.
     """
     if axis.size == 1:
         return Pending(x)
@@ -153,7 +153,7 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 
 def all_gather_objects(item: Any, axis: Axis) -> list[Any]:
-    """The items of all ranks of the axis, in order. Pickled by torch: for our own ranks only, never for files."""
+    """Return the objects of all ranks of the axis, in order. Uses pickle: for our own ranks, never for files."""
     if axis.size == 1:
         return [item]
     items: list[Any] = [None] * axis.size
@@ -162,18 +162,18 @@ def all_gather_objects(item: Any, axis: Axis) -> list[Any]:
 
 
 def barrier(axis: Axis) -> None:
-    """Wait until every rank of the axis is here."""
+    """Wait until every rank of the axis has called this."""
     if axis.size > 1:
         _start(axis, "barrier", None, lambda: dist.barrier(group=axis.group))
 
 
 def own_part(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """This rank's equal part along `dim`."""
+    """Return this rank's equal chunk along `dim`."""
     return x.chunk(axis.size, dim=dim)[axis.index] if axis.size > 1 else x
 
 
 class _Pair(torch.autograd.Function):
-    """An operation whose backward pass is its conjugate."""
+    """Operation whose backward pass is its conjugate."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, do: Callable[[Tensor], Tensor], undo: Callable[[Tensor], Tensor]) -> Tensor:
@@ -202,27 +202,27 @@ def _summed(axis: Axis) -> Callable[[Tensor], Tensor]:
 
 
 def copy_in(x: Tensor, axis: Axis) -> Tensor:
-    """Identity; the gradient is summed over the ranks."""
+    """Return `x`; sum the gradient over the ranks."""
     return _apply(x, axis, _same, _summed(axis))
 
 
 def sum_out(x: Tensor, axis: Axis) -> Tensor:
-    """Sum over the ranks; the gradient passes."""
+    """Sum `x` over the ranks; pass the gradient through."""
     return _apply(x, axis, _summed(axis), _same)
 
 
 def gather_in(x: Tensor, axis: Axis) -> Tensor:
-    """All-gather along dimension 0; the gradient is reduce-scattered."""
+    """Gather along dimension 0 (all-gather); reduce-scatter the gradient."""
     return _apply(x, axis, lambda x: all_gather(x, axis), lambda g: start_reduce_scatter(g, axis).wait())
 
 
 def scatter_out(x: Tensor, axis: Axis) -> Tensor:
-    """Reduce-scatter along dimension 0; the gradient is all-gathered."""
+    """Reduce over the ranks and scatter along dimension 0 (reduce-scatter); all-gather the gradient."""
     return _apply(x, axis, lambda x: start_reduce_scatter(x, axis).wait(), lambda g: all_gather(g, axis))
 
 
 def exchange(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
-    """`all_to_all`; the gradient goes back the same way."""
+    """Run `all_to_all`; send the gradient back in the same way."""
     return _apply(
         x,
         axis,
@@ -231,8 +231,11 @@ def exchange(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
     )
 
 
-def exchange_rows(x: Tensor, axis: Axis, going: list[int], coming: list[int]) -> Tensor:
-    """`all_to_all_rows`; the gradient goes back the same way."""
+def exchange_rows(x: Tensor, axis: Axis, send_counts: list[int], receive_counts: list[int]) -> Tensor:
+    """Run `all_to_all_rows`; send the gradient back in the same way."""
     return _apply(
-        x, axis, lambda x: all_to_all_rows(x, axis, going, coming), lambda g: all_to_all_rows(g, axis, coming, going)
+        x,
+        axis,
+        lambda x: all_to_all_rows(x, axis, send_counts, receive_counts),
+        lambda g: all_to_all_rows(g, axis, receive_counts, send_counts),
     )

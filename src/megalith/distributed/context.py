@@ -1,4 +1,4 @@
-"""The ranks of a run as one frozen object: made once in the composition root, handed to constructors, never global."""
+"""Ranks and process groups of a run as a frozen object, built in the composition root and passed to constructors."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from megalith.distributed.p2p import PipelineLinks, create_links
 from megalith.layout import AXES, FOLDED, Layout
 
 JOINED = (("cp", "dp"), ("tp", "pp"), AXES)
-"""The sets of axes over which something is summed at once: gradients, norms of a replica, everything."""
+"""Sets of axes with a joint process group: for gradients, norms of a replica, and all ranks."""
 _NAMES = (*((axis,) for axis in (*AXES, *FOLDED)), *JOINED)
 
 
 class Observer:
-    """Is told of each collective before it starts: the debug checks and the reports of hangs. This one does nothing."""
+    """Observer of collectives and messages, for debug checks and hang reports; these methods do nothing."""
 
     def before(self, operation: str, axis: Axis, tensor: Tensor | None, detail: str = "") -> None:
-        """`operation` is about to run over `axis`. `detail` is what else must be equal on all its ranks."""
+        """Receive the `operation` that is about to run over `axis`; `detail` must also be equal on all its ranks."""
 
     def after(self, operation: str, axis: Axis) -> None:
-        """It has been started (or has ended, if it does not run in the background)."""
+        """Receive that the operation was started, or has ended if it is synchronous."""
 
     def waiting(self, peer: int | None = None) -> None:
-        """This rank needs the result of what it has started, or the message of a peer, and waits."""
+        """Receive that this rank starts to wait for an operation, or for a message of rank `peer`."""
 
     def waited(self) -> None:
-        """It is there."""
+        """Receive that the wait has ended."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks that differ from this one in one kind of parallelism (or in several, joined)."""
+    """Process group of the ranks that differ from this one in one kind of parallelism, or in several joined ones."""
 
     name: str  # "tp", "cp", "dp", "pp", several of these joined by "+", "etp", "ep" or "edp"
     ranks: tuple[int, ...] = (0,)  # global ranks, in order; this one is among them
-    index: int = 0  # the place of this rank among them
-    # how to reach them; None where there is one rank only, or in plans without processes
+    index: int = 0  # position of this rank in `ranks`
+    # None with one rank, or in plans without processes
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    observer: Observer | None = field(default=None, compare=False, repr=False)  # is told of each collective
+    observer: Observer | None = field(default=None, compare=False, repr=False)  # receives each collective
 
     @property
     def size(self) -> int:
@@ -60,16 +60,15 @@ class Axis:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """The place of this process in a layout, and how to reach the others."""
+    """Coordinates of this rank in a layout, and its process groups."""
 
     layout: Layout  # the whole layout
     rank: int  # of this process
-    device: torch.device  # where its tensors are
+    device: torch.device  # of its tensors
     axes: Mapping[frozenset[str], Axis] = field(repr=False)  # by the names of their axes, single and joined (`JOINED`)
-    # the first and the last pipeline stage, which may share an embedding; None on a rank that is neither, and without
-    # pipeline
+    # first and last pipeline stage, which may tie embeddings; None on other stages, and without pipeline
     ends: Axis | None = field(default=None, repr=False)
-    # to the neighbouring pipeline stages; None without pipeline
+    # connections to the neighbouring pipeline stages; None without pipeline
     links: PipelineLinks | None = field(default=None, repr=False)
 
     @property
@@ -90,22 +89,22 @@ class ParallelContext:
 
     @property
     def etp(self) -> Axis:
-        """The ranks that share each expert."""
+        """Return the ranks over which each expert is sharded (expert tensor parallelism)."""
         return self.join("etp")
 
     @property
     def ep(self) -> Axis:
-        """The ranks that share the experts."""
+        """Return the ranks over which the experts are distributed."""
         return self.join("ep")
 
     @property
     def edp(self) -> Axis:
-        """The ranks that hold the same experts."""
+        """Return the ranks that hold replicas of the same experts."""
         return self.join("edp")
 
     @property
     def has_expert_axes(self) -> bool:
-        """Whether the replicas of experts are other ranks than those of dense weights."""
+        """Return whether experts are replicated on other ranks than dense weights."""
         return self.ep.size > 1 or self.layout.expert_tp != self.layout.tp
 
     @property
@@ -113,12 +112,12 @@ class ParallelContext:
         return self.join(*AXES)
 
     def join(self, *names: str) -> Axis:
-        """The axis over all ranks that differ in these kinds of parallelism."""
+        """Return the axis over all ranks that differ in these kinds of parallelism."""
         return self.axes[frozenset(names)]
 
     @classmethod
     def solo(cls, device: torch.device | str = "cpu") -> ParallelContext:
-        """One process alone: every axis has one rank and no collective does anything."""
+        """Return the context of a single process: every axis has one rank, and collectives do nothing."""
         axes = {frozenset(names): Axis("+".join(names)) for names in _NAMES}
         return cls(Layout(), 0, torch.device(device), axes)
 
@@ -126,7 +125,7 @@ class ParallelContext:
     def create(
         cls, layout: Layout, device: torch.device, *, timeout: timedelta | None = None, observer: Observer | None = None
     ) -> ParallelContext:
-        """Make all groups of a layout; every rank calls this with equal arguments."""
+        """Create all process groups of a layout; every rank calls this with equal arguments."""
         rank = dist.get_rank()
         assert dist.get_world_size() == layout.world_size, f"{layout} in a world of {dist.get_world_size()}"
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}

@@ -1,8 +1,8 @@
-"""From what a launcher says to processes that can talk: the meeting of all ranks, the process group, and its end.
+"""Rendezvous of the ranks that a launcher started, and the life of the default process group.
 
-All ranks meet at a store before anything else, so that a rank that never comes, comes twice or counts another number of
-ranks is named instead of waited for. Where a launcher says that all ranks are on one host, nothing listens on an
-interface that others can reach; else the store and gloo trust their network, as all of torch.distributed does.
+All ranks first register in a store, so that a rank that is missing, exists twice or has another world size is named
+instead of waited for. If the launcher places all ranks on one host, they listen on the loopback interface only; else
+the store and gloo trust their network, as all of torch.distributed does.
 """
 
 from __future__ import annotations
@@ -28,60 +28,62 @@ import torch.distributed as dist
 
 from megalith.config.environment import listen, loopback
 from megalith.config.groups import LaunchConfig
-from megalith.distributed.agreement import Facts, difference
-from megalith.distributed.board import BoardGone, StoreBoard, in_thread, to_stderr
+from megalith.distributed.board import BoardUnavailable, StoreBoard, run_in_thread, to_stderr
+from megalith.distributed.consistency import Facts, difference
 from megalith.distributed.machine import (
     AwakeClock,
+    connection_error,
+    host_identity,
     interface_towards,
     interface_variable,
     interfaces,
     is_own_address,
     own_address,
-    place,
-    refusal,
     unusable_interfaces,
 )
 from megalith.errors import ConfigError, MegalithError, PeerError
 
-PATIENCE_SECONDS = 20.0
-"""After this time whoever waits says for whom."""
+WARN_AFTER_SECONDS = 20.0
+"""Waiting time after which a rank prints for whom it waits."""
 
-_NAMED_RANKS = 16  # a message stays readable in a run of thousands
+_NAMED_RANKS = 16  # keeps messages of large runs readable
 _SECONDS_TO_LEAVE = 10.0
-_SECONDS_TO_HEAR = 3.0
-_SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_FOR_OTHERS_TO_READ = 3.0
+_POLL_SECONDS = 0.5
 _UNCONNECTED = "unconnected"
-_STACK = ("Exception raised from ", "frame #", "C++ CapturedTraceback")  # begins what torch puts behind a message
-_ROUNDS, _ROUND = "megalith/rounds", "megalith/round"  # in a store that outlives the ranks: how many, and which one
+_STACK = ("Exception raised from ", "frame #", "C++ CapturedTraceback")  # start of the stack that torch appends
+_ROUNDS_KEY, _ROUND_KEY = (
+    "megalith/rounds",
+    "megalith/round",
+)  # keys in a store that outlives the ranks
 
 
 @dataclass
-class _Held:
-    """The store of ranks that this process has joined before. Rank 0 keeps it open: it cannot listen there twice."""
+class _JoinedStore:
+    """Store of a run that this process has joined before; rank 0 keeps it open, as it cannot listen twice."""
 
-    store: dist.Store  # that is open
-    address: tuple[str, int]  # host and port of it
-    times: int = 0  # how often this process has joined
+    store: dist.Store
+    address: tuple[str, int]  # host and port of the store
+    times: int = 0  # number of joins by this process
 
 
-_HELD: dict[tuple[int, str, int], _Held] = {}
-"""Rank, host and port -> store; of the process, as `torch.distributed`'s own default group is."""
+_JOINED_STORES: dict[tuple[int, str, int], _JoinedStore] = {}
+"""(rank, host, port) -> store; global, as is the default group of torch.distributed."""
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """The ranks of a run that have met."""
+class RendezvousInfo:
+    """Result of the rendezvous."""
 
-    # of this process, and of all
     rank: int = 0
-    size: int = 1
-    one_host: bool = True  # whether all of them are on this machine
-    # small values by name, for all ranks, over a connection of its own; None for a process alone
+    size: int = 1  # number of ranks
+    one_host: bool = True  # whether all ranks are on this machine
+    # a separate connection to the store of the run; None for a single process
     store: dist.Store | None = None
 
 
 def available_backends() -> dict[str, str]:
-    """The collective libraries of this torch -> their versions, as far as they say one."""
+    """Return the collective backends of this torch, name -> version ("" if unknown)."""
     found = {"gloo": "", "mpi": ""} if dist.is_mpi_available() else {"gloo": ""}
     if not dist.is_gloo_available():
         del found["gloo"]
@@ -99,73 +101,73 @@ def connect(
     *,
     join: timedelta | None = None,
     facts: Facts | None = None,
-    asked_to_stop: Callable[[], bool] = lambda: False,
-) -> Iterator[Meeting]:
-    """Initialise torch.distributed for this process, and take it down behind the block. One process needs neither.
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Iterator[RendezvousInfo]:
+    """Initialize torch.distributed within the block and destroy it afterwards; a single process needs neither.
 
-    An exception that leaves the block ends the process for good: Python prints it, and nothing more is waited for.
-    Blocks may follow one another, and all ranks then join as often.
+    After an exception that leaves the block the process exits without waiting for pending collectives. Blocks may
+    follow one another; all ranks must enter equally many.
 
     Args:
-        backend: "gloo" or "nccl"; the latter is gloo on a CPU.
-        timeout: longest wait of a collective.
-        join: longest wait for all ranks to come, `timeout` if None; who is missing is said after `PATIENCE_SECONDS`.
+        backend: "gloo" or "nccl"; on a CPU always gloo.
+        timeout: of collectives.
+        join: timeout of the rendezvous, `timeout` if None; missing ranks are printed after `WARN_AFTER_SECONDS`.
         facts: must be equal on all ranks.
-        asked_to_stop: ends the wait for the others.
+        stop_requested: polled while waiting; PeerError if it returns True.
 
     Raises:
-        ConfigError: two processes have the same rank, ranks disagree on their number or facts, the port is taken, or
-            this process is within such a block, or has called `init_process_group` itself.
-        PeerError: not all ranks came, or the wait was ended.
+        ConfigError: two processes have the same rank, ranks differ in world size or facts, the port is in use, or this
+            process is already within such a block or has called `init_process_group`.
+        PeerError: ranks are missing or unreachable, or a stop was requested.
     """
     if launch.world_size == 1:
-        yield Meeting()
+        yield RendezvousInfo()
         return
     if dist.is_initialized():
         raise ConfigError(
-            "torch.distributed is initialised in this process already, and ranks join it once at a time: leave "
-            "init_process_group to join_ranks, and inside its block make groups of another layout of the same ranks by "
+            "torch.distributed is already initialized in this process: do not call init_process_group before "
+            "join_ranks; within its block, create the groups of another layout with "
             "ParallelContext.create(run.layout, context.device)"
         )
     backend = backend if device.type == "cuda" else "gloo"
     join_seconds = (join or timeout).total_seconds()
-    meeting = _Meeting(launch, join_seconds, facts or {}, asked_to_stop, backend)
-    store = meeting.hold()
-    connection = meeting.second_connection()
+    rendezvous = _Rendezvous(launch, join_seconds, facts or {}, stop_requested, backend)
+    store = rendezvous.join_store()
+    connection = rendezvous.open_second_connection()
     if backend == "gloo":
-        meeting.choose_interface(store)
+        rendezvous.choose_interface(store)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        with meeting.connecting(connection):
+        with rendezvous.limit_connecting(connection):
             dist.init_process_group(
                 backend,
                 store=dist.PrefixStore("group", store),
                 rank=launch.rank,
                 world_size=launch.world_size,
                 timeout=timeout,
-                device_id=device if backend == "nccl" else None,  # NCCL alone uses it
+                device_id=device if backend == "nccl" else None,  # used by NCCL only
             )
-        yield Meeting(launch.rank, launch.world_size, meeting.one_host, connection)
+        yield RendezvousInfo(launch.rank, launch.world_size, rendezvous.one_host, connection)
     except BaseException as error:
-        _break_off(backend, error)
+        _force_exit(backend, error)
         raise
     dist.destroy_process_group()
-    _leave_together(store, launch)
+    _exit_rank_0_last(store, launch)
 
 
-def _break_off(backend: str, error: BaseException) -> None:
-    """See that this process ends soon though collectives are under way, which others may never answer.
+def _force_exit(backend: str, error: BaseException) -> None:
+    """Make this process exit soon although collectives are pending, which peers may never complete.
 
-    Its connections then close, by which the others hear of it. At a usual end the interpreter would wait for gloo,
-    which waits for its timeout, or abort where a thread comes back from native code meanwhile.
+    Its connections then close, which the others notice. A normal exit would wait for gloo until its timeout, or abort
+    if a thread returned from native code meanwhile.
     """
     group = dist.group.WORLD
     if backend == "nccl" and group is not None and hasattr(group, "abort"):
         aborting = threading.Thread(target=group.abort, name="abort-collectives", daemon=True)
         aborting.start()
         aborting.join(2.0)
-    atexit.register(_end_now, _exit_code(error))  # after the traceback has been printed
+    atexit.register(_exit_now, _exit_code(error))  # after the traceback has been printed
 
 
 def _exit_code(error: BaseException) -> int:
@@ -176,26 +178,26 @@ def _exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, MegalithError) else 1
 
 
-def _end_now(code: int) -> None:
+def _exit_now(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
 
 
-def _leave_together(store: dist.Store, launch: LaunchConfig) -> None:
-    """Rank 0 may hold the store that the others still speak to while they close: it leaves last."""
-    with suppress(RuntimeError):  # rank 0 did not wait that long
+def _exit_rank_0_last(store: dist.Store, launch: LaunchConfig) -> None:
+    """Make rank 0 exit last: it may own the store that the others use while they close."""
+    with suppress(RuntimeError):  # rank 0 has stopped waiting
         store.add("left", 1)
         deadline = time.monotonic() + _SECONDS_TO_LEAVE
         while launch.rank == 0 and store.add("left", 0) < launch.world_size and time.monotonic() < deadline:
             time.sleep(0.005)
 
 
-class _Meeting:
-    """The wait for all ranks at the store, and for their connections to each other.
+class _Rendezvous:
+    """Rendezvous of all ranks at the store, and their connections to each other.
 
-    `one_host`: whether all ranks are on this machine, and each of them knows that; set by `hold`.
+    `one_host`: whether all ranks are on this machine, and each of them knows that; set by `join_store`.
     """
 
     def __init__(
@@ -203,58 +205,58 @@ class _Meeting:
         launch: LaunchConfig,
         join_seconds: float,
         facts: Facts,
-        asked_to_stop: Callable[[], bool],
+        stop_requested: Callable[[], bool],
         backend: str,
     ) -> None:
         self._launch, self._facts = launch, facts
         self._backend, self.one_host = backend, launch.one_host
         self._interfaces: dict[int, str] = {}
-        self._asked_to_stop = asked_to_stop
-        # torchrun sets it where its agent, not rank 0, listens at MASTER_PORT.
-        self._agent_holds_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._stop_requested = stop_requested
+        # torchrun sets it if its agent, not rank 0, listens at MASTER_PORT.
+        self._agent_owns_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._address, self._prefix, self._times = (launch.master_addr, launch.master_port), "", 0
         self._clock = AwakeClock()
         self._join_seconds = join_seconds
-        self._next_word = min(PATIENCE_SECONDS, 0.5 * join_seconds)  # before a short wait ends, too
+        self._next_warning = min(WARN_AFTER_SECONDS, 0.5 * join_seconds)  # also within short timeouts
 
-    def hold(self) -> dist.Store:
-        """Return the store once all ranks have signed in."""
+    def join_store(self) -> dist.Store:
+        """Return the store after all ranks have registered."""
         try:
-            opened = self._hold_open()
+            opened = self._get_store()
             store = self._round(opened)
-            while not self._sign_in(store, opened):
+            while not self._wait_for_ranks(store, opened):
                 store = self._round(opened)
         except dist.DistError as error:
             host, port = self._address
             raise PeerError(
-                f"{self._me()}: the store of the run at {host}:{port} stopped answering while the ranks met "
+                f"{self._name()}: the store of the run at {host}:{port} stopped answering during the rendezvous "
                 f"({_first_line(error)})"
             ) from error
         return store
 
-    def _sign_in(self, store: dist.Store, opened: dist.Store) -> bool:
-        """Wait until all ranks have signed in; False if this round was given up for a newer one."""
-        self._announce(store)
-        for pause in _pauses():
+    def _wait_for_ranks(self, store: dist.Store, opened: dist.Store) -> bool:
+        """Wait until all ranks have registered; return False if this round was abandoned for a newer one."""
+        self._register(store)
+        for pause in _poll_intervals():
             if store.add("here", 0) >= self._launch.world_size:
                 self.one_host = store.add("several hosts", 0) == 0
                 return True
             if store.check(["refused"]):
-                self._leave_refused(store, store.get("refused").decode())
-            if self._given_up(store, opened):
+                self._raise_rejection(store, store.get("refused").decode())
+            if self._is_abandoned(store, opened):
                 return False
-            self._late(lambda: self._missing(store, "who"))
+            self._check_deadline(lambda: self._missing(store, "who"))
             time.sleep(pause)
         raise AssertionError
 
     def _round(self, opened: dist.Store) -> dist.Store:
-        """Return the part of the store that belongs to this start of the ranks.
+        """Return the prefix of the store that belongs to this start of the ranks.
 
-        torchrun's agents keep one store over all restarts, and each agent counts only its own (a change of membership
-        is none), so that TORCHELASTIC_RESTART_COUNT differs between nodes. The store itself counts: rank 0 opens the
-        next round, and admits the process of each rank that asked last.
+        torchrun's agents keep one store over all restarts, and each counts only its own (changes of membership do not
+        count), so that TORCHELASTIC_RESTART_COUNT differs between nodes. Rounds are therefore counted in the store:
+        rank 0 opens the next one, and admits the latest process of each rank.
         """
-        if not self._agent_holds_it:
+        if not self._agent_owns_store:
             self._prefix = f"megalith/{self._times}"
             return dist.PrefixStore(self._prefix, opened)
         token = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
@@ -263,14 +265,14 @@ class _Meeting:
         return dist.PrefixStore(self._prefix, opened)
 
     def _open_round(self, opened: dist.Store, token: str) -> str:
-        number = str(opened.add(_ROUNDS, 1))
+        number = str(opened.add(_ROUNDS_KEY, 1))
         store, ranks = dist.PrefixStore(_round_prefix(number), opened), range(self._launch.world_size)
         store.set("asks/0", token)
-        opened.set(_ROUND, number)
-        for pause in _pauses():
+        opened.set(_ROUND_KEY, number)
+        for pause in _poll_intervals():
             if store.check([f"asks/{rank}" for rank in ranks]):
                 break
-            self._late(lambda: self._missing(store, "asks"))
+            self._check_deadline(lambda: self._missing(store, "asks"))
             time.sleep(pause)
         for rank in ranks:
             store.set(f"admitted/{rank}", store.get(f"asks/{rank}").decode())
@@ -279,8 +281,8 @@ class _Meeting:
 
     def _join_round(self, opened: dist.Store, token: str) -> str:
         rank, asked = self._launch.rank, ""
-        for pause in _pauses():
-            number = opened.get(_ROUND).decode() if opened.check([_ROUND]) else ""
+        for pause in _poll_intervals():
+            number = opened.get(_ROUND_KEY).decode() if opened.check([_ROUND_KEY]) else ""
             store = dist.PrefixStore(_round_prefix(number), opened)
             if number and number != asked:
                 store.set(f"asks/{rank}", token)
@@ -288,30 +290,30 @@ class _Meeting:
             if number and store.check(["closed"]):
                 if store.get(f"admitted/{rank}").decode() == token:
                     return number
-                store.set("given up", "1")  # an earlier process of this rank was admitted, and is dead
-            self._late(partial(self._who_keeps_a_round_open, store if number else None))
+                store.set("given up", "1")  # an earlier process of this rank was admitted and has died
+            self._check_deadline(partial(self._round_blocker, store if number else None))
             time.sleep(pause)
         raise AssertionError
 
-    def _who_keeps_a_round_open(self, store: dist.Store | None) -> str:
-        """Say for whom this rank waits in a round, or where there is none that it could join."""
+    def _round_blocker(self, store: dist.Store | None) -> str:
+        """Return which rank blocks the current round, or why there is no round to join."""
         if store is None or store.check(["closed"]):
             return "rank 0, which has not opened a new round since this process was started"
         if store.check([f"asks/{rank}" for rank in range(self._launch.world_size)]):
             return "rank 0, which does not admit the ranks that came"
         return self._missing(store, "asks")
 
-    def _given_up(self, store: dist.Store, opened: dist.Store) -> bool:
-        """Whether a process of this round was started again before all had signed in."""
-        if not self._agent_holds_it:
+    def _is_abandoned(self, store: dist.Store, opened: dist.Store) -> bool:
+        """Return whether a process of this round was restarted before all ranks had registered."""
+        if not self._agent_owns_store:
             return False
         if self._launch.rank == 0:
             return store.check(["given up"])
-        return _round_prefix(opened.get(_ROUND).decode()) != self._prefix
+        return _round_prefix(opened.get(_ROUND_KEY).decode()) != self._prefix
 
     def choose_interface(self, store: dist.Store) -> None:
-        """Let gloo listen on the loopback interface, or on the one that leads to the other hosts, unless the user has
-        named one."""
+        """Set GLOO_SOCKET_IFNAME to the loopback interface, or to the one with a route to the other hosts, unless the
+        user has set it."""
         if "GLOO_SOCKET_IFNAME" in os.environ:
             return
         if self.one_host:
@@ -319,238 +321,242 @@ class _Meeting:
             # Linux calls the loopback interface lo, macOS lo0.
             name = next((name for name in ("lo", "lo0") if name in here), "")
         else:
-            # As seen from rank 0; its own host may know itself by a loopback address.
+            # Addresses as seen from rank 0, whose own host may resolve to a loopback address.
             seen = (json.loads(store.get(f"who/{rank}"))["address"] for rank in range(self._launch.world_size))
             name = interface_towards(chain([self._launch.master_addr], filter(None, seen)))
         if name:
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
-    def second_connection(self) -> dist.Store:
-        """The store once more: a thread that uses it need not wait for what the first connection is asked."""
+    def open_second_connection(self) -> dist.Store:
+        """Open another connection to the store, so that a thread is not blocked by requests on the first one."""
         return dist.PrefixStore("run", dist.PrefixStore(self._prefix, self._store(*self._address, None)))
 
-    def _hold_open(self) -> dist.Store:
+    def _get_store(self) -> dist.Store:
         """Return the store that this process has joined before, or open it."""
-        if self._agent_holds_it:
+        if self._agent_owns_store:
             return self._open()
         key = (self._launch.rank, self._launch.master_addr, self._launch.master_port)
-        if key not in _HELD:
+        if key not in _JOINED_STORES:
             opened = self._open()
-            _HELD[key] = _Held(opened, self._address)
-        held = _HELD[key]
+            _JOINED_STORES[key] = _JoinedStore(opened, self._address)
+        held = _JOINED_STORES[key]
         held.times += 1
         self._address, self._times = held.address, held.times
         return held.store
 
     def _open(self) -> dist.Store:
-        host = loopback() if self._launch.one_host and not self._agent_holds_it else self._launch.master_addr
+        host = loopback() if self._launch.one_host and not self._agent_owns_store else self._launch.master_addr
         self._address = (host, self._launch.master_port)
-        if self._launch.rank == 0 and not self._agent_holds_it:
-            listener = self._listen(loopback() if self._stays_on_loopback() else "")
+        if self._launch.rank == 0 and not self._agent_owns_store:
+            listener = self._listen(loopback() if self._is_local() else "")
             self._address = (
                 loopback(),
                 listener.getsockname()[1],
-            )  # MASTER_ADDR may be a service that leads here later
+            )  # MASTER_ADDR may be a service that is not up yet
             return self._store(*self._address, listener.detach())
-        self._reach(*self._address)
+        self._wait_for_listener(*self._address)
         return self._store(*self._address, None)
 
-    def _stays_on_loopback(self) -> bool:
-        """Whether no other host can have ranks. MASTER_ADDR=localhost does not say so: some operators give it to rank 0
-        alone, and the name of a service to the others."""
+    def _is_local(self) -> bool:
+        """Return whether no other host can have ranks. MASTER_ADDR=localhost does not prove it: some operators set it
+        on rank 0 only, and a service name elsewhere."""
         launch = self._launch
         if launch.local_world_size is not None:
             return launch.local_world_size == launch.world_size
         return launch.one_host and "MASTER_ADDR" not in os.environ
 
     def _store(self, host: str, port: int, listener: int | None) -> dist.Store:
-        """Open the store, or connect to it.
+        """Create the store, or connect to it.
 
-        In a thread: torch waits in native code for the answer of whoever listens there, longer than it is told.
+        Runs in a thread: torch waits in native code for the listener's answer, longer than its timeout.
         """
-        opened = in_thread(
+        opened = run_in_thread(
             lambda: dist.TCPStore(
                 host,
                 port,
                 self._launch.world_size,
                 listener is not None,
                 timedelta(seconds=self._join_seconds),
-                wait_for_workers=False,  # `_sign_in` waits, and names who is missing
+                wait_for_workers=False,  # `_wait_for_ranks` waits and names missing ranks
                 master_listen_fd=listener,
             ),
             "open-store",
         )
         remedy = "give every run its own MASTER_PORT (torchrun --master_port, or --standalone)"
         try:
-            for pause in _pauses():
+            for pause in _poll_intervals():
                 if wait([opened], pause).done:
                     return opened.result()
-                self._late(f"the store of the run: what listens at {host}:{port} says nothing; {remedy}")
+                self._check_deadline(f"the store of the run: the listener at {host}:{port} does not answer; {remedy}")
         except dist.DistError as error:
             raise PeerError(
-                f"{self._me()}: what answers at {host}:{port} is not rank 0 of a run ({_first_line(error)}); {remedy}"
+                f"{self._name()}: what answers at {host}:{port} is not rank 0 of a run ({_first_line(error)}); {remedy}"
             ) from error
         except PeerError as error:
-            atexit.register(_end_now, error.exit_code)  # the thread is still in native code
+            atexit.register(_exit_now, error.exit_code)  # the thread is still in native code
             raise
         raise AssertionError
 
     def _listen(self, host: str) -> socket.socket:
-        if "MEGALITH_STORE_FD" in os.environ:  # the supervisor has opened it, so that no one could take its port
+        if "MEGALITH_STORE_FD" in os.environ:  # opened by the supervisor, to reserve the port
             return socket.socket(fileno=int(os.environ["MEGALITH_STORE_FD"]))
         port = self._launch.master_port
         try:
-            return listen(host, port, 4096)  # backlog: the ranks of a large run connect at about the same time
+            return listen(host, port, 4096)  # backlog: all ranks connect at about the same time
         except OSError as error:
             raise ConfigError(
-                f"rank 0 cannot listen on port {port} of {socket.gethostname()}: {os.strerror(error.errno or 0)}; is "
-                "another run there? Give every run its own MASTER_PORT (torchrun --master_port, or --standalone)"
+                f"rank 0 cannot listen on port {port} of {socket.gethostname()}: {os.strerror(error.errno or 0)}; "
+                "if another run uses it, give every run its own MASTER_PORT (torchrun --master_port, or --standalone)"
             ) from error
 
-    def _reach(self, host: str, port: int) -> None:
-        """Wait until someone listens at the address of rank 0."""
-        hint = "is that the host of rank 0 (MASTER_ADDR, MASTER_PORT), was it started, does a firewall stand between?"
+    def _wait_for_listener(self, host: str, port: int) -> None:
+        """Wait until a process listens at rank 0's address."""
+        hint = "check MASTER_ADDR and MASTER_PORT, that rank 0 was started, and firewalls"
         if self._launch.one_host:
-            hint = "ranks on other hosts need MASTER_ADDR, the host of rank 0"
-        while error := refusal(host, port):
+            hint = "for ranks on several hosts set MASTER_ADDR to rank 0's host"
+        while error := connection_error(host, port):
             why = error.strerror or str(error)
-            # Not at once: the name of a service may resolve only when the host of rank 0 is up.
-            if isinstance(error, socket.gaierror) and self._clock.elapsed() > self._next_word:
+            # Not at once: a service name may resolve only when rank 0's host is up.
+            if isinstance(error, socket.gaierror) and self._clock.elapsed() > self._next_warning:
                 raise PeerError(
-                    f"{self._me()}: MASTER_ADDR={host} is not the name of a host that is known here ({why}); give the "
-                    "name or the address of the host of rank 0"
+                    f"{self._name()}: MASTER_ADDR={host} is not a known host name ({why}); give the name "
+                    "or address of rank 0's host"
                 )
-            self._late(f"rank 0, which does not answer at {host}:{port} ({why}); {hint}")
+            self._check_deadline(f"rank 0, which does not answer at {host}:{port} ({why}); {hint}")
             time.sleep(0.1)
 
-    def _late(self, whom: str | Callable[[], str]) -> None:
-        """Say who is waited for, after 20 s and then every minute; give up at the end."""
+    def _check_deadline(self, whom: str | Callable[[], str]) -> None:
+        """Warn after 20 s and then every minute; PeerError after the join timeout or a stop request."""
         waited = self._clock.elapsed()
-        if self._asked_to_stop():
-            raise PeerError(f"{self._me()} was asked to stop while it waited for {_text(whom)}")
+        if self._stop_requested():
+            raise PeerError(f"{self._name()} was asked to stop while it waited for {_describe(whom)}")
         if waited > self._join_seconds:
-            raise PeerError(f"{self._me()} waited {waited:.0f} s (--distributed-timeout-minutes) for {_text(whom)}")
-        if waited > self._next_word:
-            self._next_word = waited + 60.0
-            to_stderr(f"{self._me()} has waited {waited:.0f} s for {_text(whom)}")
+            raise PeerError(
+                f"{self._name()} waited {waited:.0f} s (--distributed-timeout-minutes) for {_describe(whom)}"
+            )
+        if waited > self._next_warning:
+            self._next_warning = waited + 60.0
+            to_stderr(f"{self._name()} has waited {waited:.0f} s for {_describe(whom)}")
 
-    def _me(self) -> str:
+    def _name(self) -> str:
         return f"rank {self._launch.rank} on {socket.gethostname()}"
 
-    def _announce(self, store: dist.Store) -> None:
-        """Sign in."""
+    def _register(self, store: dist.Store) -> None:
+        """Register this rank; ConfigError on all ranks if it contradicts the others."""
         launch = self._launch
         store.add("came", 1)
         me = {"host": socket.gethostname(), "pid": os.getpid(), "address": own_address(launch.master_addr)}
         size = store.compare_set("size", "", str(launch.world_size)).decode()
         if size != str(launch.world_size):
-            self._refuse(
+            self._reject(
                 store,
-                f"{self._me()} was told of {launch.world_size} ranks, and others of {size}: --nproc_per_node and "
+                f"{self._name()} has world size {launch.world_size}, others have {size}: --nproc_per_node and "
                 "--nnodes must be the same on all hosts",
             )
         if store.add(f"rank/{launch.rank}", 1) > 1:
             first = json.loads(store.get(f"who/{launch.rank}"))
             where = "twice there" if first["host"] == me["host"] else f"and on {me['host']}"
-            self._refuse(
+            self._reject(
                 store,
-                f"two processes say that they are rank {launch.rank}: on {first['host']} (process {first['pid']}) "
-                f"{where} (process {me['pid']}). On several hosts each needs its own number: --node_rank 0 on the "
-                "first, 1 on the second and so on (without the flag it is 0 everywhere)",
+                f"two processes have rank {launch.rank}: on {first['host']} (process {first['pid']}) "
+                f"{where} (process {me['pid']}). Give every host its own --node_rank: 0 on the first, 1 on the "
+                "second and so on (without the flag it is 0 everywhere)",
             )
         store.set(f"who/{launch.rank}", json.dumps(me))
         if problem := unusable_interfaces(self._backend, os.environ):
-            self._refuse(store, f"{self._me()}: {problem}")
-        where = place()
-        if not launch.one_host or store.compare_set("place", "", where).decode() != where:
+            self._reject(store, f"{self._name()}: {problem}")
+        where = host_identity()
+        if not launch.one_host or store.compare_set("host_identity", "", where).decode() != where:
             store.add("several hosts", 1)
         own = json.dumps({"name": f"rank {launch.rank} ({me['host']})", "facts": dict(self._facts)})
         first, mine = json.loads(store.compare_set("facts", "", own)), json.loads(own)
         if text := difference(mine["facts"], first["facts"], mine["name"], first["name"]):
-            self._refuse(store, text)
+            self._reject(store, text)
         store.add("here", 1)
 
-    def _refuse(self, store: dist.Store, message: str) -> NoReturn:
+    def _reject(self, store: dist.Store, message: str) -> NoReturn:
         store.set("refused", message)
-        self._leave_refused(store, message)
+        self._raise_rejection(store, message)
 
-    def _leave_refused(self, store: dist.Store, message: str) -> NoReturn:
-        """Rank 0 may hold the store in which the others read why: it leaves last."""
-        heard, deadline = store.add("heard", 1), time.monotonic() + _SECONDS_TO_HEAR
-        while self._launch.rank == 0 and heard < store.add("came", 0) and time.monotonic() < deadline:
+    def _raise_rejection(self, store: dist.Store, message: str) -> NoReturn:
+        """Raise ConfigError; rank 0, which may own the store with the message, first waits until the others read it."""
+        readers, deadline = store.add("read", 1), time.monotonic() + _SECONDS_FOR_OTHERS_TO_READ
+        while self._launch.rank == 0 and readers < store.add("came", 0) and time.monotonic() < deadline:
             time.sleep(0.01)
-            heard = store.add("heard", 0)
+            readers = store.add("read", 0)
         raise ConfigError(message)
 
     def _missing(self, store: dist.Store, key: str) -> str:
         size = self._launch.world_size
         missing = [rank for rank in range(size) if not store.check([f"{key}/{rank}"])]
-        return f"{_ranks(missing)} of {size}, which did not come{self._where_they_look()}"
+        return f"{_list_ranks(missing)} of {size}, which did not arrive{self._address_hint()}"
 
-    def _where_they_look(self) -> str:
-        """A doubt about MASTER_ADDR, for rank 0 to say: it listens on its own host whatever the others were told."""
+    def _address_hint(self) -> str:
+        """Return a hint if MASTER_ADDR, where the other ranks connect, is not an address of rank 0's host."""
         host = self._launch.master_addr
-        if self._launch.rank != 0 or self.one_host or self._agent_holds_it or is_own_address(host):
+        if self._launch.rank != 0 or self.one_host or self._agent_owns_store or is_own_address(host):
             return ""
-        return f"; MASTER_ADDR={host} is not an address of {socket.gethostname()}: do they find rank 0 there?"
+        return f"; MASTER_ADDR={host} is not an address of {socket.gethostname()}; check that it leads to rank 0"
 
-    # The connections of the ranks to each other.
+    # Connections of the ranks to each other.
 
     @contextmanager
-    def connecting(self, connection: dist.Store) -> Iterator[None]:
-        """See that the block, in which the ranks connect to each other, ends on all of them within the timeout.
+    def limit_connecting(self, connection: dist.Store) -> Iterator[None]:
+        """Limit the time of the block, in which the ranks connect to each other, on all of them.
 
-        Where the interface is a wrong one, some ranks get an exception of the backend and others wait in native code. A
-        thread with a connection of its own looks after the block.
+        If an interface is wrong, some ranks get an exception of the backend and others block in native code. A thread
+        with its own connection enforces the limit.
         """
         board, done = StoreBoard(connection, self._launch.rank), threading.Event()
-        with suppress(BoardGone):
+        with suppress(BoardUnavailable):
             board.write(f"interface-{self._launch.rank}", self._interface())
-        looking = threading.Thread(target=self._limit, args=(board, done), name="connecting", daemon=True)
-        looking.start()
+        thread = threading.Thread(target=self._end_when_late, args=(board, done), name="connecting", daemon=True)
+        thread.start()
         try:
             yield
         except RuntimeError as error:
             clock, shown = AwakeClock(), min(self._launch.world_size, _NAMED_RANKS)
-            while len(self._interfaces) < shown and clock.elapsed() < _SECONDS_TO_HEAR:  # others may come later
+            while (
+                len(self._interfaces) < shown and clock.elapsed() < _SECONDS_FOR_OTHERS_TO_READ
+            ):  # others may arrive later
                 self._read_interfaces(board)
                 time.sleep(0.1)
             text = self._not_connected(_without_stack(error))
-            with suppress(BoardGone):
+            with suppress(BoardUnavailable):
                 board.write(_UNCONNECTED, text)
-                time.sleep(_SECONDS_TO_HEAR)  # the store may end with this process
-            raise PeerError(f"{self._me()}: {text}") from error
+                time.sleep(_SECONDS_FOR_OTHERS_TO_READ)  # the store may end with this process
+            raise PeerError(f"{self._name()}: {text}") from error
         finally:
             done.set()
-            looking.join(2.0 * _SECONDS_BETWEEN_LOOKS)
+            thread.join(2.0 * _POLL_SECONDS)
 
-    def _limit(self, board: StoreBoard, done: threading.Event) -> None:
-        """End this process when the time is over, or another rank has failed to connect."""
+    def _end_when_late(self, board: StoreBoard, done: threading.Event) -> None:
+        """End this process if the timeout has passed, or another rank has failed to connect."""
         clock = AwakeClock()
-        while not done.wait(_SECONDS_BETWEEN_LOOKS):
+        while not done.wait(_POLL_SECONDS):
             text, waited = "", clock.elapsed()
             self._read_interfaces(board)
-            with suppress(BoardGone):
+            with suppress(BoardUnavailable):
                 text = board.read(_UNCONNECTED) or ""
             if waited > self._join_seconds:
                 text = text or self._not_connected(f"after {waited:.0f} s (--distributed-timeout-minutes)")
-            if self._asked_to_stop():
+            if self._stop_requested():
                 text = "asked to stop while the ranks connected to each other"
             if text and not done.is_set():
-                with suppress(BoardGone):
+                with suppress(BoardUnavailable):
                     board.write(_UNCONNECTED, text)
-                to_stderr(f"{self._me()}: {text}")
-                _end_now(PeerError.exit_code)
+                to_stderr(f"{self._name()}: {text}")
+                _exit_now(PeerError.exit_code)
 
     def _interface(self) -> str:
-        """The interfaces of this rank that the backend uses, with their addresses, as far as that is known."""
+        """Return the interfaces that the backend uses on this rank, with their addresses if known."""
         named, found = os.environ.get(interface_variable(self._backend), ""), interfaces()
         addresses = [f"{name} {' '.join(found[name])}".strip() for name in named.split(",") if name in found]
         return f"{socket.gethostname()}: {', '.join(addresses) or named or 'chosen by ' + self._backend}"
 
     def _read_interfaces(self, board: StoreBoard) -> None:
-        """Note what the first ranks say of their interfaces, while the store still answers."""
-        with suppress(BoardGone):
+        """Collect the interfaces of the first ranks while the store still answers."""
+        with suppress(BoardUnavailable):
             for rank in range(min(self._launch.world_size, _NAMED_RANKS)):
                 if rank not in self._interfaces and (text := board.read(f"interface-{rank}")):
                     self._interfaces[rank] = text
@@ -560,16 +566,16 @@ class _Meeting:
         variable = interface_variable(self._backend)
         return "\n".join(
             [
-                f"all ranks met at {self._launch.master_addr}:{self._address[1]}, but could not connect to each other "
-                f"over {self._backend} ({why}); {variable} names the interface that leads to the other hosts, and a "
-                "firewall must let them through. Interfaces and addresses tried:",
+                f"all ranks registered at {self._launch.master_addr}:{self._address[1]}, but could not connect to each "
+                f"other with {self._backend} ({why}); set {variable} to the interface that leads to the other hosts, "
+                "and check firewalls. Interfaces and addresses tried:",
                 *lines,
             ]
         )
 
 
-def _pauses() -> Iterator[float]:
-    """Seconds between two looks at the store: short at first, as most ranks come together."""
+def _poll_intervals() -> Iterator[float]:
+    """Yield seconds between polls of the store: short at first, as most ranks arrive together."""
     pause = 0.002
     while True:
         pause = min(2 * pause, 0.5)
@@ -577,12 +583,12 @@ def _pauses() -> Iterator[float]:
 
 
 def _first_line(error: BaseException) -> str:
-    """What went wrong, without the native stack that torch puts behind it."""
+    """Return the message of an error without the native stack that torch appends."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _without_stack(error: BaseException) -> str:
-    """All that the backend says: NCCL names the cause, such as two ranks on one GPU, in its last lines."""
+    """Return the whole message of a backend: NCCL names the cause, such as two ranks on one GPU, in its last lines."""
     lines = takewhile(lambda line: not line.startswith(_STACK), str(error).splitlines())
     return " ".join(filter(None, map(str.strip, lines))) or type(error).__name__
 
@@ -591,11 +597,11 @@ def _round_prefix(number: str) -> str:
     return f"megalith/round-{number}"
 
 
-def _text(text: str | Callable[[], str]) -> str:
+def _describe(text: str | Callable[[], str]) -> str:
     return text if isinstance(text, str) else text()
 
 
-def _ranks(ranks: list[int]) -> str:
+def _list_ranks(ranks: list[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:_NAMED_RANKS])
     more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

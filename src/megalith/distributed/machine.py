@@ -1,6 +1,6 @@
-"""What this machine has: memory that its processes may hold, network interfaces, and its place among others.
+"""Memory limits, network interfaces and addresses of this machine.
 
-Nothing here needs torch, so that the supervisor and `megalith doctor` can ask too.
+This module does not import torch, so that the supervisor and `megalith doctor` can use it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _PROC = Path("/proc")
 
 
 def machine_memory() -> int:
-    """Bytes of memory of the machine; 0 where it is not known."""
+    """Return the machine's memory in bytes; 0 if unknown."""
     with suppress(ValueError, OSError, AttributeError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return 0
 
 
 def memory_limit(proc: Path = _PROC) -> int:
-    """Bytes that this process may hold; 0 where that is not known."""
+    """Return the bytes that this process may allocate; 0 if unknown."""
     limits = [machine_memory(), resource.getrlimit(resource.RLIMIT_AS)[0]]
     for folder in _memory_groups(proc):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -36,7 +36,7 @@ def memory_limit(proc: Path = _PROC) -> int:
 
 
 def oom_kills(proc: Path = _PROC) -> int:
-    """How many processes of this control group the kernel has killed for want of memory; of the machine without one."""
+    """Return how many processes of this cgroup (without one: of the machine) the OOM killer has ended."""
     group = next(_memory_groups(proc), Path("/nonexistent"))
     for file in (group / "memory.events", group / "memory.oom_control", proc / "vmstat"):
         with suppress(OSError, ValueError):
@@ -48,7 +48,7 @@ def oom_kills(proc: Path = _PROC) -> int:
 
 
 def _memory_groups(proc: Path) -> Iterator[Path]:
-    """The folder of the control group that limits the memory of this process, and those of its ancestors."""
+    """Yield the folder of the cgroup that limits this process's memory, then those of its ancestors."""
     with suppress(OSError, StopIteration):
         mount, root, path = next(_memory_hierarchies(proc))
         inside = path.removeprefix(root.rstrip("/")) if path.startswith(root) else ""
@@ -60,9 +60,9 @@ def _memory_groups(proc: Path) -> Iterator[Path]:
 
 
 def _memory_hierarchies(proc: Path) -> Iterator[tuple[Path, str, str]]:
-    """Mount point, mounted group, and group of this process, of each hierarchy that may limit memory.
+    """Yield mount point, mounted group, and this process's group of each hierarchy that may limit memory.
 
-    Both versions may be mounted: then version 1 has the memory if it names it, and comes first.
+    If both cgroup versions are mounted, version 1 comes first, as it controls memory if it lists that controller.
     """
     groups = [line.split(":", 2) for line in (proc / "self/cgroup").read_text().splitlines()]
     mounts = [line.split() for line in (proc / "self/mountinfo").read_text().splitlines()]
@@ -78,18 +78,18 @@ def _memory_hierarchies(proc: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
-_GAP_SECONDS = 15.0  # more than most single waits for other machines
+_GAP_SECONDS = 15.0  # longer than most single waits for other machines
 _ANY_PORT = 9  # nothing is sent to it
 _ADDRESSES_V6 = Path("/proc/net/if_inet6")
 
 
 def interface_towards(hosts: Iterable[str]) -> str:
-    """The interface that leads to the first of these hosts that is not this machine; empty where it is not known."""
+    """Return the interface with a route to the first of these hosts that is not this machine; "" if unknown."""
     return next((interface_with(own) for own in map(own_address, hosts) if own), "")
 
 
 def own_address(towards: str) -> str:
-    """The address of this machine as another one sees it; empty if that is a loopback address, or no route is known."""
+    """Return this machine's address as seen from host `towards`; "" if that is a loopback address or unknown."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(towards, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as asking:
@@ -101,7 +101,7 @@ def own_address(towards: str) -> str:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether a name or address is one of this machine's; that of a service in front of it is not."""
+    """Return whether a host name or address belongs to this machine; that of a service in front of it does not."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind) as probe:
@@ -111,22 +111,22 @@ def is_own_address(host: str) -> bool:
 
 
 def interface_with(address: str) -> str:
-    """The name of the interface that has an address of this machine; empty where that cannot be found out."""
+    """Return the name of the interface that has an address; "" if unknown."""
     address = address.partition("%")[0]
     return next((name for name, addresses in interfaces().items() if address in addresses), "")
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The interfaces of this machine with their addresses; without addresses where those cannot be found out."""
+    """Return this machine's interfaces, name -> addresses; without addresses if they cannot be determined."""
     v6 = _v6_addresses()
     names = dict.fromkeys([*(name for _, name in socket.if_nameindex()), *v6])
     return {name: [*_v4_of(name), *v6.get(name, [])] for name in names}
 
 
 def unusable_interfaces(backend: str, environ: Mapping[str, str]) -> str:
-    """Return what is wrong with the interfaces that the user names for a backend; empty if nothing is.
+    """Return which of the interfaces that the user names for a backend do not exist, as a message; "" if all do.
 
-    GLOO_SOCKET_IFNAME lists names, NCCL_SOCKET_IFNAME prefixes, names behind "=", and what to leave out behind "^".
+    GLOO_SOCKET_IFNAME lists names; NCCL_SOCKET_IFNAME lists prefixes, exact names after "=", or exclusions after "^".
     """
     variable = interface_variable(backend)
     text, names = environ.get(variable, ""), list(interfaces())
@@ -138,16 +138,17 @@ def unusable_interfaces(backend: str, environ: Mapping[str, str]) -> str:
         missing = [] if _chosen_by_nccl(text, names) else [text]
     if not missing:
         return ""
-    return f"{variable}={text}: there is no interface {', '.join(missing)} here; there are {', '.join(names)}"
+    return f"{variable}={text}: no interface {', '.join(missing)} on this machine; it has {', '.join(names)}"
 
 
 def interface_variable(backend: str) -> str:
+    """Return the environment variable that names a backend's interfaces."""
     return f"{backend.upper()}_SOCKET_IFNAME"
 
 
 def _chosen_by_nccl(text: str, names: Sequence[str]) -> list[str]:
     words = text.lstrip("^=").split(",")
-    words = [name for word in words if (name := word.partition(":")[0])]  # NCCL takes a port behind each
+    words = [name for word in words if (name := word.partition(":")[0])]  # NCCL accepts NAME:PORT
     if text.startswith(("=", "^=")):
         found = [name for name in names if name in words]
     else:
@@ -174,8 +175,8 @@ def _v6_addresses() -> dict[str, list[str]]:
     return found
 
 
-def refusal(host: str, port: int) -> OSError | None:
-    """Knock at an address; why no connection can be made, None where someone opens."""
+def connection_error(host: str, port: int) -> OSError | None:
+    """Try to connect to an address; return the OSError, or None on success."""
     try:
         socket.create_connection((host, port), timeout=5.0).close()
     except OSError as error:
@@ -184,21 +185,22 @@ def refusal(host: str, port: int) -> OSError | None:
 
 
 class AwakeClock:
-    """Seconds since it was made, without most of those in which this process or its machine was suspended."""
+    """Clock that excludes most of the time in which this process or its machine was suspended."""
 
     def __init__(self) -> None:
         self._elapsed, self._seen = 0.0, time.monotonic()
 
     def elapsed(self) -> float:
-        """To be called every few seconds. Of a longer gap a part counts: it may have been a wait for a name server."""
+        """Return the seconds since creation; call this every few seconds. A longer gap counts in part, as it may have
+        been a slow name server."""
         now = time.monotonic()
         gap, self._seen = now - self._seen, now
         self._elapsed += min(gap, _GAP_SECONDS)
         return self._elapsed
 
 
-def place() -> str:
-    """What is equal for processes that can signal each other, share memory, and reach each other over loopback."""
+def host_identity() -> str:
+    """Return an id that is equal for processes that can signal each other, share memory and use a common loopback."""
     names = [socket.gethostname()]
     with suppress(OSError):
         names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

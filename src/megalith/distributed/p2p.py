@@ -1,9 +1,9 @@
-"""Sending and receiving between pipeline stages.
+"""Point-to-point communication between pipeline stages.
 
-One communicator for each directed edge: NCCL matches messages by their order in a communicator (gloo by tag), and with
-one communicator for a pair of stages two messages that cross wait for each other for ever. With edges of their own they
-never do (schedules/simulator.py). The usual remedy, one batch of the messages that cross, makes each of them wait for
-the others; edges of their own need no batch and let every message travel by itself (docs/decisions/0007-pipeline.md).
+Each directed edge has its own communicator. NCCL matches messages by their order in a communicator (gloo by tag): with
+one communicator per pair of stages, two crossing messages deadlock; with one per edge they cannot
+(schedules/simulator.py). The usual remedy, a batch of the crossing messages, makes each of them wait for the others
+(docs/decisions/0007-pipeline.md).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Edge:
-    """A one-way connection to or from another stage."""
+    """One-way connection to or from another stage."""
 
-    peer: int  # global rank of the other end
-    group: dist.ProcessGroup = field(compare=False, repr=False)  # the two of them
-    observer: Observer | None = field(default=None, compare=False, repr=False)  # is told of waits
+    peer: int  # global rank of the other stage
+    group: dist.ProcessGroup = field(compare=False, repr=False)  # of the two ranks
+    observer: Observer | None = field(default=None, compare=False, repr=False)  # receives waits
 
 
 @dataclass(frozen=True)
 class PipelineLinks:
-    """The edges of one stage. Stages form a ring: the last one's successor is the first (virtual stages need it)."""
+    """Edges of one stage. Stages form a ring: the last one precedes the first (virtual stages need it)."""
 
-    device: torch.device  # where received tensors are put
+    device: torch.device  # of received tensors
     # activations
     to_next: Edge
     from_previous: Edge
@@ -48,7 +48,7 @@ class PipelineLinks:
 def create_links(
     layout: Layout, rank: int, device: torch.device, *, timeout: timedelta | None, observer: Observer | None = None
 ) -> PipelineLinks:
-    """Make the edges of all pipelines of the layout; every rank calls this. Returns those of this rank."""
+    """Create the edges of all pipelines of the layout on every rank; return those of this rank."""
     outgoing: dict[str, Edge] = {}
     incoming: dict[str, Edge] = {}
     for ranks in layout.groups("pp"):
@@ -66,8 +66,8 @@ def create_links(
 
 
 def _connect(edge: Edge, device: torch.device, *, sends: bool) -> None:
-    """Pass one element: NCCL connects two ranks at their first message and holds up the program until both are there,
-    which the order of a schedule does not foresee."""
+    """Transfer one element: NCCL connects two ranks at their first message and blocks until both call it, which the
+    order of a schedule does not guarantee."""
     if sends:
         send(torch.zeros(1, device=device), edge).wait()
     else:
@@ -75,9 +75,9 @@ def _connect(edge: Edge, device: torch.device, *, sends: bool) -> None:
 
 
 class Pending:
-    """A tensor that a message or a collective may still be writing or reading; `wait` returns it when it is complete.
+    """Tensor that an asynchronous operation may still read or write; `wait` returns it when complete.
 
-    It keeps the handle and the inputs alive: gloo loses a message whose handle is dropped before it is complete.
+    Keeps the handle and the inputs alive: gloo loses a message whose handle is freed before it is complete.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Pending:
         self._keep, self._finish = keep, finish
 
     def wait(self) -> Tensor:
-        """The result; may be called again."""
+        """Return the tensor when the operation is complete; may be called again."""
         if self._work is not None:
             if self._observer is not None:
                 self._observer.waiting(self._peer)
@@ -108,12 +108,12 @@ class Pending:
 
 
 def send(tensor: Tensor, edge: Edge) -> Pending:
-    """Start sending; the memory must be left alone until the transfer is complete."""
+    """Start sending; do not write to the memory until the transfer is complete."""
     dense = tensor.detach().contiguous()
     return Pending(dense, dist.isend(dense, edge.peer, group=edge.group), edge.observer, peer=edge.peer)
 
 
 def receive(edge: Edge, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Pending:
-    """Start receiving a tensor of this shape and dtype: the next one that the other end sends."""
+    """Start receiving the next tensor that the peer sends, of this shape and dtype."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
     return Pending(tensor, dist.irecv(tensor, edge.peer, group=edge.group), edge.observer, peer=edge.peer)

@@ -1,15 +1,15 @@
-"""The random streams of a process as an object that is saved, loaded and passed on.
+"""Random streams of a process: seeded, saved and loaded together.
 
 Seeds follow Megatron: the base seed, which depends on the pipeline stage, feeds Python, numpy and torch on the CPU and
 on the device; the model-parallel stream is derived from it (docs/reference/training.md#random-streams).
 
-| draws                                                    | stream  | alike on                      |
+| draws                                                    | stream  | equal on                      |
 |----------------------------------------------------------|---------|-------------------------------|
 | initial weights as Megatron draws them on a CPU          | weights | all ranks of a pipeline stage |
-| dropout of what the tensor-parallel ranks hold alike     | default | the tensor-parallel ranks     |
-| dropout of what this rank alone computes                 | own     | nobody                        |
+| dropout of activations replicated over tensor parallel   | default | the tensor-parallel ranks     |
+| dropout of activations sharded over tensor parallel      | own     | no other rank                 |
 
-Unlike Megatron's, data-parallel and context-parallel ranks have streams of their own, so that they do not drop the same
+Unlike in Megatron, data-parallel and context-parallel ranks have different streams, so that they do not drop the same
 elements of different samples.
 """
 
@@ -26,15 +26,15 @@ from torch import Tensor
 
 from megalith.distributed.context import ParallelContext
 
-STAGE_OFFSET = 100  # Megatron's distance of the base seeds of two pipeline stages
-MODEL_PARALLEL_OFFSET = 2718  # Megatron's distance of the model-parallel stream from the base seed
-REPLICA_OFFSET = 1_000_003  # ours, of two replicas; further than all the other distances together reach
+STAGE_OFFSET = 100  # Megatron's difference between the base seeds of two pipeline stages
+MODEL_PARALLEL_OFFSET = 2718  # Megatron's difference between model-parallel stream and base seed
+REPLICA_OFFSET = 1_000_003  # ours, between two replicas; larger than the sum of the other offsets
 OWN_STREAM = "model-parallel-rng"
-"""Megatron's name of the stream that each tensor-parallel rank has for itself."""
+"""Megatron's name of the stream that differs between tensor-parallel ranks."""
 
 
 class Stream:
-    """A stream of torch beside the default one, on the CPU and on the device of the run."""
+    """Random stream beside torch's default one, on the CPU and on the device of the run."""
 
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
         self._device = device = torch.device(device)
@@ -44,7 +44,7 @@ class Stream:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Within, what draws from torch's default stream draws from this one."""
+        """Make draws from torch's default stream come from this one within the block."""
         outer = self._exchange(self._states)
         try:
             yield
@@ -52,19 +52,19 @@ class Stream:
             self._states = self._exchange(outer)
 
     def replay(self) -> AbstractContextManager[None]:
-        """Within, whenever that is, this stream starts from where it is now; afterwards it goes on from where it was.
+        """Return a context in which this stream starts from its present state; on exit it continues from where it was.
 
-        May be entered any number of times, but not within `used` or itself.
+        The context may be entered repeatedly, but not within `used` or itself.
         """
         return _Replay(self, self._states)
 
     def go_on_from(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Draw from these states next; returns those that were there."""
+        """Replace the states; return the previous ones."""
         before, self._states = self._states, dict(states)
         return before
 
     def _exchange(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Put other states into the default stream; returns those that were there."""
+        """Set the states of torch's default stream; return the previous ones."""
         before = {"cpu": torch.get_rng_state()}
         torch.set_rng_state(states["cpu"])
         if "cuda" in states:
@@ -73,13 +73,13 @@ class Stream:
         return before
 
     def state(self) -> dict[str, Tensor]:
-        """Its states under Megatron's name, which keeps that of the device; that of the CPU beside it on a GPU."""
+        """Return the device's state under Megatron's key, and on a GPU the CPU's under a second key."""
         if "cuda" in self._states:
             return {OWN_STREAM: self._states["cuda"], f"{OWN_STREAM}-cpu": self._states["cpu"]}
         return {OWN_STREAM: self._states["cpu"]}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Continue from what `state` returned; a state of another kind of device is passed over."""
+        """Load what `state` returned; ignore states of another kind of device."""
         names = {"cuda": OWN_STREAM, "cpu": f"{OWN_STREAM}-cpu"} if "cuda" in self._states else {"cpu": OWN_STREAM}
         for kind, name in names.items():
             if name in state and state[name].numel() == self._states[kind].numel():
@@ -87,7 +87,7 @@ class Stream:
 
 
 class _Replay(AbstractContextManager[None]):
-    """What `Stream.replay` returns."""
+    """Context manager that `Stream.replay` returns."""
 
     def __init__(self, stream: Stream, states: dict[str, Tensor]) -> None:
         self._stream, self._states = stream, dict(states)
@@ -100,11 +100,11 @@ class _Replay(AbstractContextManager[None]):
 
 
 class RandomStreams:
-    """Python's, numpy's and torch's generators of this process, seeded together.
+    """Generators of Python, numpy and torch in this process, seeded together.
 
     Attributes:
-        weights: what Megatron's CPU initialisation draws from: torch's default where there is one replica.
-        own: for draws that no other rank repeats.
+        weights: generator for Megatron's CPU initialization: torch's default on the first replica.
+        own: stream for draws that differ on every rank.
     """
 
     def __init__(self, seed: int, context: ParallelContext | None = None) -> None:
@@ -130,7 +130,7 @@ class RandomStreams:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue the streams from a state that `state` returned; a device state is used where there is a device."""
+        """Load what `state` returned; a device's state is ignored without a device."""
         version, internal, gauss = state["random_rng_state"]
         random.setstate((version, tuple(internal), gauss))
         np.random.set_state(state["np_rng_state"])

@@ -1,4 +1,4 @@
-"""The thread that steps an engine, its answers as asyncio streams, and a watch over the ranks that share the model.
+"""The thread that steps an engine, its answers as asyncio streams, and a watchdog of the ranks that share the model.
 
 The engine is touched by this thread only. Between two steps it takes what was asked meanwhile; events go to the event
 loop once a step. Where they are many, the next step waits until they are sent: the loop and the engine would otherwise
@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
-from megalith.distributed.watch import Watch
+from megalith.distributed.watchdog import Watchdog
 from megalith.errors import MegalithError, PeerError
 from megalith.serve.engine import Engine, Stats, Ticket
 from megalith.serve.request import Event, Finished, Request
@@ -65,13 +65,13 @@ class Answer:
 class Worker:
     """Steps an engine from construction to `close`. Made, and used, on a running event loop.
 
-    `blame` finds out which of the ranks that share the model broke a connection. `failure` says why nothing can be
-    served any more; None while all is well.
+    `find_lost_peer` finds out which of the ranks that share the model broke a connection. `failure` says why nothing
+    can be served any more; None while all is well.
     """
 
-    def __init__(self, engine: Engine, blame: Callable[[], str | None] | None = None) -> None:
+    def __init__(self, engine: Engine, find_lost_peer: Callable[[], str | None] | None = None) -> None:
         self._engine, self._loop = engine, asyncio.get_running_loop()
-        self._blame = blame or (lambda: None)
+        self._blame = find_lost_peer or (lambda: None)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answers: dict[Ticket, Answer] = {}
         self._tickets: dict[Answer, Ticket] = {}
@@ -213,7 +213,7 @@ _PATIENCE_SECONDS = 3.0
 _FOR_GOOD = ("dead", "left")
 
 
-async def look_after(watch: Watch, worker: Worker, patience: float = _PATIENCE_SECONDS) -> None:
+async def look_after(watchdog: Watchdog, worker: Worker, patience: float = _PATIENCE_SECONDS) -> None:
     """Have a worker fail when a rank is gone, or has been stopped or silent for `patience` seconds; returns then.
 
     A broken connection is an error of the step that meets it. A process that is stopped (SIGSTOP, a debugger, a frozen
@@ -223,7 +223,7 @@ async def look_after(watch: Watch, worker: Worker, patience: float = _PATIENCE_S
     since: float | None = None
     while True:
         await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
-        found = await asyncio.to_thread(watch.absent)
+        found = await asyncio.to_thread(watchdog.find_absent)
         if found is None:
             since = None
             continue
@@ -231,5 +231,5 @@ async def look_after(watch: Watch, worker: Worker, patience: float = _PATIENCE_S
         since = since or time.monotonic()
         if view.state in _FOR_GOOD or time.monotonic() - since >= patience:
             worker.fail(cause)
-            watch.dismiss(view)
+            watchdog.kill_stopped(view)
             return

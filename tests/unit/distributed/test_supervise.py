@@ -17,7 +17,7 @@ import pytest
 from megalith.cli import launch
 from megalith.cli.launch import _command, _environment, _Failure
 from megalith.distributed.board import Status, process_state
-from megalith.distributed.supervise import Attempt, Cause, Signals
+from megalith.distributed.supervise import Attempt, FailureCause, Signals
 from megalith.train.signals import STOP_SIGNALS
 
 PREAMBLE = """
@@ -44,7 +44,7 @@ def attempt(script: str, signals: Signals, count: int = 2) -> Attempt:
     return Attempt([sys.executable, "-c", PREAMBLE + script], count, 0, os.environ, signals)
 
 
-def run(script: str, signals: Signals, count: int = 2) -> tuple[Attempt, Cause | None]:
+def run(script: str, signals: Signals, count: int = 2) -> tuple[Attempt, FailureCause | None]:
     """Run the script on each rank; the cause if it was no success."""
     ranks = attempt(script, signals, count)
     try:
@@ -89,7 +89,7 @@ def test_a_kill_from_outside_is_no_fault_of_the_program(
     counts = iter((*kills_of_kernel, *[kills_of_kernel[1]] * 9))
     monkeypatch.setattr("megalith.distributed.supervise.oom_kills", lambda: next(counts))
     _, cause = run("os.kill(os.getpid(), signal.SIGKILL)", signals, 1)
-    assert cause is not None and cause.from_outside is outside
+    assert cause is not None and cause.external is outside
     assert ("likely out of memory" in cause.text) is not outside
     failed = _Failure(cause, saved=None)
     assert failed.repeats(failed) is not outside
@@ -97,7 +97,7 @@ def test_a_kill_from_outside_is_no_fault_of_the_program(
 
 def test_a_crash_is_a_fault_of_the_program(signals: Signals) -> None:
     _, cause = run("os.kill(os.getpid(), signal.SIGSEGV)", signals, 1)
-    assert cause is not None and not cause.from_outside
+    assert cause is not None and not cause.external
     assert _Failure(cause, saved=2).repeats(_Failure(cause, saved=2))
 
 
@@ -106,7 +106,7 @@ def test_the_others_get_little_time_after_a_rank_has_died(signals: Signals) -> N
     ranks, cause = run("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)", signals)
     assert cause is not None and cause.exit_code == 137 and cause.text.startswith("rank 1 ")
     first, second = ranks.ended
-    assert second.by_us and second.at - first.at < 2.0
+    assert second.killed_by_supervisor and second.at - first.at < 2.0
 
 
 def test_the_first_failure_is_the_cause(signals: Signals) -> None:
@@ -119,13 +119,13 @@ fail("lost a peer")
 sys.exit(1)
 """
     _, cause = run(script, signals)
-    assert cause is not None and cause.exit_code == 1 and not cause.hopeless
+    assert cause is not None and cause.exit_code == 1 and not cause.permanent
     assert cause.text == "rank 1 (h, process 1) of 2 failed at step 3 in forward: boom"
 
 
 def test_an_error_of_all_ranks_names_none(signals: Signals) -> None:
     _, cause = run("fail('the loss is nan', 'MegalithError', ours=True); sys.exit(4)", signals)
-    assert cause is not None and (cause.text, cause.exit_code, cause.hopeless) == ("the loss is nan", 4, True)
+    assert cause is not None and (cause.text, cause.exit_code, cause.permanent) == ("the loss is nan", 4, True)
 
 
 def test_a_hang_is_the_cause_though_a_stopped_rank_had_to_be_killed(signals: Signals) -> None:
@@ -143,7 +143,7 @@ sys.exit(6)
     time.sleep(0.8)
     os.kill(ranks_pids[0], signal.SIGKILL)  # as the rank that reports does
     ranks.wait(signals, lambda text: None)
-    assert ranks.cause() == Cause("rank 0 is stopped", 6, "hang", 4)
+    assert ranks.cause() == FailureCause("rank 0 is stopped", 6, "hang", 4)
     ranks.board.remove()
     assert time.monotonic() - before < 5.0
 
@@ -152,7 +152,7 @@ def test_a_rank_that_outlives_a_failure_is_killed(signals: Signals, monkeypatch:
     monkeypatch.setattr("megalith.distributed.supervise._GRACE_SECONDS", 0.3)
     ranks, cause = run("sys.exit(9) if rank else time.sleep(60)", signals)
     assert cause is not None and cause.exit_code == 9 and "rank 1" in cause.text
-    assert [(end.rank, end.code, end.by_us) for end in ranks.ended] == [(1, 9, False), (0, -9, True)]
+    assert [(end.rank, end.code, end.killed_by_supervisor) for end in ranks.ended] == [(1, 9, False), (0, -9, True)]
 
 
 def test_what_a_rank_has_started_does_not_stay(signals: Signals, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ time.sleep(60)
     ranks.wait(signals, said.append)
     ranks.board.remove()
     assert (ranks.stopped, [end.code for end in ranks.ended]) == (75, [75, 75])
-    assert said == [f"\n{number.name}: finishing this step and saving; once more to leave at once"]
+    assert said == [f"\n{number.name}: finishing this step and saving; repeat to exit at once"]
 
 
 def test_the_second_signal_ends_ranks_that_do_not_answer(signals: Signals) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from megalith.distributed.board import Identity, Status
-from megalith.distributed.watch import View
+from megalith.distributed.watchdog import RankView
 from megalith.serve import worker as workers
 
 
@@ -21,11 +21,11 @@ class _Watch:
     states: list[str]
     dismissed: list[str] = field(default_factory=list)
 
-    def absent(self) -> tuple[View, str] | None:
+    def find_absent(self) -> tuple[RankView, str] | None:
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
-        return (View(Identity(1, "here", 1), Status(), state), f"rank 1 is {state}") if state else None
+        return (RankView(Identity(1, "here", 1), Status(), state), f"rank 1 is {state}") if state else None
 
-    def dismiss(self, view: View) -> None:
+    def kill_stopped(self, view: RankView) -> None:
         self.dismissed.append(view.state)
 
 

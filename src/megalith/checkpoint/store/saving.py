@@ -53,7 +53,7 @@ from megalith.checkpoint.sources.source import refuse_model_folder
 from megalith.checkpoint.store.owner import check_claim
 from megalith.checkpoint.store.staging import Staging
 from megalith.checkpoint.writers.per_rank import PerRankWriter
-from megalith.distributed.board import in_thread
+from megalith.distributed.board import run_in_thread
 from megalith.errors import CheckpointError
 
 MakeWriter = Callable[[CheckpointContent, Mapping[str, bytes], int], TorchDistWriter | PerRankWriter]
@@ -257,7 +257,7 @@ class PendingSave:
 
     def __init__(self, saving: Saving) -> None:
         self._saving = saving
-        self._writing = in_thread(saving.write, _THREAD)
+        self._writing = run_in_thread(saving.write, _THREAD)
         self._written: list[Written] = []
         self._committing: Future[int] | None = None
         self._waited = 0.0
@@ -290,7 +290,7 @@ class PendingSave:
             self._saving.cancel()
         if self._committing is None:
             self._written = self._saving.gather_written(lambda: self._waited_for(self._writing, cancelled=failed))
-            self._committing = in_thread(lambda: self._saving.commit(self._written), _THREAD)
+            self._committing = run_in_thread(lambda: self._saving.commit(self._written), _THREAD)
             return None
         committing = self._committing
         report = self._saving.finish_commit(lambda: self._waited_for(committing), self._written)

@@ -1,8 +1,7 @@
-"""What all ranks must have alike: facts before anything depends on them, and under --debug-collectives each collective.
+"""Consistency checks between ranks: facts at start-up and, with --debug-collectives, every collective.
 
-Ranks that train with different settings, versions or data give wrong numbers without an error, or wait for each other
-in different collectives. Settings and versions are compared at the meeting of the ranks (`launch.py`), what has to be
-read first (data, tokenizer) as soon as it is.
+Ranks with different settings, versions or data compute wrong numbers without an error, or deadlock in different
+collectives. Settings and versions are compared at the rendezvous (`launch.py`), data and tokenizer once they are read.
 """
 
 from __future__ import annotations
@@ -25,12 +24,13 @@ from megalith.distributed.context import Axis, Observer
 from megalith.errors import ConfigError, MegalithError
 
 Facts = Mapping[str, str]
-"""Name -> value, as the user should read both."""
+"""Name -> value, both as printed."""
 
-_NAMED = 8
+_MAX_LISTED = 8
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of this package (with a hash of its sources), torch and Python."""
     return {
         "megalith": f"{__version__}, sources {source_digest()}",
         "torch": torch.__version__,
@@ -39,7 +39,7 @@ def versions() -> dict[str, str]:
 
 
 def source_digest() -> str:
-    """A short hash of all sources of the package."""
+    """Return a short hash of all sources of the package."""
     root = Path(__file__).parents[1]
     digest = hashlib.blake2b(digest_size=6)
     for file in sorted(root.rglob("*.py")):
@@ -49,21 +49,21 @@ def source_digest() -> str:
 
 
 def difference(own: Facts, other: Facts, own_name: str, other_name: str) -> str:
-    """What differs between two ranks, in one message; empty if nothing does."""
+    """Return a message that lists the facts in which two ranks differ; "" if they are equal."""
     unequal = [name for name in sorted({*own, *other}) if own.get(name) != other.get(name)]
     if not unequal:
         return ""
     lines = [
         f"  {name}: {own.get(name, 'absent')} on {own_name}, {other.get(name, 'absent')} on {other_name}"
-        for name in unequal[:_NAMED]
+        for name in unequal[:_MAX_LISTED]
     ]
-    if len(unequal) > _NAMED:
-        lines.append(f"  and {len(unequal) - _NAMED} more")
-    return "\n".join([f"{own_name} and {other_name} are not set up alike; all ranks of a run must be:", *lines])
+    if len(unequal) > _MAX_LISTED:
+        lines.append(f"  and {len(unequal) - _MAX_LISTED} more")
+    return "\n".join([f"{own_name} and {other_name} differ; these must be equal on all ranks of a run:", *lines])
 
 
-def refuse_unequal(facts: Facts, axis: Axis) -> None:
-    """Raise the same ConfigError on all ranks of the axis, which call this together, if their facts differ."""
+def require_equal(facts: Facts, axis: Axis) -> None:
+    """Raise the same ConfigError on all ranks of the axis if their facts differ; a collective call."""
     text = json.dumps(dict(facts), sort_keys=True)
     digests = comm.all_gather_objects(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), axis)
     if len(set(digests)) == 1:
@@ -79,18 +79,19 @@ def refuse_unequal(facts: Facts, axis: Axis) -> None:
 _RECORD_BYTES = 1024
 _SEPARATOR = " at "
 _HERE = Path(__file__).parent
-_INNER = {str(_HERE / name) for name in ("comm.py", "agreement.py", "watch.py")}
+_INNER = {str(_HERE / name) for name in ("comm.py", "consistency.py", "watchdog.py")}
 _TORCH = str(Path(torch.__file__).parent)
 _FRAMES = 3
 
 
 class Observers(Observer):
-    """Several observers as one, called in order."""
+    """Sequence of observers, called in order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
 
     def before(self, operation: str, axis: Axis, tensor: Tensor | None, detail: str = "") -> None:
+        """Raise MegalithError on all ranks of the axis if they do not call the same collective."""
         for observer in self._observers:
             observer.before(operation, axis, tensor, detail)
 
@@ -108,12 +109,11 @@ class Observers(Observer):
 
 
 class CollectiveCheck(Observer):
-    """Compares each collective over its axis before it starts.
+    """Comparison of every collective over its axis before it starts (`--debug-collectives`).
 
-    Some mismatches give wrong numbers without an error (gloo sums float32 with int32 of the same size, and sums on one
-    rank while it takes the maximum on the other), others abort the process in native code. Here each becomes an error
-    on all ranks of the axis that names both calls and where they stand. Costs one more collective, on `device`, for
-    each.
+    Some mismatches compute wrong numbers without an error (gloo sums float32 with int32 of the same size, and sums on
+    one rank while it takes the maximum on another), others abort the process in native code. This check raises an error
+    on all ranks of the axis that names the calls and their stack frames. It costs one more collective on `device` each.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -121,7 +121,7 @@ class CollectiveCheck(Observer):
         self._counts: dict[tuple[int, ...], int] = {}
 
     def before(self, operation: str, axis: Axis, tensor: Tensor | None, detail: str = "") -> None:
-        """Raises MegalithError, equal on all ranks of the axis, if they do not all call the same."""
+        """Raise MegalithError on all ranks of the axis if they do not call the same collective."""
         number = self._counts[axis.ranks] = self._counts.get(axis.ranks, 0) + 1
         what = operation if tensor is None else f"{operation} of {list(tensor.shape)} {tensor.dtype}"
         own = f"{what}{f' ({detail})' if detail else ''}{_SEPARATOR}{_call_site()}"
@@ -142,7 +142,7 @@ class CollectiveCheck(Observer):
 
 
 def _call_site() -> str:
-    """The innermost frames that are neither torch's nor of the collectives themselves."""
+    """Return the innermost stack frames outside torch and the collectives, as one line."""
     places: list[str] = []
     frame = sys._getframe(2)
     while frame is not None and len(places) < _FRAMES:

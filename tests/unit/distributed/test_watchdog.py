@@ -1,4 +1,4 @@
-"""What the watch says of ranks that it sees on the board; the board in memory and in a store."""
+"""What the watchdog says of ranks that it sees on the board; the board in memory and in a store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from megalith.distributed.board import (
     MESSAGE,
-    BoardGone,
+    BoardUnavailable,
     FolderBoard,
     Identity,
     Status,
@@ -23,11 +23,11 @@ from megalith.distributed.board import (
     read_identity,
     write_identity,
 )
-from megalith.distributed.watch import View, Watch
+from megalith.distributed.watchdog import RankView, Watchdog
 
 
-def view(rank: int, state: str = "running", *, waits: bool = True, phase: str = "bwd", since: float = 0.0) -> View:
-    return View(Identity(rank, "h", 1), Status(7, phase, waits, "all_reduce", "tp", 5, since), state)
+def view(rank: int, state: str = "running", *, waits: bool = True, phase: str = "bwd", since: float = 0.0) -> RankView:
+    return RankView(Identity(rank, "h", 1), Status(7, phase, waits, "all_reduce", "tp", 5, since), state)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +47,10 @@ def view(rank: int, state: str = "running", *, waits: bool = True, phase: str = 
         ([view(0), view(1, phase="fwd")], "the 2 ranks wait for each other in different collectives"),
     ],
 )
-def test_the_cause_of_a_hang(views: list[View], cause: str) -> None:
-    watch = Watch(1.0)
-    watch._size = len(views)
-    assert cause in watch._cause(views)
+def test_the_cause_of_a_hang(views: list[RankView], cause: str) -> None:
+    watchdog = Watchdog(1.0)
+    watchdog._size = len(views)
+    assert cause in watchdog._cause(views)
 
 
 def test_a_status_survives_its_text() -> None:
@@ -58,7 +58,7 @@ def test_a_status_survives_its_text() -> None:
     assert Status.decode(status.encode()) == status
     assert Status.decode(b"") is None and Status.decode(status.encode()[:9]) is None
     assert status.place == "at step 3 while saving"
-    assert Status(3, "fwd", True, MESSAGE, "4").doing == "at step 3 in forward, waiting for a message of rank 4"
+    assert Status(3, "fwd", True, MESSAGE, "4").activity == "at step 3 in forward, waiting for a message of rank 4"
 
 
 def test_the_longest_status_has_room_on_the_board(tmp_path: Path) -> None:
@@ -130,46 +130,46 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monk
             time.sleep(1.0)
             return False
 
-    with pytest.raises(BoardGone):
+    with pytest.raises(BoardUnavailable):
         StoreBoard(Frozen(), 0).read("cause")
 
 
 def test_ranks_of_other_machines_are_told_by_their_beats() -> None:
     store = Values()
-    watch, board = Watch(4.0), StoreBoard(store, 0)
-    watch._size, watch._identity = 3, Identity(0, os.uname().nodename, os.getpid())
+    watchdog, board = Watchdog(4.0), StoreBoard(store, 0)
+    watchdog._size, watchdog._identity = 3, Identity(0, os.uname().nodename, os.getpid())
     for rank in (1, 2):
         other = StoreBoard(store, rank)
         write_identity(other, Identity(rank, "other", 77))
         other.post(Status(4, "fwd", beat=1).encode())
     beating = threading.Timer(0.1, lambda: StoreBoard(store, 2).post(Status(4, "fwd", beat=2).encode()))
     beating.start()
-    assert [view.state for view in watch._views(board)] == ["running", "silent", "running"]
+    assert [view.state for view in watchdog._view_ranks(board)] == ["running", "silent", "running"]
 
 
 def test_the_first_step_may_wait_longer() -> None:
-    watch = Watch(1.0, 60.0)
+    watchdog = Watchdog(1.0, 60.0)
     states = []
     for point, step in (("load", 6), ("data", 7), ("fwd", 7), ("opt", 7), ("data", 8)):
-        watch.at(point, step)
-        states.append(watch._starting)
+        watchdog.at(point, step)
+        states.append(watchdog._starting)
     assert states == [True, True, True, True, False]
 
 
 @pytest.mark.parametrize("fate", ["dead", "failed", "alive"])
 def test_the_rank_that_broke_a_connection_is_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fate: str) -> None:
-    monkeypatch.setattr("megalith.distributed.watch._SECONDS_FOR_CAUSE", 0.2)
+    monkeypatch.setattr("megalith.distributed.watchdog._SECONDS_FOR_CAUSE", 0.2)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    watch, other = Watch(4.0), FolderBoard(tmp_path, 1)
-    watch._size, watch._identity = 2, Identity(0, os.uname().nodename, os.getpid())
-    watch._board = FolderBoard(tmp_path, 0)
+    watchdog, other = Watchdog(4.0), FolderBoard(tmp_path, 1)
+    watchdog._size, watchdog._identity = 2, Identity(0, os.uname().nodename, os.getpid())
+    watchdog._board = FolderBoard(tmp_path, 0)
     culprit = Identity(1, os.uname().nodename, ended.pid if fate == "dead" else os.getpid())
     write_identity(other, culprit)
     other.post(Status(0, "serve").encode())
     if fate == "failed":
         other.write("failure", json.dumps({"who": str(culprit), "place": "while serving", "text": "no memory"}))
-    said = watch.blame()
+    said = watchdog.find_lost_peer()
     if fate == "alive":
         assert said is None
     else:
@@ -182,25 +182,25 @@ import os, signal, sys, time
 from pathlib import Path
 from megalith.distributed.board import FolderBoard
 from megalith.distributed.context import Axis
-from megalith.distributed.watch import Watch
+from megalith.distributed.watchdog import Watchdog
 class Board(FolderBoard):
     stops = sys.argv[2] != "any time"
     def read(self, name):
         if sys.argv[2] == "starting":
-            while not watch.status().waits:
+            while not watchdog.status().waits:
                 time.sleep(0.01)
-        if self.stops and watch.status().waits:
+        if self.stops and watchdog.status().waits:
             self.stops = False
             os.kill(os.getpid(), signal.SIGSTOP)
         return super().read(name)
-watch = Watch(2.0)
-with watch.attend(Board(Path(sys.argv[1]), 0), 0, 1):
-    watch.at("fwd", 1), watch.at("fwd", 2)
-    watch.before("all_reduce", Axis("dp"), None)
+watchdog = Watchdog(2.0)
+with watchdog.guard(Board(Path(sys.argv[1]), 0), 0, 1):
+    watchdog.at("fwd", 1), watchdog.at("fwd", 2)
+    watchdog.before("all_reduce", Axis("dp"), None)
     for _ in range(10):
         print("waiting", flush=True)
         time.sleep(0.1)
-    watch.after("all_reduce", Axis("dp"))
+    watchdog.after("all_reduce", Axis("dp"))
 """
 
 
@@ -223,7 +223,7 @@ def test_time_in_which_the_process_was_stopped_is_no_wait(tmp_path: Path, at: st
 NO_ROOM = """
 import sys
 from pathlib import Path
-from megalith.distributed import watch
+from megalith.distributed import watchdog
 from megalith.distributed.board import FolderBoard
 from megalith.distributed.context import Axis
 class Board(FolderBoard):
@@ -233,11 +233,11 @@ class Board(FolderBoard):
         if self.calls == 3 or self.calls > 3 and sys.argv[2] == "always":
             raise RuntimeError("can't start new thread")
         return super().read(name)
-looks = watch.Watch(1.0)
-with looks.attend(Board(Path(sys.argv[1]), 0), 0, 1):
+looks = watchdog.Watchdog(1.0)
+with looks.guard(Board(Path(sys.argv[1]), 0), 0, 1):
     looks.at("data", 1), looks.at("data", 2)
     looks.before("all_reduce", Axis("dp"), None)
-    watch.time.sleep(60)
+    watchdog.time.sleep(60)
 """
 
 
