@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from megalith.config import ModelConfig
-from megalith.kernels.cpu.process import fastest_count, keep_freed_memory
+from megalith.kernels.cpu.process import keep_freed_memory, tune_num_threads
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.nn.linear import linear
@@ -277,7 +277,7 @@ def crowd() -> dict[str, Any]:
 def count_threads(engine: Engine, _: Sequence[Request]) -> int:
     """Those that `megalith serve` takes."""
     step = functools.partial(engine.runner.run, decoding_step(engine.runner))
-    return fastest_count(step, torch.get_num_threads(), torch.set_num_threads)
+    return tune_num_threads(step, torch.get_num_threads(), torch.set_num_threads)
 
 
 def fresh(requests: Sequence[Request], number: int) -> list[Request]:

@@ -280,12 +280,12 @@ def _tune_threads(runner: ModelRunner, decoder_prompt: DecoderPrompt | None) -> 
     """Use fewer threads than cores if that makes a decoding step faster, and print the choice."""
     import torch
 
-    from megalith.kernels.cpu.process import fastest_count
+    from megalith.kernels.cpu.process import tune_num_threads
     from megalith.serve.runner import decoding_step
 
     most = torch.get_num_threads()
     step = partial(runner.run, decoding_step(runner, encodes=decoder_prompt is not None))
-    chosen = fastest_count(step, most, torch.set_num_threads)
+    chosen = tune_num_threads(step, most, torch.set_num_threads)
     if chosen < most:
         _say(
             f"note: {chosen} of {most} threads, the fastest for decoding with this model; OMP_NUM_THREADS overrides it"

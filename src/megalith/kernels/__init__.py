@@ -1,1 +1,1 @@
-"""Faster forms of operations in nn/, each with a reference twin there and a test that the two agree."""
+"""Faster implementations of operations in nn/; each has a reference twin there and a test that both agree."""

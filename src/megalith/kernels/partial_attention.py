@@ -1,4 +1,4 @@
-"""Attention to a part of the keys, and how such parts become attention to all of them.
+"""Attention to a part of the keys, and the merge of such parts to attention over all keys.
 
 For scores s_j = q k_j / sqrt(K) over a part A of the keys
 
@@ -13,11 +13,11 @@ The backward pass of a part needs the context and the lse of **all** keys and no
     P_ij = exp(s_ij - lse_i)      D_i = dO_i . O_i      dv = P^T dO      dS = P * (dO v^T - D)
     dq = dS k / sqrt(K)           dk = dS^T q / sqrt(K)
 
-With dropout P v becomes (P * M / (1 - p)) v with a random mask M, and dO v^T is masked alike; lse knows nothing of it.
+With dropout P v becomes (P * M / (1 - p)) v with a random mask M, and dO v^T is masked alike; lse is unchanged.
 
-Shapes: q [B, H, Q, K], k and v [B, G, S, K] (H a multiple of G), lse [B, H, Q] in at least fp32; any strides. Torch's
-flash kernels do the work where they can; the products in blocks of queries are their reference twin and do the rest:
-dropout, and dtypes and devices without such a kernel.
+Shapes: q [B, H, Q, K], k and v [B, G, S, K] (H a multiple of G), lse [B, H, Q] in at least fp32; any strides. torch's
+flash kernels are used where available; products in blocks of queries are their reference twin and the fallback: for
+dropout, and for dtypes and devices without a flash kernel.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ def attend_part(
     dropout: Dropout | None = None,
     flash: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to these keys alone.
+    """Compute attention to these keys alone.
 
     Args:
-        causal: query i looks at the keys 0 to i only (as many keys as queries); else at all.
-        hidden: instead of `causal`, a mask [Q, S] or [B, 1, Q, S], True where a query may not look; it may see no key
-            here, whose lse is minus infinity then.
+        causal: query i attends to keys 0 to i (as many keys as queries); else to all.
+        hidden: instead of `causal`, a mask [Q, S] or [B, 1, Q, S], True where masked out. The lse of a query without
+            any key in this part is -inf.
 
     Returns:
         The context [B, H, Q, K] and the lse [B, H, Q].
     """
-    q, k, v = _arguments(q, k, v)
+    q, k, v = _expand_heads(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if flash and dropout is None and hidden is None and has_flash(q):
         return flash_forward(q, k, v, causal, scale)
-    return _blocks_forward(q, k, v, _Seen(causal, hidden, scale), dropout)
+    return _blocks_forward(q, k, v, _VisibleKeys(causal, hidden, scale), dropout)
 
 
 def attend_part_backward(
@@ -80,58 +80,58 @@ def attend_part_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of a part of the keys, in the shapes of q, k, v and in their dtype or a wider one.
 
-    `grad`, `context` and `lse` are of all keys; the other arguments as of `attend_part`.
+    `grad`, `context` and `lse` are those of all keys; the other arguments are those of `attend_part`.
     """
     groups = k.shape[1]
-    q, k, v = _arguments(q, k, v)
-    grad = _last_dense(grad)
+    q, k, v = _expand_heads(q, k, v)
+    grad = _dense_heads(grad)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if flash and dropout is None and hidden is None and has_flash(q):
         dq, dk, dv = flash_backward(grad, q, k, v, context, lse, causal, scale)
     else:
-        dq, dk, dv = _blocks_backward(grad, q, k, v, context, lse, _Seen(causal, hidden, scale), dropout)
+        dq, dk, dv = _blocks_backward(grad, q, k, v, context, lse, _VisibleKeys(causal, hidden, scale), dropout)
     return dq, _sum_groups(dk, groups), _sum_groups(dv, groups)
 
 
 def merge_parts(context: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Add a part to (context, lse) in place; these are in at least fp32."""
+    """Add a part to (context, lse) in place; both are in at least fp32."""
     share = torch.sigmoid(more_lse - lse)[..., None]
     context.lerp_(more.to(context.dtype), share)
     lse.copy_(torch.logaddexp(lse, more_lse))
 
 
 def has_flash(q: Tensor) -> bool:
-    """Whether torch has a flash kernel for such tensors that gives the lse."""
+    """Return whether torch has a flash kernel for such tensors that returns the lse."""
     if q.device.type == "cpu":
         return has_cpu_flash()
     return (
         q.device.type == "cuda"
         and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[-1] % 8 == 0  # torch pads other head sizes above this operation
+        and q.shape[-1] % 8 == 0  # torch pads other head sizes before this operation
         and q.shape[-1] <= 256
         and torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(q.device) >= (8, 0)
     )
 
 
-def _arguments(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A key and a value head for every query head, heads dense."""
+def _expand_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v with one key and value head per query head, dense in the last dimension."""
     repeats = q.shape[1] // k.shape[1]
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    return _last_dense(q), _last_dense(k), _last_dense(v)
+    return _dense_heads(q), _dense_heads(k), _dense_heads(v)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _last_dense(x: Tensor) -> Tensor:
+def _dense_heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _sum_groups(x: Tensor, groups: int) -> Tensor:
-    """[B, H, S, K] -> [B, G, S, K]."""
+    """Sum over the query heads of each group: [B, H, S, K] -> [B, G, S, K]."""
     return x if x.shape[1] == groups else x.unflatten(1, (groups, -1)).sum(2)
 
 
@@ -140,15 +140,15 @@ def _blocks(length: int) -> Iterator[slice]:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What the queries may see, and the scale of their scores."""
+class _VisibleKeys:
+    """Mask of the keys that the queries may attend to, and the scale of the scores."""
 
     causal: bool
     hidden: Tensor | None
     scale: float
 
     def scores(self, q: Tensor, k: Tensor, rows: slice) -> Tensor:
-        """The scores of the queries `rows` to the keys that they may see; under a causal mask none behind the last."""
+        """Return scores of the queries `rows`, -inf where masked; under a causal mask only to the last visible key."""
         causal = self.causal and self.hidden is None
         keys = k[:, :, : rows.stop] if causal else k
         scores = torch.matmul(q[:, :, rows] * self.scale, keys.transpose(2, 3)).to(_wide(q.dtype))
@@ -161,13 +161,15 @@ class _Seen:
         return scores
 
 
-def _blocks_forward(q: Tensor, k: Tensor, v: Tensor, seen: _Seen, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
+def _blocks_forward(
+    q: Tensor, k: Tensor, v: Tensor, visible: _VisibleKeys, dropout: Dropout | None
+) -> tuple[Tensor, Tensor]:
     context, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
     masks = None if dropout is None else dropout.masks(q.device)
     for rows in _blocks(q.shape[2]):
-        scores = seen.scores(q, k, rows)
+        scores = visible.scores(q, k, rows)
         lse[:, :, rows] = scores.logsumexp(-1)
-        finite = lse[:, :, rows, None].clamp(min=torch.finfo(lse.dtype).min)  # of a query that sees no key
+        finite = lse[:, :, rows, None].clamp(min=torch.finfo(lse.dtype).min)  # for queries without a key
         probabilities = (scores - finite).exp()
         if masks is not None:
             probabilities *= masks.mask(probabilities)
@@ -176,14 +178,21 @@ def _blocks_forward(q: Tensor, k: Tensor, v: Tensor, seen: _Seen, dropout: Dropo
 
 
 def _blocks_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor, lse: Tensor, seen: _Seen, dropout: Dropout | None
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: Tensor,
+    lse: Tensor,
+    visible: _VisibleKeys,
+    dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = _wide(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     delta = (grad.to(wide) * context.to(wide)).sum(-1, keepdim=True)
     masks = None if dropout is None else dropout.masks(q.device)
     for rows in _blocks(q.shape[2]):
-        scores = seen.scores(q, k, rows)
+        scores = visible.scores(q, k, rows)
         keys = slice(scores.shape[-1])
         probabilities = (scores - lse[:, :, rows, None]).exp()
         d_probabilities = torch.matmul(grad[:, :, rows], v[:, :, keys].transpose(2, 3)).to(wide)
@@ -193,20 +202,19 @@ def _blocks_backward(
             dropped = probabilities * kept
             d_probabilities *= kept
         dv[:, :, keys] += torch.matmul(dropped.to(q.dtype).transpose(2, 3), grad[:, :, rows])
-        d_scores = (probabilities * (d_probabilities - delta[:, :, rows]) * seen.scale).to(q.dtype)
+        d_scores = (probabilities * (d_probabilities - delta[:, :, rows]) * visible.scale).to(q.dtype)
         dq[:, :, rows] = torch.matmul(d_scores, k[:, :, keys])
         dk[:, :, keys] += torch.matmul(d_scores.transpose(2, 3), q[:, :, rows])
     return dq, dk, dv
 
 
 def has_varlen(q: Tensor) -> bool:
-    """Whether torch has this kernel for such tensors."""
+    """Return whether torch has `attend_varlen`'s kernel for such tensors."""
     return q.device.type == "cuda" and has_flash(q)
 
 
 class _VarlenAttention(torch.autograd.Function):
-    """Causal attention inside documents of many lengths at once. Keeps q, k, v, the context, its lse and the state of
-    the dropout."""
+    """Causal attention within documents of many lengths; keeps q, k, v, context, lse and the dropout state."""
 
     @staticmethod
     def forward(
@@ -238,10 +246,11 @@ def attend_varlen(
     dropout: float = 0.0,
     scale: float,
 ) -> Tensor:
-    """Causal softmax(scale q k^T) v inside each document, by torch's flash kernel on GPUs. 3 x [T, H, K] -> [T, H, K].
+    """Compute causal softmax(scale q k^T) v within each document with torch's flash kernel on GPUs. 3 x [T, H, K] ->
+    [T, H, K].
 
-    T tokens of all documents stand end to end, in fp16 or bf16; `offsets` (int32, on the device) are where each begins
-    and the last one ends. Reference twin: `nn.attend.by_document`.
+    T tokens of all documents are packed, in fp16 or bf16; `offsets` (int32, on the device) are the starts of the
+    documents, and T. Reference twin: `nn.attend.by_document`.
     """
     inputs = (x.contiguous() for x in (q_THK, k_THK, v_THK))
     context: Tensor = _VarlenAttention.apply(*inputs, offsets, longest, dropout, scale)

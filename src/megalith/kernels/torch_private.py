@@ -1,7 +1,7 @@
-"""The operators of torch that it does not document: every use of one in the package goes through here.
+"""Undocumented operators of torch; the package uses them through this module only.
 
-tests/unit/kernels/test_torch_private.py calls each and says in one line what no longer works if a new torch has changed
-it. The versions that were tried stand in pyproject.toml.
+tests/unit/kernels/test_torch_private.py calls each of them, and reports in one line what a new torch has broken.
+Tested versions are in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 foreach_add_, foreach_lerp, foreach_lerp_ = torch._foreach_add_, torch._foreach_lerp, torch._foreach_lerp_
 foreach_mul_, foreach_norm, foreach_sign_ = torch._foreach_mul_, torch._foreach_norm, torch._foreach_sign_
 unscale_and_check_ = torch._amp_foreach_non_finite_check_and_unscale_
-"""As `torch.amp.GradScaler` calls it: (gradients, found_inf [1], inverse of the scale [1])."""
+"""As called by `torch.amp.GradScaler`: (gradients, found_inf [1], inverse scale [1])."""
 
 
 def has_cpu_flash() -> bool:
-    """Whether this torch has a flash kernel for CPUs."""
+    """Return whether this torch has a flash kernel for CPUs."""
     return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """The context and the lse of SDPA's flash kernel, by device."""
+    """Return context and lse from SDPA's flash kernel of the device."""
     cpu, aten = q.device.type == "cpu", torch.ops.aten
     kernel = aten._scaled_dot_product_flash_attention_for_cpu if cpu else aten._scaled_dot_product_flash_attention
     context, lse, *_ = kernel(q, k, v, 0.0, causal, scale=scale)
@@ -33,13 +33,13 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
 def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v of `flash_forward`."""
+    """Return the gradients of q, k and v for `flash_forward`."""
     arguments = (grad, q, k, v, context, lse.contiguous())
     if q.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = kernel(*arguments, 0.0, causal, scale=scale)
     else:
-        nothing = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
+        nothing = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout state, unused without dropout
         rest = (None, None, q.shape[2], k.shape[2], 0.0, causal, nothing, nothing)
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
         dq, dk, dv, *_ = kernel(*arguments, *rest, scale=scale)
@@ -47,23 +47,24 @@ def flash_backward(
 
 
 def varlen_forward(q: Tensor, k: Tensor, v: Tensor, *places: Any, scale: float) -> tuple[Tensor, ...]:
-    """Context, lse and the two tensors of the dropout's state of the causal flash kernel for [T, H, K] end to end.
+    """Return context, lse and two tensors of dropout state from the causal flash kernel for packed [T, H, K].
 
-    `places` are offsets and longest sequence of the queries and of the keys, interleaved, then the dropout.
+    `places` are the offsets of queries and keys, their maximum lengths, and the dropout probability.
     """
     found = torch.ops.aten._flash_attention_forward(q, k, v, *places, True, False, scale=scale)
     return tuple(found[:4])
 
 
 def varlen_backward(grad: Tensor, *kept: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v of `varlen_forward`; `kept` are q, k, v, context, lse, places and the state."""
+    """Return the gradients of q, k and v for `varlen_forward`; `kept` are q, k, v, context, lse, places and the dropout
+    state."""
     *others, first, second = kept
     dq, dk, dv = torch.ops.aten._flash_attention_backward(grad, *others, True, first, second, scale=scale)
     return dq, dk, dv
 
 
 def softmax_backward(grad: Tensor, probabilities: Tensor, out: Tensor | None = None) -> Tensor:
-    """The gradient of the scores of a softmax over the last dimension; in `out`, which may be `grad`."""
+    """Return the gradient of a softmax's input (last dimension); written to `out`, which may be `grad`, if given."""
     if out is None:
         return torch._softmax_backward_data(grad, probabilities, -1, grad.dtype)
     torch.ops.aten._softmax_backward_data.out(grad, probabilities, -1, grad.dtype, grad_input=out)
@@ -71,32 +72,32 @@ def softmax_backward(grad: Tensor, probabilities: Tensor, out: Tensor | None = N
 
 
 def has_onednn_linear() -> bool:
-    """Whether this torch has `onednn_linear`, which its compiler uses."""
+    """Return whether this torch has `onednn_linear`, which torch.compile uses."""
     return bool(torch.backends.mkldnn.is_available()) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """y = x W^T + b by oneDNN, in fp32 on a CPU. [..., I], [O, I], [O] -> [..., O]."""
+    """Compute y = x W^T + b with oneDNN, in fp32 on a CPU. [..., I], [O, I], [O] -> [..., O]."""
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return y
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often torch has written to the memory of a tensor."""
+    """Return torch's version counter of a tensor: the number of in-place writes."""
     return tensor._version
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether a tensor is a view of another in the eyes of autograd."""
+    """Return whether autograd treats a tensor as a view of another."""
     return tensor._is_view()
 
 
 def record_memory_history() -> None:
-    """Begin to note what allocates the memory of the GPU."""
+    """Start to record allocations of GPU memory."""
     torch.cuda.memory._record_memory_history(stacks="python")
 
 
 def dump_memory_history(path: str) -> None:
-    """Write what was noted, for pytorch.org/memory_viz, and stop noting."""
+    """Write the record for pytorch.org/memory_viz, and stop recording."""
     torch.cuda.memory._dump_snapshot(path)
     torch.cuda.memory._record_memory_history(enabled=None)

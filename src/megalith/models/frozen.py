@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megalith.kernels.cpu.products import least_rows
+from megalith.kernels.cpu.products import min_rows
 from megalith.kernels.torch_private import onednn_linear
 from megalith.models.transformer import Block, Transformer
 from megalith.nn.attention import LocalAttention, SelfAttention
@@ -73,7 +73,7 @@ def _linear(layer: Linear) -> _Map:
     weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
     if weight.dtype in (torch.float16, torch.bfloat16):  # two roundings
         return partial(linear, weight=weight, bias=bias, sink=None)
-    transposed, least = weight.t(), least_rows(weight) or sys.maxsize
+    transposed, least = weight.t(), min_rows(weight) or sys.maxsize
 
     def product(x: Tensor) -> Tensor:
         if x.shape[0] >= least:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from megalith.kernels.cpu.products import applies
+from megalith.kernels.cpu.products import uses_onednn
 from megalith.kernels.torch_private import onednn_linear
 from megalith.nn.placement import Placement, Replicated, Split
 from megalith.nn.precision import FactoryKwargs, product_dtype
@@ -130,7 +130,7 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         else:
             product = nn.functional.linear(x.to(dtype), weight.to(dtype)).to(x.dtype)
         return product if bias is None else product.add_(bias)
-    if applies(x, weight):
+    if uses_onednn(x, weight):
         return onednn_linear(x, weight, bias)
     return nn.functional.linear(x, weight, bias)
 

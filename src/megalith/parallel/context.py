@@ -209,7 +209,7 @@ def _sink_gradient(sink_H: Tensor | None, lse_BHQ: Tensor, context: Tensor, grad
 
 
 def _of_block(dropout: Dropout | None, axis: Axis, step: int) -> Dropout | None:
-    return None if dropout is None else dropout.of_block(axis.index * axis.size + step)
+    return None if dropout is None else dropout.for_block(axis.index * axis.size + step)
 
 
 class RingAttention(_BalancedPositions):

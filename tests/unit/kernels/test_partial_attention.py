@@ -130,7 +130,7 @@ def test_dropout_draws_the_same_mask_in_both_passes() -> None:
 def test_dropout_keeps_the_mean_and_its_blocks_differ() -> None:
     q, k, v, _ = _tensors(6, 12)
     exact, exact_lse = attend_part(q, k, v, causal=False)
-    draws = [attend_part(q, k, v, causal=False, dropout=Dropout(0.4, 7).of_block(block)) for block in range(2000)]
+    draws = [attend_part(q, k, v, causal=False, dropout=Dropout(0.4, 7).for_block(block)) for block in range(2000)]
     mean = torch.stack([context for context, _ in draws]).mean(0)
     torch.testing.assert_close(mean, exact, rtol=0, atol=0.12)
     assert (mean - exact).abs().mean() < 0.02

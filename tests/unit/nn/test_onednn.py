@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 from megalith.kernels.cpu import products
 from megalith.kernels.torch_private import onednn_linear
 
-needs_it = pytest.mark.skipif(not products._THERE, reason="this torch has no oneDNN operator for linear layers")
+needs_it = pytest.mark.skipif(not products._HAS_ONEDNN, reason="this torch has no oneDNN operator for linear layers")
 
 
 @needs_it
@@ -19,7 +19,7 @@ def test_it_gives_what_torch_gives(shape: tuple[int, ...], bias: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(size, generator=generator) for size in (shape, (520, 512)))
     offset = torch.randn(520, generator=generator) if bias else None
-    assert products.applies(x, weight) == (x.numel() // 512 >= products._FEWEST_ROWS)
+    assert products.uses_onednn(x, weight) == (x.numel() // 512 >= products._MIN_ROWS)
     exact = linear(x.double(), weight.double(), None if offset is None else offset.double())
     torch.testing.assert_close(onednn_linear(x, weight, offset).double(), exact, rtol=1e-5, atol=1e-4)
     strided = torch.stack((x, x), dim=-1)[..., 0]
@@ -28,17 +28,17 @@ def test_it_gives_what_torch_gives(shape: tuple[int, ...], bias: bool) -> None:
 
 def test_what_is_trained_or_small_or_of_another_precision_is_torchs() -> None:
     x, weight = torch.zeros(4, 512), torch.zeros(520, 512)
-    assert not products.applies(x, weight.clone().requires_grad_())
-    assert not products.applies(x.clone().requires_grad_(), weight)
-    assert not products.applies(x.double(), weight.double())
-    assert not products.applies(x.half(), weight.half())
-    assert not products.applies(torch.zeros(4, 8), torch.zeros(8, 8))
-    assert not products.applies(torch.zeros(0, 512), weight)
+    assert not products.uses_onednn(x, weight.clone().requires_grad_())
+    assert not products.uses_onednn(x.clone().requires_grad_(), weight)
+    assert not products.uses_onednn(x.double(), weight.double())
+    assert not products.uses_onednn(x.half(), weight.half())
+    assert not products.uses_onednn(torch.zeros(4, 8), torch.zeros(8, 8))
+    assert not products.uses_onednn(torch.zeros(0, 512), weight)
 
 
 @needs_it
 def test_a_single_row_is_torchs_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two, weight = torch.zeros(1, 512), torch.zeros(2, 512), torch.zeros(520, 512)
     for fewest in (1, 2):
-        monkeypatch.setattr(products, "_FEWEST_ROWS", fewest)
-        assert products.applies(two, weight) and products.applies(one, weight) == (fewest == 1)
+        monkeypatch.setattr(products, "_MIN_ROWS", fewest)
+        assert products.uses_onednn(two, weight) and products.uses_onednn(one, weight) == (fewest == 1)

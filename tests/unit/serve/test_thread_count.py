@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from megalith.kernels.cpu.process import fastest_count
+from megalith.kernels.cpu.process import tune_num_threads
 from megalith.serve.runner import Batch, decoding_step
 
 from ...fake_runner import FakeRunner
@@ -43,7 +43,7 @@ class _Timed(FakeRunner):
 )
 def test_fewer_threads_where_they_are_clearly_faster(seconds: dict[int, float], chosen: int) -> None:
     runner = _Timed(seconds)
-    assert fastest_count(runner.step, max(seconds), runner.set_count, lambda: runner.now) == chosen
+    assert tune_num_threads(runner.step, max(seconds), runner.set_count, lambda: runner.now) == chosen
     assert runner.count == chosen and set(runner.counts) == set(seconds)
 
 
@@ -55,5 +55,5 @@ def test_a_text_stands_before_each_token_where_there_is_an_encoder() -> None:
 
 def test_long_steps_have_all_threads_and_are_not_repeated() -> None:
     runner = _Timed({4: 0.5})
-    assert fastest_count(runner.step, 4, runner.set_count, lambda: runner.now) == 4
+    assert tune_num_threads(runner.step, 4, runner.set_count, lambda: runner.now) == 4
     assert len(runner.batches) == 2

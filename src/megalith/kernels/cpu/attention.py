@@ -1,4 +1,4 @@
-"""Attention on a CPU where torch has no fused kernel, or a slow one: blocks of queries, or whole matrices of scores.
+"""Attention on a CPU for cases in which torch has no fused kernel or a slow one.
 
 | function                   | for                                                 | kept for the backward pass      |
 |----------------------------|-----------------------------------------------------|---------------------------------|
@@ -24,7 +24,7 @@ from torch import Tensor
 from megalith.kernels.dropout import Dropout, DropoutMasks
 from megalith.kernels.torch_private import softmax_backward
 
-BLOCK = 128  # queries at once: [N, 128, S] scores of a few heads stay within the cache
+BLOCK = 128  # queries per block: [N, 128, S] scores of a few heads fit into the cache
 
 
 def _blocks(length: int) -> Iterator[tuple[int, int]]:
@@ -32,23 +32,23 @@ def _blocks(length: int) -> Iterator[tuple[int, int]]:
 
 
 def _first(start: int, window: int | None) -> int:
-    """The first key that any query from `start` on sees."""
+    """Return the first key that any query from `start` on attends to."""
     return 0 if window is None else max(0, start - window)
 
 
 def _part(x_NSK: Tensor, rows: slice) -> Tensor:
-    """Some rows as the products of this dtype want them.
+    """Return some rows in the layout that is fastest for matrix products of this dtype.
 
-    In bf16 what goes into a product is made contiguous before it is transposed: torch 2.13 hands oneDNN the transpose
-    of a contiguous matrix as it is, and that of a part of one as a copy, element by element, at four times the price of
-    a copy of rows. The bits are the same. In fp32 MKL takes parts as they are.
+    In bf16 operands are made contiguous before they are transposed: torch 2.13 passes the transpose of a contiguous
+    matrix to oneDNN as it is, but copies that of a slice element by element, which costs four times a copy of rows. The
+    bits are the same. In fp32 MKL accepts slices.
     """
     part = x_NSK[:, rows]
     return part.contiguous() if x_NSK.dtype == torch.bfloat16 else part
 
 
 def _probabilities(q_NQK: Tensor, k_NSK: Tensor, mask_QQ: Tensor, window: int | None) -> Tensor:
-    """Probabilities of Q queries over S keys, the last of which is the last query's own. -> [N, Q, S]."""
+    """Return probabilities of Q queries over S keys; the last key is that of the last query. -> [N, Q, S]."""
     scores = torch.bmm(q_NQK, k_NSK.transpose(1, 2))
     size, keys = scores.shape[1:]
     scores[:, :, keys - size :] += mask_QQ[:size, :size]
@@ -59,14 +59,14 @@ def _probabilities(q_NQK: Tensor, k_NSK: Tensor, mask_QQ: Tensor, window: int | 
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """On [N, S, K] tensors, N = batch * heads, the queries already scaled.
+    """Causal attention in blocks of queries on [N, S, K], N = batch * heads; queries are already scaled.
 
-    For queries i in block [s, e) only keys below e matter, so a block is three products on [N, e - s, e] scores; the
-    triangle inside the block is masked. The backward pass computes the probabilities again from q and k. A sliding
-    window of w keys before each query leaves of the keys [0, e) those from s - w on.
+    Queries in block [s, e) attend to keys below e only, so a block takes three products on [N, e - s, e] scores, with
+    the triangle inside the block masked. The backward pass recomputes the probabilities from q and k. With a sliding
+    window of w keys before each query, only keys from s - w on are used.
 
-    Why: in bf16 torch's flash kernel for CPUs runs its small products at a fraction of the speed of `bmm`; with dropout
-    it is not there at all. Measured on two threads (benchmarks/results/attention-cpu.json): in bf16 2.3 times as fast
+    Why: in bf16 torch's flash kernel for CPUs runs its small products at a fraction of the speed of `bmm`, and it does
+    not support dropout. Measured on two threads (benchmarks/results/attention-cpu.json): in bf16 2.3 times as fast
     at 512 tokens, level in the backward pass at 2048; in fp32 without dropout 0.7 to 1.2 times, so SDPA is used there.
     In half precision scores and probabilities are rounded to the dtype of the inputs, as in Megatron's local attention.
     """
@@ -122,13 +122,13 @@ def blocked_causal_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal softmax(scale q k^T) v over as many queries as keys, with dropout of the probabilities.
+    """Compute causal softmax(scale q k^T) v over equally many queries and keys, with dropout of the probabilities.
 
     Shapes: 3 x [S, B, H, K] -> [S, B, H, K].
     Memory: q, k and v are kept for the backward pass; no scores and no dropout masks.
     Reference twin: `nn.attend.attend_fused`.
 
-    `scale` is 1 / sqrt(K) unless given; with a `window` each query sees itself and as many keys before it.
+    `scale` is 1 / sqrt(K) unless given; with a `window` each query attends to itself and `window` keys before it.
     """
     length, batch, heads, size = q_SBHK.shape
     flat = [x.permute(1, 2, 0, 3).reshape(batch * heads, length, size) for x in (q_SBHK, k_SBHK, v_SBHK)]
@@ -138,10 +138,10 @@ def blocked_causal_attention(
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, hidden: Tensor | None, scale: float, out: Tensor) -> None:
-    """Of one sample: [H, Q, K], [H, S, K], [H, Q, S], [1 or H, 1 or Q, S] -> out [H, Q, S].
+    """Compute the scores of one sample: [H, Q, K], [H, S, K], [H, Q, S], [1 or H, 1 or Q, S] -> out [H, Q, S].
 
-    What is hidden gets a score far below all others, and not minus infinity, so that a query without a key gets
-    numbers too: they mean nothing, but they cannot spread as NaN.
+    Masked scores are far below all others instead of -inf, so that a query without a key gets meaningless but finite
+    numbers instead of NaN.
     """
     if hidden is not None:
         out.copy_(bias) if bias is not None else out.zero_()
@@ -153,21 +153,21 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, hidden: Tensor | None, sc
 
 
 def _scaled_product(a: Tensor, b: Tensor, scale: float, out: Tensor) -> None:
-    """out = scale a b of two batches of matrices."""
+    """Compute out = scale a b for two batches of matrices."""
     torch.baddbmm(out, a, b, beta=0.0, alpha=scale, out=out)
 
 
 def _of_sample(x: Tensor, number: int) -> Tensor:
-    """Of [B, H, Q, S] or, the same for all samples, [H, Q, S]."""
+    """Return the part of one sample from [B, H, Q, S], or [H, Q, S] that all samples share."""
     return x if x.dim() < 4 else x[number]
 
 
 class _WholeAttention(torch.autograd.Function):
-    """On [B, H, Q, K], 2 x [B, H, S, K], a bias [H, Q, S] or [B, H, Q, S] and what is hidden.
+    """Attention with whole score matrices: [B, H, Q, K], 2 x [B, H, S, K], bias [H, Q, S] or [B, H, Q, S], mask.
 
-    Why: torch SDPA falls back to separate operations here. Each of them fills a fresh matrix [B, H, Q, S], and more of
-    them look for rows without a key. Here the bias is where the product is added, the softmax and its backward pass
-    happen in place, and P alone is kept. Samples are computed one after the other, in matrices of the size of one.
+    Why: torch SDPA falls back to separate operations in these cases, each of which allocates a matrix [B, H, Q, S], and
+    some of which search for rows without a key. Here the product is added to the bias, the softmax and its backward
+    pass are in place, and only P is kept. Samples are computed one after the other, in matrices of one sample.
     """
 
     @staticmethod
@@ -216,7 +216,7 @@ class _WholeAttention(torch.autograd.Function):
 
 
 def _dropped(probabilities: Tensor, masks: DropoutMasks | None) -> tuple[Tensor, Tensor | None]:
-    """The probabilities that are left, and the mask of them."""
+    """Return the probabilities after dropout, and their mask (None without dropout)."""
     if masks is None:
         return probabilities, None
     mask = masks.mask(probabilities)
@@ -233,7 +233,7 @@ def whole_attention(
     dropout: float = 0.0,
     scale: float,
 ) -> Tensor:
-    """softmax(scale q k^T + bias) v, with dropout of the probabilities.
+    """Compute softmax(scale q k^T + bias) v, with dropout of the probabilities.
 
     Shapes: [Q, B, H, K], 2 x [S, B, H, K], bias [H, Q, S] or [B, H, Q, S] -> [Q, B, H, K].
     Memory: q, k, v and the probabilities are kept for the backward pass; no dropout masks.

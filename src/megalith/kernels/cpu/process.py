@@ -1,4 +1,4 @@
-"""The process on a CPU: how the C library takes its memory, and how many threads a step of decoding is worth."""
+"""Process settings on a CPU: how glibc allocates memory, and the number of threads for decoding."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _GROWTH = 64 << 20  # bytes that the heap grows by at least
 
 
 def keep_freed_memory(processes: int) -> bool:
-    """Keep freed memory for the next tensor, in huge pages where the system has them, instead of giving it back.
+    """Make glibc keep freed memory for the next tensor, in huge pages if available, instead of returning it.
 
-    By its defaults glibc gives large tensors back when they are freed, and each step faults their pages in again, 4 KiB
-    at a time. Kept in pages of 2 MiB, a step of the 124M model takes 0.86 to 0.97 of the time, with the same peak of
-    memory (benchmarks/results/README.md).
+    By default glibc returns large blocks to the system when they are freed, and each step faults their pages in again,
+    4 KiB at a time. With freed memory kept in pages of 2 MiB, a step of the 124M model takes 0.86 to 0.97 of the time
+    at the same peak memory (benchmarks/results/README.md).
 
-    Only addresses are taken here, half of the machine's memory divided among its processes: a page takes memory when
-    it is first written. Beyond that the heap grows as it needs to, in small pages. Nothing changes where the C library
-    is another than glibc, where the user has set it up (GLIBC_TUNABLES, MALLOC_...) or preloads libraries, which may
-    bring an allocator of their own (LD_PRELOAD), and where addresses are limited.
+    This reserves only addresses, half of the machine's memory divided by the number of processes: a page uses memory
+    when it is first written. Beyond that the heap grows in small pages. Nothing is changed with another C library than
+    glibc, if the user has configured malloc (GLIBC_TUNABLES, MALLOC_...) or preloads libraries, which may contain an
+    allocator (LD_PRELOAD), or if addresses are limited.
 
     Returns:
-        Whether it was done.
+        Whether the settings were applied.
     """
     settled = any(name in ("GLIBC_TUNABLES", "LD_PRELOAD") or name.startswith("MALLOC_") for name in os.environ)
     if platform.libc_ver()[0] != "glibc" or settled or _addresses_limited():
@@ -41,15 +41,15 @@ def keep_freed_memory(processes: int) -> bool:
     settings = ((_TRIM_THRESHOLD, -1), (_TOP_PAD, _GROWTH), (_MMAP_MAX, 0))  # -1 as a size: no limit
     if not all([libc.mallopt(name, value) for name, value in settings]):
         return False
-    # What is taken and freed stays at the end of the heap, so that huge pages can be asked for before they are touched.
+    # The block that is freed here stays at the end of the heap, so that huge pages can be requested before first use.
     libc.free(libc.malloc(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * processes)))
     for start, stop in _heap():
-        libc.madvise(start, stop - start, _HUGE_PAGES)  # a kernel without them says so, and nothing changes
+        libc.madvise(start, stop - start, _HUGE_PAGES)  # fails without effect on a kernel without huge pages
     return True
 
 
 def _addresses_limited() -> bool:
-    """Whether untouched addresses count: by a limit of this process, or as memory that the system has promised."""
+    """Return whether reserving addresses is limited, by this process's ulimits or by strict overcommit."""
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
     if any(limit != resource.RLIM_INFINITY for limit in limits):
         return True
@@ -58,7 +58,7 @@ def _addresses_limited() -> bool:
 
 
 def _heap() -> Iterator[tuple[int, int]]:
-    """Where the heap lies, first and behind the last byte."""
+    """Yield start and end address of the heap."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if line.endswith("[heap]"):
             start, stop = line.split()[0].split("-")
@@ -66,27 +66,27 @@ def _heap() -> Iterator[tuple[int, int]]:
 
 
 _ROUNDS = 5
-_LONG_SECONDS = 0.2  # a step that takes longer is work enough for all threads
+_LONG_SECONDS = 0.2  # a longer step has enough work for all threads
 _CLEARLY = 0.9
 
 
-def fastest_count(
+def tune_num_threads(
     step: Callable[[], object],
     most: int,
     set_count: Callable[[int], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
-    """The number of threads with which a step of decoding takes the least time; it is set.
+    """Set the number of threads with which a decoding step is fastest, and return it.
 
-    Such a step is a row of small products. Each is divided among the threads, which wait for one another at its end:
-    asleep, as spinning threads would take the cores from the event loop and from clients. More of them are slower where
-    waking them takes as long as the work, so it is tried, not computed: `most`, half of it, and so on down to one, in
-    turn; fewer are taken if they are clearly faster.
+    Such a step is a series of small products, each divided among threads that wait for one another at its end, asleep,
+    as spinning threads would take the cores from the event loop and from clients. More threads are slower if waking
+    them takes as long as the work, which is measured: `most`, half of it, and so on down to one, in turn; fewer threads
+    are chosen if they are clearly faster.
     """
 
     def seconds(count: int) -> float:
         set_count(count)
-        step()  # threads are made, and what was in the caches of others is read again
+        step()  # creates threads and warms caches
         began = clock()
         step()
         return clock() - began
