@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megalith.cli.arguments import CommandParser
 from megalith.errors import ConfigError, DataError
-from megalith.report import page, read_history
+from megalith.report import read_history, render_page
 
 
 def _parser() -> CommandParser:
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     name = folder.resolve().parent.name if folder.name == "run" else folder.resolve().name
     try:
-        temporary.write_text(page(history, name), encoding="utf-8")
+        temporary.write_text(render_page(history, name), encoding="utf-8")
         temporary.replace(output)
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written: {error.strerror}; choose another path with -o FILE") from error

@@ -1,6 +1,6 @@
-"""What a run recorded, as one page for the browser. Reads metrics.jsonl and config.json; imports no torch."""
+"""HTML report of a run from its metrics.jsonl and config.json; does not import torch."""
 
 from megalith.report.history import History, read_history
-from megalith.report.page import page
+from megalith.report.page import render_page
 
-__all__ = ["History", "page", "read_history"]
+__all__ = ["History", "read_history", "render_page"]

@@ -1,7 +1,7 @@
-"""metrics.jsonl of a run, with what was done again after a resume kept apart, and its curves thinned for drawing.
+"""History of a run read from metrics.jsonl.
 
-Reads line by line, so that a million steps need no more memory than their curves. What cannot be read (a torn line, the
-last one of a run that is being written) is passed over and counted.
+Lines are read one by one, so that a million steps need no more memory than their curves. Unreadable lines (torn, or
+still being written) are skipped and counted. Steps repeated after a resume are kept apart as abandoned.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Of a step -> name of the curve.
+# Key of a step record -> name of the curve.
 STEP_CURVES = {
     "loss": "training loss",
     "learning_rate": "learning rate",
@@ -29,41 +29,43 @@ _SHOWN_EVENTS = ("start", "resume", "save", "exit", "evaluation", "bad step", "b
 
 @dataclass
 class Curve:
-    """Points of one quantity, in stretches that a rewind or a value that is no number divides."""
+    """Points of one quantity in segments, which rewinds and NaN values separate."""
 
-    stretches: list[list[tuple[float, float]]] = field(default_factory=lambda: [[]])  # of (iteration, value)
-    abandoned: list[list[tuple[float, float]]] = field(default_factory=list)  # what a resume did again
+    segments: list[list[tuple[float, float]]] = field(default_factory=lambda: [[]])  # of (iteration, value)
+    abandoned: list[list[tuple[float, float]]] = field(default_factory=list)  # segments that a resume repeated
 
     def add(self, iteration: float, value: float | None) -> None:
-        """One more point; None for a value that is no number, which interrupts the line."""
+        """Append a point; a value that is None or not finite ends the segment."""
         if value is None or not math.isfinite(value):
             self.interrupt()
         else:
-            self.stretches[-1].append((iteration, value))
+            self.segments[-1].append((iteration, value))
 
     def interrupt(self) -> None:
-        """The line ends here."""
-        if self.stretches[-1]:
-            self.stretches.append([])
+        """End the current segment."""
+        if self.segments[-1]:
+            self.segments.append([])
 
     def rewind(self, iteration: float) -> None:
-        """What lies behind `iteration` is done again from here."""
+        """Move the points after `iteration` to `abandoned`: a resumed run repeats these steps."""
         kept: list[list[tuple[float, float]]] = []
-        for stretch in self.stretches:
-            before = [point for point in stretch if point[0] <= iteration]
-            again = [point for point in stretch if point[0] > iteration]
+        for segment in self.segments:
+            before = [point for point in segment if point[0] <= iteration]
+            again = [point for point in segment if point[0] > iteration]
             kept += [before] if before else []
             self.abandoned += [again] if again else []
-        self.stretches = [*kept, []]
+        self.segments = [*kept, []]
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """The points of all stretches."""
-        return [point for stretch in self.stretches for point in stretch]
+        """Return the points of all segments."""
+        return [point for segment in self.segments for point in segment]
 
 
 @dataclass(frozen=True)
 class Event:
+    """Event of a run, such as a save or a skipped step."""
+
     kind: str  # start, resume, save, exit, evaluation, bad step, batch size, skipped, not a number
     iteration: int
     time: float  # seconds since 1970
@@ -72,11 +74,11 @@ class Event:
 
 @dataclass
 class History:
-    """A run."""
+    """Curves and events of a run."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)  # in order; one for skipped steps or NaN losses in a row
-    num_steps: int = 0  # steps taken, those that were done again included
+    events: list[Event] = field(default_factory=list)  # in order; one for consecutive skipped steps or NaN losses
+    num_steps: int = 0  # steps taken, including repeated ones
     num_skipped: int = 0
     num_nan: int = 0
     last: Mapping[str, Any] = field(default_factory=dict)
@@ -85,6 +87,7 @@ class History:
     _row: tuple[str, int] = ("", -2)
 
     def take(self, record: Mapping[str, Any]) -> None:
+        """Add one record of metrics.jsonl."""
         kind = str(record.get("event"))
         iteration = int(record.get("iteration", self.last.get("iteration")) or 0)
         if kind == "step":
@@ -108,10 +111,10 @@ class History:
         applied, loss = record.get("applied", True), record.get("loss")
         if not applied:
             self.num_skipped += 1
-            self._in_a_row("skipped", iteration, record)
+            self._add_first("skipped", iteration, record)
         elif loss is None:
             self.num_nan += 1
-            self._in_a_row("not a number", iteration, record)
+            self._add_first("not a number", iteration, record)
         for key, name in STEP_CURVES.items():
             value = record.get(key)
             if key in ("loss", "grad_norm") and not applied:
@@ -119,8 +122,8 @@ class History:
             if value is not None or key == "loss":
                 self._add(name, iteration, value)
 
-    def _in_a_row(self, kind: str, iteration: int, record: Mapping[str, Any]) -> None:
-        """An event for the first of several steps after each other."""
+    def _add_first(self, kind: str, iteration: int, record: Mapping[str, Any]) -> None:
+        """Add an event for the first of several consecutive steps."""
         if self._row != (kind, iteration - 1):
             self.events.append(Event(kind, iteration, float(record.get("time") or 0.0), record))
         self._row = kind, iteration
@@ -132,7 +135,7 @@ class History:
 
 
 def read_history(folder: Path) -> History:
-    """Read the history of a run folder; `OSError` if it has no metrics.jsonl."""
+    """Read the history of a run folder; OSError if it has no metrics.jsonl."""
     history = History()
     with (folder / "metrics.jsonl").open(encoding="utf-8", errors="replace") as lines:
         for record in _records(lines, history):
@@ -159,8 +162,8 @@ def _records(lines: Iterable[str], history: History) -> Iterator[Mapping[str, An
             history.unreadable += 1
 
 
-def thinned(points: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most about `most` of the points: of each bin the lowest and the highest, so that no spike is lost."""
+def downsample(points: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """Return about `most` of the points: minimum and maximum of each bin, so that no spike is lost."""
     if len(points) <= most:
         return points
     size = math.ceil(len(points) / (most // 2))

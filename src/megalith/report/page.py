@@ -1,6 +1,6 @@
-"""The page: what the run is, its curves as inline SVG, what happened, what was changed, its configuration.
+"""HTML page of a run: facts, curves as inline SVG, events, changes and configuration.
 
-One file of HTML with its styles and pictures in it; it loads nothing and runs no script.
+The page is self-contained: it loads nothing and runs no script.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from importlib.resources import files
 from typing import Any
 
 from megalith.config.run import all_settings
-from megalith.report.history import Curve, Event, History, thinned
+from megalith.report.history import Curve, Event, History, downsample
 
-_MOST_MARKS = 60  # saves of a long run would cover the curve
+_MOST_MARKS = 60  # more would cover the curve
 _MOST_EVENTS = 400
 _CLASSES = {"training loss": "train", "validation loss": "valid", "test loss": "test"}
 
@@ -26,7 +26,8 @@ _MEAN_FROM, _MEANS = 400, 150
 Points = Sequence[tuple[float, float]]
 
 
-def page(history: History, name: str) -> str:
+def render_page(history: History, name: str) -> str:
+    """Return the page as HTML; `name` is its title."""
     losses = {kind: history.curves[key] for key, kind in _CLASSES.items() if key in history.curves}
     others = {key: curve for key, curve in history.curves.items() if key not in _CLASSES and curve.points}
     marks, style = _marks(history.events), (files("megalith.report") / "page.css").read_text(encoding="utf-8")
@@ -38,7 +39,7 @@ def page(history: History, name: str) -> str:
         _facts(history),
         "<h2>Loss</h2>",
         chart(losses, marks),
-        _key(losses, history),
+        _legend(losses, history),
         *(
             f"<h2>{html.escape(key[:1].upper() + key[1:])}</h2>"
             + chart({"train": curve}, marks, log=key == "loss scale")
@@ -66,7 +67,7 @@ def _facts(history: History) -> str:
     throughput = history.curves.get("tokens per second")
     if throughput is not None and throughput.points:
         values = [value for _, value in throughput.points]
-        facts.append((f"{sorted(values)[len(values) // 2]:,.0f}", "tokens a second (median)"))
+        facts.append((f"{sorted(values)[len(values) // 2]:,.0f}", "tokens per second (median)"))
     facts.append((f"{history.num_skipped:,}", "skipped steps"))
     facts.append((f"{sum(event.kind == 'resume' for event in history.events):,}", "restarts"))
     facts.append((f"{sum(event.kind == 'save' for event in history.events):,}", "checkpoints"))
@@ -74,16 +75,16 @@ def _facts(history: History) -> str:
         width, layers = model.get("hidden_size"), model.get("num_layers")
         facts.append((f"{layers} x {width}", f"layers x width, {model.get('num_attention_heads')} heads"))
     shown = "".join(f"<div><b>{html.escape(value)}</b><span>{html.escape(of)}</span></div>" for value, of in facts)
-    torn = f" {history.unreadable} torn lines were passed over." if history.unreadable else ""
-    nan = f" In {history.num_nan} steps the loss is no number." if history.num_nan else ""
-    return f'<div class="facts">{shown}</div><p class="soft">{_span(history.events)}{nan}{torn}</p>'
+    torn = f" {history.unreadable} unreadable lines were skipped." if history.unreadable else ""
+    nan = f" In {history.num_nan} steps the loss is NaN." if history.num_nan else ""
+    return f'<div class="facts">{shown}</div><p class="soft">{_time_range(history.events)}{nan}{torn}</p>'
 
 
-def _span(events: Sequence[Event]) -> str:
+def _time_range(events: Sequence[Event]) -> str:
     times = [event.time for event in events if event.time]
     if not times:
         return ""
-    return f"Recorded from {_moment(min(times))} to {_moment(max(times))}."
+    return f"Recorded from {_timestamp(min(times))} to {_timestamp(max(times))}."
 
 
 def _marks(events: Iterable[Event]) -> list[tuple[float, str, str]]:
@@ -92,20 +93,20 @@ def _marks(events: Iterable[Event]) -> list[tuple[float, str, str]]:
         if event.kind != "evaluation":
             kind = {"not a number": "nan", "bad step": "nan", "batch size": "exit"}.get(event.kind, event.kind)
             marks.setdefault(kind, []).append((event.iteration, kind, f"{event.kind} at iteration {event.iteration}"))
-    return [mark for kind in marks.values() for mark in _some(kind, _MOST_MARKS)]
+    return [mark for kind in marks.values() for mark in _sample_evenly(kind, _MOST_MARKS)]
 
 
-def _some(items: list[Any], most: int) -> list[Any]:
-    """At most so many, evenly chosen, the last one among them."""
+def _sample_evenly(items: list[Any], most: int) -> list[Any]:
+    """Return at most `most` items at equal distances, the last one included."""
     step = -(-len(items) // most)
     return items[::-1][:: step or 1][::-1]
 
 
-def _key(losses: Mapping[str, Curve], history: History) -> str:
+def _legend(losses: Mapping[str, Curve], history: History) -> str:
     names = {"train": ("training", "var(--a)"), "valid": ("validation", "var(--b)"), "test": ("test", "var(--c)")}
     shown = [f'<i style="border-color:{names[kind][1]}"></i>{names[kind][0]}' for kind in losses]
     if any(curve.abandoned for curve in history.curves.values()):
-        shown.append('<i style="border-color:var(--soft);border-top-style:dashed"></i>done again after a restart')
+        shown.append('<i style="border-color:var(--soft);border-top-style:dashed"></i>repeated after a restart')
     kinds = {event.kind for event in history.events}
     colours = {"save": "var(--d)", "resume": "var(--a)", "skipped": "var(--b)", "not a number": "var(--b)"}
     shown += [f'<i style="border-color:{colour}"></i>{kind}' for kind, colour in colours.items() if kind in kinds]
@@ -123,16 +124,16 @@ def _changes(events: Iterable[Event]) -> str:
     ]
     if not rows:
         return ""
-    head = "<tr><th>iteration</th><th>flag</th><th>before</th><th>then</th><th>what it means</th></tr>"
+    head = "<tr><th>iteration</th><th>flag</th><th>before</th><th>after</th><th>effect</th></tr>"
     return f"<h2>Changes of the configuration</h2><table>{head}{''.join(rows)}</table>"
 
 
 def _events(history: History) -> str:
     shown = [event for event in history.events if event.kind != "evaluation" or event.record.get("final")]
-    chosen = _some(shown, _MOST_EVENTS)
+    chosen = _sample_evenly(shown, _MOST_EVENTS)
     rows = [
-        f'<tr><td class="n">{event.iteration:,}</td><td class="n">{_moment(event.time)}</td>'
-        f"<td>{html.escape(event.kind)}</td><td>{html.escape(_told(event))}</td></tr>"
+        f'<tr><td class="n">{event.iteration:,}</td><td class="n">{_timestamp(event.time)}</td>'
+        f"<td>{html.escape(event.kind)}</td><td>{html.escape(_describe(event))}</td></tr>"
         for event in chosen
     ]
     less = f" ({len(chosen)} of {len(shown)})" if len(chosen) < len(shown) else ""
@@ -140,12 +141,12 @@ def _events(history: History) -> str:
     return f"<h2>Events{less}</h2><table>{head}{''.join(rows)}</table>"
 
 
-def _told(event: Event) -> str:
+def _describe(event: Event) -> str:
     record = event.record
     if event.kind == "save":
         size, seconds = (record.get("num_bytes") or 0) / 1e9, record.get("seconds") or 0.0
         stall = record.get("stall_seconds") or 0.0
-        return f"{size:.3f} GB in {seconds:.2f} s; the training stood still for {stall:.2f} s"
+        return f"{size:.3f} GB in {seconds:.2f} s; training was blocked for {stall:.2f} s"
     if event.kind == "exit":
         return f"{record.get('kind', '')} {record.get('detail') or ''}".strip()
     if event.kind == "bad step":
@@ -181,22 +182,23 @@ def _configuration(config: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _number(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, int | float) else "no number"
+    return f"{value:.4f}" if isinstance(value, int | float) else "NaN"
 
 
-def _moment(seconds: float) -> str:
+def _timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else ""
 
 
 def chart(curves: dict[str, Curve], marks: Sequence[tuple[float, str, str]] = (), *, log: bool = False) -> str:
-    """Draw curves, by their colour classes, over the iterations; what was done again is grey.
+    """Draw curves over iterations as SVG; abandoned segments are grey.
 
-    Marks are (iteration, class, title) of upright lines. The scale is logarithmic if asked and all values are positive.
+    `marks` are (iteration, class, title) of vertical lines. With `log` the scale is logarithmic if all values are
+    positive.
     """
-    drawn = {name: _thin(curve.stretches) for name, curve in curves.items()}
-    again = [stretch for curve in curves.values() for stretch in _thin(curve.abandoned)]
-    everything = [point for stretches in drawn.values() for stretch in stretches for point in stretch]
-    everything += [point for stretch in again for point in stretch]
+    drawn = {name: _downsample_all(curve.segments) for name, curve in curves.items()}
+    again = [segment for curve in curves.values() for segment in _downsample_all(curve.abandoned)]
+    everything = [point for segments in drawn.values() for segment in segments for point in segment]
+    everything += [point for segment in again for point in segment]
     if not everything:
         return "<p>no values</p>"
     log = log and all(value > 0 for _, value in everything)
@@ -205,11 +207,11 @@ def chart(curves: dict[str, Curve], marks: Sequence[tuple[float, str, str]] = ()
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" data-x0="{scale.x_low:g}" data-x1="{scale.x_high:g}">',
         *scale.axes(),
         *(_mark(scale.x(at), kind, title) for at, kind, title in marks),
-        *(scale.line(stretch, "again") for stretch in again),
+        *(scale.line(segment, "again") for segment in again),
         *(
-            scale.line(stretch, f"line {name}{_faint(curves[name])}")
+            scale.line(segment, f"line {name}{_faint_class(curves[name])}")
             for name, parts in drawn.items()
-            for stretch in parts
+            for segment in parts
         ),
         *(scale.line(points, f"line mean {name}") for name, curve in curves.items() if (points := _means(curve))),
         "</svg>",
@@ -217,12 +219,12 @@ def chart(curves: dict[str, Curve], marks: Sequence[tuple[float, str, str]] = ()
     return "".join(parts)
 
 
-def _faint(curve: Curve) -> str:
+def _faint_class(curve: Curve) -> str:
     return " faint" if len(curve.points) > _MEAN_FROM else ""
 
 
 def _means(curve: Curve) -> list[tuple[float, float]]:
-    """Of a long curve the means of as many points as make a smooth line; nothing of a short one."""
+    """Return the moving means of a long curve; empty for a short one."""
     points = curve.points
     if len(points) <= _MEAN_FROM:
         return []
@@ -231,15 +233,15 @@ def _means(curve: Curve) -> list[tuple[float, float]]:
     return [(part[len(part) // 2][0], sum(value for _, value in part) / len(part)) for part in parts]
 
 
-def _thin(stretches: Sequence[list[tuple[float, float]]]) -> list[list[tuple[float, float]]]:
-    total = sum(map(len, stretches)) or 1
-    share = [max(8, _MOST_POINTS * len(stretch) // total) for stretch in stretches]
-    thin = [thinned(stretch, most) for stretch, most in zip(stretches, share, strict=True) if stretch]
-    return thin if len(thin) <= _MOST_POINTS // 8 else [thinned([p for part in thin for p in part], _MOST_POINTS)]
+def _downsample_all(segments: Sequence[list[tuple[float, float]]]) -> list[list[tuple[float, float]]]:
+    total = sum(map(len, segments)) or 1
+    share = [max(8, _MOST_POINTS * len(segment) // total) for segment in segments]
+    thin = [downsample(segment, most) for segment, most in zip(segments, share, strict=True) if segment]
+    return thin if len(thin) <= _MOST_POINTS // 8 else [downsample([p for part in thin for p in part], _MOST_POINTS)]
 
 
 def _mark(x: float, kind: str, title: str) -> str:
-    """Starts and ends cross the picture; what happens often is a tick at its edge."""
+    """Draw a mark: restarts and exits as lines, frequent events as ticks at the edge."""
     top, bottom = {"save": (HEIGHT - _BOTTOM - 8, HEIGHT - _BOTTOM), "skipped": (_TOP, _TOP + 8)}.get(
         kind, (_TOP, _TOP + 14) if kind == "nan" else (_TOP, HEIGHT - _BOTTOM)
     )
@@ -248,11 +250,11 @@ def _mark(x: float, kind: str, title: str) -> str:
 
 
 class _Scale:
-    """From values to places in the picture."""
+    """Linear or logarithmic scale from values to SVG coordinates."""
 
     def __init__(self, points: Points, marked: Sequence[float], *, log: bool) -> None:
         self._log = log
-        values = [self._bent(value) for _, value in points]
+        values = [self._transform(value) for _, value in points]
         iterations = [*(x for x, _ in points), *marked]
         self.x_low, self.x_high = min(iterations), max(iterations)
         low, high = min(values), max(values)
@@ -264,11 +266,11 @@ class _Scale:
         return _LEFT + (iteration - self.x_low) / span * (WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        part = (self._bent(value) - self._low) / (self._high - self._low)
+        part = (self._transform(value) - self._low) / (self._high - self._low)
         return HEIGHT - _BOTTOM - part * (HEIGHT - _TOP - _BOTTOM)
 
     def line(self, points: Points, kind: str) -> str:
-        """A stretch of a curve; a single point is a dot."""
+        """Draw a segment of a curve; a single point as a dot."""
         if len(points) == 1:
             (at, value) = points[0]
             return f'<circle class="{kind}" cx="{self.x(at):.1f}" cy="{self.y(value):.1f}" r="2"/>'
@@ -287,7 +289,7 @@ class _Scale:
             lines.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{value:,.10g}</text>')
         return lines
 
-    def _bent(self, value: float) -> float:
+    def _transform(self, value: float) -> float:
         return math.log10(value) if self._log else value
 
 
@@ -296,7 +298,7 @@ def _tick_label(value: float) -> str:
 
 
 def _ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers between two values."""
+    """Return round numbers between two values."""
     span = high - low
     if span <= 0:
         return [low]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megalith.cli.main import main
-from megalith.report import page, read_history
-from megalith.report.history import Curve, thinned
+from megalith.report import read_history, render_page
+from megalith.report.history import Curve, downsample
 from megalith.report.page import WIDTH, chart
 
 
@@ -45,9 +45,9 @@ def test_a_resume_from_an_earlier_checkpoint_divides_the_curve(tmp_path: Path) -
     )
     history = read_history(folder)
     loss = history.curves["training loss"]
-    assert [[point[0] for point in stretch] for stretch in loss.stretches] == [[1, 2, 3, 4, 5], [6, 7, 8]]
+    assert [[point[0] for point in segment] for segment in loss.segments] == [[1, 2, 3, 4, 5], [6, 7, 8]]
     assert loss.abandoned == [[(6, 4.4), (7, 4.3)]]
-    text = page(history, "a <run>")
+    text = render_page(history, "a <run>")
     assert 'class="again"' in text and "a &lt;run&gt;" in text and "<td>&lt;b&gt;</td>" in text
     assert "<b>1</b><span>restarts</span>" in text
 
@@ -68,16 +68,16 @@ def test_values_that_are_no_numbers_and_torn_lines(tmp_path: Path) -> None:
     )
     history = read_history(folder)
     assert (history.num_steps, history.num_skipped, history.num_nan, history.unreadable) == (6, 1, 2, 3)
-    assert history.curves["training loss"].stretches == [[(1, 5.0)], [(6, 3.0)]]
+    assert history.curves["training loss"].segments == [[(1, 5.0)], [(6, 3.0)]]
     assert [(e.kind, e.iteration) for e in history.events[1:]] == [("not a number", 2), ("skipped", 4)]
-    text = page(history, "run")
-    assert "In 2 steps the loss is no number. 3 torn lines were passed over." in text
+    text = render_page(history, "run")
+    assert "In 2 steps the loss is NaN. 3 unreadable lines were skipped." in text
 
 
 def test_a_fresh_start_in_the_same_folder_leaves_the_old_curve_grey(tmp_path: Path) -> None:
     history = read_history(write(tmp_path, event("start", 0), step(1, 5.0), event("start", 0), step(1, 6.0)))
     loss = history.curves["training loss"]
-    assert (loss.stretches, loss.abandoned) == ([[(1, 6.0)]], [[(1, 5.0)]])
+    assert (loss.segments, loss.abandoned) == ([[(1, 6.0)]], [[(1, 5.0)]])
 
 
 def test_what_happened_before_the_first_value_stands_inside_the_picture() -> None:
@@ -92,7 +92,7 @@ def test_thinning_keeps_every_spike() -> None:
     points = [(float(i), 1.0) for i in range(100_000)]
     points[54_321] = (54_321.0, 99.0)
     points[54_322] = (54_322.0, -99.0)
-    thin = thinned(points, 500)
+    thin = downsample(points, 500)
     assert len(thin) <= 501
     assert {points[54_321], points[54_322]} <= set(thin)
     assert thin == sorted(thin)
@@ -102,7 +102,7 @@ def test_a_page_of_many_steps_is_small(tmp_path: Path) -> None:
     lines = [event("start", 0), *(step(i, 3.0 + i % 7, loss_scale=8.0) for i in range(1, 20_001))]
     lines += [event("save", i, num_bytes=1, seconds=1.0) for i in range(100, 20_001, 10)]
     history = read_history(write(tmp_path, *lines))
-    text = page(history, "run")
+    text = render_page(history, "run")
     assert len(text) < 400_000
     assert "(399 of 1992)" in text
 
