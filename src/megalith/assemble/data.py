@@ -1,4 +1,4 @@
-"""From the configuration to datasets and loaders."""
+"""Datasets and loaders from the configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megalith.tokenizers.card import require_tokenizer_of_data
 
 @dataclass(frozen=True)
 class Loaders:
-    """Micro-batches of each split, where the split exists and the run draws from it.
+    """Loaders of micro-batches for each split that exists and that the run uses.
 
     Attributes:
         consumed_valid: where the validation samples go on.
@@ -41,14 +41,14 @@ class Loaders:
     sources: tuple[str, ...] = ()
 
     def close(self) -> None:
-        """Stop the threads that read ahead."""
+        """Stop the prefetching threads."""
         for loader in (self.train, self.valid, self.test, *self.further_valid):
             if loader is not None:
                 loader.close()
 
 
 def run_sizes(run: RunConfig, iteration: int = 0) -> Sizes:
-    """Return the samples that the run draws for training, all its evaluations, and one test.
+    """Return the numbers of samples for training, all evaluations of the run, and one test.
 
     Of a run in phases the training samples are those of the phase that follows `iteration` done ones. None for
     validation stands for the whole split.
@@ -71,7 +71,7 @@ def run_sizes(run: RunConfig, iteration: int = 0) -> Sizes:
 
 
 def compare_tokenizers(run: RunConfig, card: Mapping[str, Any]) -> list[str]:
-    """Hold every dataset that the run names against the tokenizer of the run.
+    """Check that every dataset of the run was made with its tokenizer.
 
     Returns:
         What the user should hear, such as that datasets have no card to compare.
@@ -87,7 +87,7 @@ def compare_tokenizers(run: RunConfig, card: Mapping[str, Any]) -> list[str]:
 def build_datasets(
     run: RunConfig, tokenizer: Tokenizer, iteration: int = 0, *, cache_is_checked: bool = False
 ) -> Datasets:
-    """Build the datasets of all three splits, for the run or for its phase after `iteration` steps.
+    """Build the datasets of all splits, for the run or for its phase after `iteration` steps.
 
     With `cache_is_checked` another rank of this start has built them, and checked their index caches.
 
@@ -104,7 +104,7 @@ def build_datasets(
 
 
 def masked_samples(data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, seed: int) -> SampleRule:
-    """Return the rule of samples with hidden tokens, by the objective of the model.
+    """Return the rule for samples with masked tokens or spans, by the objective of the model.
 
     Raises:
         ConfigError: the tokenizer has not what they need.
@@ -127,7 +127,7 @@ def build_loaders(
     consumed_train: int = 0,
     consumed_valid: int = 0,
 ) -> Loaders:
-    """Build loaders that continue where the run stands, after `iteration` steps, for one data-parallel replica.
+    """Build the loaders of one data-parallel replica, starting at the consumed samples.
 
     If what is left of the validation samples does not do for the evaluations to come (the interval was changed in
     between), they start at the head of the split again; the result says so.
@@ -165,12 +165,16 @@ def build_loaders(
 
 
 def _require_whole_batches(run: RunConfig, consumed: int) -> None:
-    """Refuse batch sizes that cannot be divided when a growing batch is resumed with other replicas."""
+    """Raise ConfigError if a growing batch is resumed with replicas that do not divide it."""
     sizes = run.batch_sizes
-    size = sizes.asked(consumed)
-    if len(sizes.stages) == 1 or sizes.fills(size) or (run.train.decrease_batch_size_if_needed and size >= sizes.unit):
+    size = sizes.nominal_size(consumed)
+    if (
+        len(sizes.stages) == 1
+        or sizes.is_whole(size)
+        or (run.train.decrease_batch_size_if_needed and size >= sizes.unit)
+    ):
         return
-    later = next((stage for stage in sizes.stages if stage.start > consumed and sizes.fills(stage.size)), None)
+    later = next((stage for stage in sizes.stages if stage.start > consumed and sizes.is_whole(stage.size)), None)
     until = "" if later is None else f"; from {later.start} samples on they are {later.size}, which do"
     name = "--rampup-batch-size" if run.train.rampup_batch_size else "--step-batch-size-schedule"
     raise ConfigError(
@@ -191,12 +195,12 @@ def _refuse_empty(sets: Sequence[Dataset]) -> None:
 
 
 def _ends(run: RunConfig) -> bool:
-    """Whether the samples come once; cyclic ones come again."""
+    """Return whether the samples are used only once; cyclic ones repeat."""
     return run.data.dataloader_type != "cyclic"
 
 
 def _samples_before_the_phase(run: RunConfig, iteration: int, consumed: int) -> tuple[int, int]:
-    """The samples that earlier phases drew, and the iteration that this one ends at."""
+    """Return the samples consumed by earlier phases, and the last iteration of this phase."""
     if not run.train.phase_ends:
         return 0, run.train_iters
     start, stop = run.train.phase(iteration, run.train_iters)
@@ -210,7 +214,7 @@ def _samples_before_the_phase(run: RunConfig, iteration: int, consumed: int) -> 
 
 
 def _refuse_too_few(run: RunConfig, train: Dataset, iteration: int, consumed: int, last: int) -> None:
-    """A run that resumes with smaller batches has drawn more samples than its steps so far account for."""
+    """Raise DataError if the data is too small for the remaining steps, as after a resume with smaller batches."""
     to_come = run.batch_sizes.consumed_after(last - iteration, consumed) - consumed
     block = run.train.micro_batch_size * run.data_parallel_size
     if (len(train) >= block) if not _ends(run) else (consumed + to_come <= len(train)):

@@ -11,10 +11,10 @@ from fractions import Fraction
 
 from megalith.cli.arguments import CommandParser, closest_flag
 from megalith.errors import ConfigError
-from megalith.schedules.pipeline import SCHEDULES, Flags, default_schedule, make_schedule, violations
-from megalith.schedules.simulator import Costs, picture, simulate, summary
+from megalith.schedules.pipeline import SCHEDULES, SizeNames, default_schedule, make_schedule, violations
+from megalith.schedules.simulator import Costs, draw, simulate, summary
 
-_FLAGS = Flags(stages="--pp", chunks="--vp", micro_batches="--microbatches")
+_FLAGS = SizeNames(stages="--pp", chunks="--vp", micro_batches="--microbatches")
 _COSTS = ("forward", "input gradient", "weight gradient")
 
 
@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
     if found:
         raise ConfigError(found)
     simulation = simulate(make_schedule(name, stages, chunks, micro_batches), costs)
-    print(picture(simulation, width=_width(columns), color=_use_color(options.color)))
+    print(draw(simulation, width=_width(columns), color=_use_color(options.color)))
     print(summary(simulation, costs))
     return 0
 

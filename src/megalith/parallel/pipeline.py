@@ -113,14 +113,14 @@ class _Worker:
         for message in step.receives:
             self._arriving[message] = self._receive(message)
         self._runner.before(step.op)
-        arrived = self._wait_for(step.needs)
+        arrived = self._wait_for(step.input)
         with self._timed(COMPUTATIONS[step.op.kind]):
             made = self._compute(step.op, arrived)
-        if step.settles is not None:
-            self._leaving.pop(step.settles).wait()
-        if step.makes is not None:
+        if step.wait_for_send is not None:
+            self._leaving.pop(step.wait_for_send).wait()
+        if step.output is not None:
             assert made is not None
-            self._send(step.makes, made)
+            self._send(step.output, made)
         if step.ends_micro_batch:
             self._runner.release(step.op.micro_batch)
 

@@ -1,1 +1,1 @@
-"""Schedules as data: pure functions of the samples that were trained on. No torch, no clock, no state."""
+"""Schedules as pure functions of consumed samples, without torch, clock or state."""

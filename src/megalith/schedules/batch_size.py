@@ -1,8 +1,7 @@
-"""The samples of a step as a function of the samples consumed: constant, ramped up, or in steps.
+"""Global batch size as a function of consumed samples: constant, ramped up, or stepped.
 
-Whatever the form, it is a row of stages: from so many consumed samples on, so many samples a step. Iterations and
-samples are turned into each other by walking over the stages, not over the steps, so that a run of millions of steps
-costs nothing. Knows nothing of configuration or of torch.
+All forms are a sequence of stages. Iterations and samples are converted by iterating over the stages instead of the
+steps, so that the cost does not grow with the length of the run.
 
 Source: docs/reference/training.md#batch-size; golden `schedulers`.
 """
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stage:
-    """From `start` consumed samples on, `size` samples a step."""
+    """Global batch size `size` from `start` consumed samples on."""
 
     start: int
     size: int
@@ -25,35 +24,35 @@ class Stage:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The stages of a run, the first from 0 on."""
+    """Stages of the global batch size of a run; the first starts at 0."""
 
     stages: tuple[Stage, ...]  # by ascending start
-    unit: int = 1  # samples that all replicas consume at once: a step takes a multiple of it
+    unit: int = 1  # micro-batch size times replicas: a step consumes a multiple of it
 
-    def fills(self, size: int) -> bool:
-        """Whether so many samples are whole micro-batches on all replicas, and at least one on each."""
+    def is_whole(self, size: int) -> bool:
+        """Return whether a batch of this size consists of whole micro-batches on all replicas, at least one each."""
         return size > 0 and size % self.unit == 0
 
     @property
     def final(self) -> int:
-        """Samples of a step at the end, as asked for."""
+        """Return the configured global batch size of the last stage."""
         return self.stages[-1].size
 
-    def asked(self, consumed: int) -> int:
-        """Samples asked for in the step that follows `consumed` samples."""
+    def nominal_size(self, consumed: int) -> int:
+        """Return the configured global batch size of the step after `consumed` samples."""
         return self.stages[bisect_right(self.stages, consumed, key=lambda stage: stage.start) - 1].size
 
-    def running(self, consumed: int) -> int:
-        """Samples of that step: what is asked for, rounded down to whole micro-batches on all replicas."""
-        return self.asked(consumed) // self.unit * self.unit
+    def actual_size(self, consumed: int) -> int:
+        """Return the actual size of that step: rounded down to whole micro-batches on all replicas."""
+        return self.nominal_size(consumed) // self.unit * self.unit
 
     def num_micro_batches(self, consumed: int) -> int:
-        """Micro-batches of that step on each replica."""
-        return self.asked(consumed) // self.unit
+        """Return the micro-batches of that step on each replica."""
+        return self.nominal_size(consumed) // self.unit
 
     def consumed_after(self, iterations: int, consumed: int = 0) -> int:
-        """Samples consumed when so many more steps are done."""
-        for stage, end in self._from(consumed):
+        """Return the samples consumed after `iterations` more steps."""
+        for stage, end in self._remaining_stages(consumed):
             if end is None:
                 return consumed + iterations * stage.size
             steps = min(iterations, max(0, math.ceil((end - consumed) / stage.size)))
@@ -61,9 +60,9 @@ class BatchSizes:
         raise AssertionError("the last stage has no end")
 
     def iterations_of(self, samples: int) -> int:
-        """Steps of a run that are complete within `samples` samples."""
+        """Return the number of steps that are complete within `samples` samples."""
         consumed, iterations = 0, 0
-        for stage, end in self._from(0):
+        for stage, end in self._remaining_stages(0):
             fit = max(0, (samples - consumed) // stage.size)
             steps = fit if end is None else min(fit, max(0, math.ceil((end - consumed) / stage.size)))
             consumed, iterations = consumed + steps * stage.size, iterations + steps
@@ -71,8 +70,8 @@ class BatchSizes:
                 break
         return iterations
 
-    def _from(self, consumed: int) -> Iterator[tuple[Stage, int | None]]:
-        """The stages that are not over, with the consumed samples that end each; None for the last."""
+    def _remaining_stages(self, consumed: int) -> Iterator[tuple[Stage, int | None]]:
+        """Yield the stages that are not over, each with the consumed samples at its end (None for the last)."""
         ends = [*(stage.start for stage in self.stages[1:]), None]
         for stage, end in zip(self.stages, ends, strict=True):
             if end is None or end > consumed:
@@ -80,19 +79,19 @@ class BatchSizes:
 
 
 def constant(size: int, unit: int = 1) -> BatchSizes:
-    """The same size throughout."""
+    """Return a constant global batch size."""
     return BatchSizes((Stage(0, size),), unit)
 
 
 def ramped(start: int, increment: int, samples: int, final: int, unit: int = 1) -> BatchSizes:
-    """From `start` to `final` by whole increments that are spread over `samples` (`--rampup-batch-size`)."""
+    """Return a ramp from `start` to `final` in equal increments over `samples` samples (`--rampup-batch-size`)."""
     count = (final - start) // increment
     assert count > 0 and start + count * increment == final, "a rule of the configuration"
     per_increment = samples / count
     stages = [Stage(0, start)]
     for number in range(1, count + 1):
         first = math.ceil(number * per_increment)
-        while int(first / per_increment) < number:  # the quotient of floats may be a little smaller
+        while int(first / per_increment) < number:  # rounding may make the quotient smaller
             first += 1
         while first > 0 and int((first - 1) / per_increment) >= number:
             first -= 1
@@ -103,7 +102,7 @@ def ramped(start: int, increment: int, samples: int, final: int, unit: int = 1) 
 
 
 def stepped(steps: Sequence[tuple[int, int]], seq_length: int, unit: int = 1) -> BatchSizes:
-    """Sizes from thresholds in tokens on (`--step-batch-size-schedule`).
+    """Return batch sizes with thresholds in tokens (`--step-batch-size-schedule`).
 
     A threshold takes effect at the last whole sample before it, as in Megatron.
 
@@ -111,7 +110,7 @@ def stepped(steps: Sequence[tuple[int, int]], seq_length: int, unit: int = 1) ->
         steps: (tokens, size) in ascending order, as of `read_steps`.
 
     Raises:
-        ValueError: the first threshold is not within the first sample, or two are within one; says which.
+        ValueError: the first threshold is not within the first sample, or two are within one sample.
     """
     stages = tuple(Stage(tokens // seq_length, size) for tokens, size in steps)
     if stages[0].start:
@@ -129,9 +128,9 @@ _MULTIPLES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def read_steps(text: str) -> list[tuple[int, int]] | None:
-    """Read `0:768 250B:1536` (tokens:size, by blanks or commas) into ascending order; None if it is not of that form.
+    """Parse `0:768 250B:1536` (tokens:size, separated by blanks or commas), sorted by tokens; None if it is malformed.
 
-    Both numbers may have a suffix and a fraction, which is cut off, as in Megatron.
+    Both numbers may have a suffix (K, M, B, T) and a fraction, which is truncated, as in Megatron.
     """
     steps: list[tuple[int, int]] = []
     for word in text.replace(",", " ").split():

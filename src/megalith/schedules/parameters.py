@@ -1,6 +1,6 @@
-"""Learning rate and weight decay together: what the optimizer is told at each step, and what a checkpoint keeps of it.
+"""Schedules of learning rate and weight decay, and their state in a checkpoint.
 
-The keys and the refusal text are Megatron's, so that its checkpoints and its users' log searches keep working.
+Keys and the text of the mismatch error are Megatron's, for compatibility with its checkpoints and log searches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megalith.registry import Registered
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
-# Share of (max - min) that is left after the fraction q of the annealing has passed.
+# Name -> share of (max - min) that remains after the fraction q of the annealing.
 ANNEALING: dict[str, Callable[[float], float]] = {
     "exponential": lambda q: 2.0 * math.pow(0.5, q) - 1.0,
     "linear": lambda q: 1.0 - q,
@@ -26,10 +26,10 @@ ANNEALING: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """The learning rate as a pure function of the samples trained on: warm-up, then one of five decays.
+    """Learning rate as a pure function of the samples trained on: warm-up, then one of five decays.
 
-    The unit is samples, not iterations, so that a change of batch size does not bend the curve. Only applied optimizer
-    steps advance it: a step that the loss scaler skips leaves the rate where it is.
+    The unit is samples instead of iterations, so that the curve does not depend on the batch size. Only applied
+    optimizer steps advance it: a step that the loss scaler skips does not change the rate.
 
     Raises:
         ConfigError: the values contradict each other (all contradictions at once).
@@ -52,7 +52,7 @@ class LearningRateSchedule:
             raise ConfigError(problems)
 
     def lr(self, num_samples: int) -> float:
-        """The rate of the step that follows `num_samples` samples of applied steps."""
+        """Return the learning rate of the step that follows `num_samples` samples of applied steps."""
         if self.warmup_samples > 0 and num_samples <= self.warmup_samples:
             return self.init_lr + (self.max_lr - self.init_lr) * float(num_samples) / float(self.warmup_samples)
         if isinstance(self.style, Registered):
@@ -116,7 +116,7 @@ INCREMENT_STYLES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """The weight decay, likewise: from `start` to `end` over `increment_samples`, then `end`.
+    """Weight decay from `start` to `end` over `increment_samples` samples, then `end`.
 
     Raises:
         ConfigError: unknown style, or a start and end that the style cannot connect.
@@ -144,7 +144,7 @@ class WeightDecaySchedule:
             raise ConfigError(problems)
 
     def weight_decay(self, num_samples: int) -> float:
-        """The decay of the step that follows `num_samples` samples of applied steps."""
+        """Return the weight decay of the step that follows `num_samples` samples of applied steps."""
         if self.style == "constant" or num_samples > self.increment_samples:
             return self.end
         passed = float(num_samples) / float(self.increment_samples)
@@ -169,16 +169,16 @@ REPORTED_NAMES = {
 
 @dataclass(frozen=True)
 class ParameterSchedule:
-    """What one optimizer step is told, as a function of the samples trained on."""
+    """Learning rate and weight decay of each optimizer step, as functions of the samples trained on."""
 
     learning_rate: LearningRateSchedule
     weight_decay: WeightDecaySchedule
-    # the rate of the word embeddings and the output layer; None where it is that of the rest. It keeps its peak and its
-    # floor whatever a resume does, as Megatron's groups do.
+    # rate of word embeddings and output layer; None if it is the common one. A resume does not change its maximum and
+    # minimum, as in Megatron.
     decoupled: LearningRateSchedule | None = None
 
     def state_dict(self, num_samples: int) -> dict[str, Any]:
-        """Megatron's `opt_param_scheduler` entry. All its "steps" are samples."""
+        """Return Megatron's `opt_param_scheduler` entry; all its "steps" are samples."""
         return {
             "max_lr": self.learning_rate.max_lr,
             "lr_warmup_steps": self.learning_rate.warmup_samples,
@@ -193,7 +193,7 @@ class ParameterSchedule:
         }
 
     def with_values(self, values: Mapping[str, Any]) -> ParameterSchedule:
-        """The schedule with the values of a checkpoint (keys of `state_dict`) in place of its own."""
+        """Return the schedule with the values of a checkpoint (keys of `state_dict`) in place of its own."""
         own, saved = self.learning_rate.style, values["lr_decay_style"]
         shape = {
             "warmup_samples": values["lr_warmup_steps"],
@@ -209,16 +209,16 @@ class ParameterSchedule:
 
 @dataclass(frozen=True)
 class ResumedSchedule:
-    """The schedule after a resume, where it stands, and which values it took, for the console."""
+    """Schedule after a resume, its position, and its values for the console."""
 
     schedule: ParameterSchedule
     num_samples: int  # samples of applied steps so far
     values: tuple[tuple[str, Any], ...]  # (console name, value) in Megatron's order
-    overridden: bool  # the values are the command line's, not the checkpoint's
+    overridden: bool  # whether the values are the command line's instead of the checkpoint's
 
 
 def _without_effect(values: Mapping[str, Any]) -> set[str]:
-    """The keys of a schedule whose values do not change what it gives."""
+    """Return the keys whose values have no effect in this schedule."""
     idle = {"lr_decay_steps", "min_lr"} if values["lr_decay_style"] == "constant" else set()
     if values["start_wd"] == values["end_wd"]:
         idle |= {"wd_incr_steps", "wd_incr_style"}
@@ -233,22 +233,22 @@ def resume_schedule(
     use_checkpoint: bool = False,
     changed: Sequence[str] = (),
 ) -> ResumedSchedule:
-    """Bring the command line's schedule and a checkpoint's together.
+    """Merge the command line's schedule with a checkpoint's.
 
-    A value that has no effect in either, such as the length over which a constant weight decay grows, may differ,
-    other than in Megatron; that of the command line is kept.
+    Unlike in Megatron, values without effect in both may differ, such as the length over which a constant weight decay
+    grows; the command line's are kept.
 
     Args:
         saved: the checkpoint's `opt_param_scheduler`.
-        override: the command line wins (`--override-opt-param-scheduler`).
-        use_checkpoint: the checkpoint wins (`--use-checkpoint-opt-param-scheduler`).
-        changed: the flags that schedules follow from and whose values have changed since, for the message.
+        override: use the command line's values (`--override-opt-param-scheduler`).
+        use_checkpoint: use the checkpoint's values (`--use-checkpoint-opt-param-scheduler`).
+        changed: changed flags that determine the schedules, for the message.
 
     Raises:
-        CheckpointError: without either flag the values differ; names every difference.
+        CheckpointError: values differ and neither flag is given; lists every difference.
     """
     own = current.state_dict(saved["num_steps"])
-    # Checkpoints from before the weight-decay schedules have no such keys: the command line's values then count.
+    # Checkpoints from before weight-decay schedules lack these keys: use the command line's values.
     stored = {key: saved.get(key, own[key]) for key in REPORTED_NAMES}
     if override:
         return _resumed(current, saved["num_steps"], own, overridden=True)

@@ -1,14 +1,13 @@
-"""Pipeline schedules as data: what each stage computes in which order, and the messages that follow from it.
+"""Pipeline schedules as data: operations of each stage in order, and the messages between stages.
 
 A model is cut into `stages * chunks` parts; part `chunk * stages + stage` is chunk `chunk` of stage `stage`, so that
 the parts go round the ring of stages `chunks` times. An operation is F (forward), B (backward) or W (weight
 gradients) of one micro-batch in one chunk. In a schedule without W operations B computes all gradients; in one with
 them ("split") B computes the gradient of the input only.
 
-Each stage works its operations off one after the other. What it sends and receives follows from them: `steps` adds
-the messages in the order in which they are posted. Two laws are tested by `simulator.py` for all small cases: the
-order of sending on each directed edge of the ring is the order of receiving on its other end, and no stage waits for
-ever.
+Each stage executes its operations in sequence. `steps` derives the messages, in the order in which they are posted.
+`simulator.py` tests two invariants for all small cases: messages are sent on each directed edge of the ring in the
+order in which the other end receives them, and no stage waits for ever.
 
 Sources: 1F1B and interleaved 1F1B, Narayanan et al. 2021, arXiv:2104.04473, section 2.2; ZB-H1, Qi et al. 2023,
 arXiv:2401.10241, section 2.2.
@@ -29,16 +28,16 @@ SCHEDULES = ("1f1b", "interleaved", "zb-h1", "forward")
 """Names for `make_schedule`; "forward" is for evaluation."""
 
 PREFETCH = 1
-"""Operations ahead of which a receive is posted. The message then travels beside the operation before, while a
-buffer (and on a GPU the few cores of a waiting NCCL kernel) is held no longer than that takes."""
+"""Number of operations by which a receive is posted early. The transfer overlaps with the previous operation, and the
+buffer (on a GPU also the SMs of a waiting NCCL kernel) is occupied no longer than that."""
 
 WINDOW = 2
-"""Sends of one edge that may be unfinished. Bounds the memory of messages under way; `simulator.py` shows that no
-schedule waits for it."""
+"""Maximum number of pending sends per edge. Bounds the memory of messages in flight; `simulator.py` shows that no
+schedule waits because of it."""
 
 
 class Op(NamedTuple):
-    """One operation of a stage."""
+    """Operation of a stage."""
 
     kind: Kind
     chunk: int
@@ -49,14 +48,14 @@ class Op(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A tensor on its way: an activation to the next stage of the ring or a gradient to the previous one."""
+    """Activation sent to the next stage of the ring, or gradient sent to the previous one."""
 
     gradient: bool
-    # source, target: stages; equal where there is one stage, and nothing is sent then
+    # stages; equal with a single stage, where nothing is sent
     source: int
     target: int
     chunk: int  # of the receiver
-    micro_batch: int  # that it belongs to
+    micro_batch: int
 
     @property
     def is_local(self) -> bool:
@@ -70,28 +69,28 @@ class Message(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One operation with its communication, in the order in which a stage carries them out."""
+    """Operation with its communication, in the order of execution."""
 
     receives: tuple[Message, ...]  # receives to post first, for this operation or a later one
-    needs: Message | None  # what the operation waits for; posted by this step or an earlier one, or local
+    input: Message | None  # message that the operation waits for; its receive is already posted, or it is local
     op: Op  # the operation
-    settles: Message | None  # the earlier send to wait for before the next one is posted
-    makes: Message | None  # what the operation gives; sent, or kept where it is local
-    ends_micro_batch: bool  # this stage does nothing more for this micro-batch
+    wait_for_send: Message | None  # earlier send to wait for before the output is sent
+    output: Message | None  # message that the operation produces; kept if it is local
+    ends_micro_batch: bool  # whether this is the stage's last operation for this micro-batch
 
 
 @dataclass(frozen=True)
 class Program:
-    """What one stage does."""
+    """Steps of one stage."""
 
     steps: tuple[Step, ...]
-    has_backward: bool  # gradients are computed; else it is an evaluation
-    is_split: bool  # weight gradients are operations of their own
+    has_backward: bool  # False for evaluation
+    is_split: bool  # whether weight gradients are separate operations
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The operations of all stages."""
+    """Operations of all stages."""
 
     name: str
     stages: int
@@ -101,15 +100,15 @@ class Schedule:
 
     @cached_property
     def is_split(self) -> bool:
-        """Whether weight gradients are operations of their own."""
+        """Return whether weight gradients are separate operations."""
         return any(op.kind == "W" for op in self.ops[0])
 
     @cached_property
     def has_backward(self) -> bool:
         return any(op.kind == "B" for op in self.ops[0])
 
-    def needs(self, stage: int, op: Op) -> Message | None:
-        """What an operation of a stage waits for; None for the first forward part, the last backward part and W."""
+    def input_of(self, stage: int, op: Op) -> Message | None:
+        """Return the message that an operation waits for; None for the first forward and last backward part, and W."""
         part = op.chunk * self.stages + stage
         if op.kind == "W" or part == (0 if op.kind == "F" else self.stages * self.chunks - 1):
             return None
@@ -117,8 +116,8 @@ class Schedule:
         source = (stage + (1 if gradient else -1)) % self.stages
         return Message(gradient, source, stage, op.chunk, op.micro_batch)
 
-    def makes(self, stage: int, op: Op) -> Message | None:
-        """What another stage gets from an operation; None for the last forward part, the first backward part and W."""
+    def output_of(self, stage: int, op: Op) -> Message | None:
+        """Return the message that an operation produces; None for the last forward and first backward part, and W."""
         part = op.chunk * self.stages + stage + (1 if op.kind == "F" else -1)
         if op.kind == "W" or not 0 <= part < self.stages * self.chunks:
             return None
@@ -126,7 +125,7 @@ class Schedule:
         return Message(op.kind == "B", stage, target, chunk, op.micro_batch)
 
     def program(self, stage: int) -> Program:
-        """What a stage is to do, for the interpreter (parallel/pipeline.py); made once."""
+        """Return the program of a stage for the interpreter (parallel/pipeline.py), cached."""
         if stage not in self._programs:
             self._programs[stage] = Program(self.steps(stage), self.has_backward, self.is_split)
         return self._programs[stage]
@@ -136,45 +135,45 @@ class Schedule:
         return {}
 
     def steps(self, stage: int, *, prefetch: int = PREFETCH, window: int = WINDOW) -> tuple[Step, ...]:
-        """The operations of a stage with their communication; see `PREFETCH` and `WINDOW`."""
+        """Return the operations of a stage with their communication; see `PREFETCH` and `WINDOW`."""
         ops = self.ops[stage]
-        needs = [self.needs(stage, op) for op in ops]
+        inputs = [self.input_of(stage, op) for op in ops]
         last = {op.micro_batch: place for place, op in enumerate(ops)}
         sent: dict[bool, list[Message]] = {False: [], True: []}
         steps, posted = [], 0
         for place, op in enumerate(ops):
-            wanted = needs[posted : place + prefetch + 1]
+            wanted = inputs[posted : place + prefetch + 1]
             posted = max(posted, place + prefetch + 1)
-            settles, makes = None, self.makes(stage, op)
-            if makes is not None and not makes.is_local:
-                earlier = sent[makes.gradient]
-                settles = earlier[-window] if len(earlier) >= window else None
-                earlier.append(makes)
+            wait_for_send, output = None, self.output_of(stage, op)
+            if output is not None and not output.is_local:
+                earlier = sent[output.gradient]
+                wait_for_send = earlier[-window] if len(earlier) >= window else None
+                earlier.append(output)
             receives = tuple(message for message in wanted if message is not None and not message.is_local)
             ends = last[op.micro_batch] == place
-            steps.append(Step(receives, needs[place], op, settles, makes, ends))
+            steps.append(Step(receives, inputs[place], op, wait_for_send, output, ends))
         return tuple(steps)
 
 
 @dataclass(frozen=True)
-class Flags:
-    """How the user calls the sizes of a schedule."""
+class SizeNames:
+    """Names of the sizes of a schedule in messages."""
 
     stages: str = "--pipeline-model-parallel-size"
     chunks: str = "--num-virtual-stages-per-pipeline-rank"
     micro_batches: str = "micro-batches per step (global batch / micro-batch / data-parallel size)"
 
 
-def violations(name: str, stages: int, chunks: int, micro_batches: int, flags: Flags | None = None) -> list[str]:
-    """Why there is no such schedule: one message for each rule that is broken, naming values and remedies."""
-    flags = flags or Flags()
+def violations(name: str, stages: int, chunks: int, micro_batches: int, flags: SizeNames | None = None) -> list[str]:
+    """Return a message for each rule that such a schedule breaks, with values and remedies."""
+    flags = flags or SizeNames()
     found = [
         f"{flag} {value} is below 1; give 1 or more"
         for flag, value in ((flags.stages, stages), (flags.chunks, chunks), (flags.micro_batches, micro_batches))
         if value < 1
     ]
     if name not in SCHEDULES:
-        found.append(f"there is no schedule {name}; choose one of {', '.join(SCHEDULES)}")
+        found.append(f"unknown schedule {name}; choose one of {', '.join(SCHEDULES)}")
     if name in ("1f1b", "zb-h1") and chunks > 1:
         found.append(
             f"the schedule {name} has one chunk of layers per stage, {flags.chunks} {chunks} asks for more; "
@@ -192,7 +191,7 @@ def violations(name: str, stages: int, chunks: int, micro_batches: int, flags: F
 
 @lru_cache(maxsize=64)
 def make_schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Make a schedule by its name, one of `SCHEDULES`, once for these sizes; LayoutError if there is none for them."""
+    """Build the schedule of this name, one of `SCHEDULES`, cached; LayoutError if the sizes do not fit."""
     found = violations(name, stages, chunks, micro_batches)
     if found:
         raise LayoutError("\n".join(found))
@@ -207,12 +206,12 @@ def make_schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Sc
 
 
 def default_schedule(chunks: int) -> str:
-    """The schedule of a training run that names none."""
+    """Return the schedule of training if the configuration names none."""
     return "1f1b" if chunks == 1 else "interleaved"
 
 
 def _alternate(forwards: list[Op], backwards: list[Op], warm_up: int) -> list[Op]:
-    """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Return `warm_up` forwards, then forwards and backwards in turn, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     ops = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
@@ -221,7 +220,7 @@ def _alternate(forwards: list[Op], backwards: list[Op], warm_up: int) -> list[Op
 
 
 def _one_forward_one_backward(stages: int, stage: int, micro_batches: int) -> list[Op]:
-    """As many forwards ahead as there are stages after this one; at most stages - stage activations live."""
+    """Return 1F1B: as many warm-up forwards as stages follow; at most stages - stage live activations."""
     return _alternate(
         [Op("F", 0, micro_batch) for micro_batch in range(micro_batches)],
         [Op("B", 0, micro_batch) for micro_batch in range(micro_batches)],
@@ -230,7 +229,7 @@ def _one_forward_one_backward(stages: int, stage: int, micro_batches: int) -> li
 
 
 def _rounds(kind: Kind, stages: int, chunks: int, micro_batches: int) -> list[Op]:
-    """All operations of a kind: `stages` micro-batches go through the chunks of a stage before the next ones do."""
+    """Return all operations of a kind: `stages` micro-batches pass all chunks of a stage before the next ones."""
     order = range(chunks) if kind == "F" else range(chunks - 1, -1, -1)
     return [
         Op(kind, chunk, micro_batch)
@@ -241,10 +240,10 @@ def _rounds(kind: Kind, stages: int, chunks: int, micro_batches: int) -> list[Op
 
 
 def _interleaved(stages: int, stage: int, chunks: int, micro_batches: int) -> list[Op]:
-    """1F1B over chunks: the bubble shrinks by the number of chunks, for as many times the messages.
+    """Return 1F1B over chunks, which divides the bubble by the number of chunks and multiplies the messages by it.
 
-    The first backward of stage 0 comes back after (chunks - 1) * stages forwards of the earlier chunks and
-    2 * (stages - 1) of the way to the last stage and back.
+    Stage 0 runs its first backward after (chunks - 1) * stages forwards of the earlier chunks and 2 * (stages - 1)
+    during the way to the last stage and back.
     """
     return _alternate(
         _rounds("F", stages, chunks, micro_batches),
@@ -254,9 +253,9 @@ def _interleaved(stages: int, stage: int, chunks: int, micro_batches: int) -> li
 
 
 def _zero_bubble(stages: int, stage: int, micro_batches: int) -> list[Op]:
-    """ZB-H1: 1F1B whose backward passes only gradients of inputs on, with weight gradients where a stage would idle.
+    """Return ZB-H1: 1F1B whose B computes input gradients only, with weight gradients in idle time.
 
-    Stage s is s weight gradients behind, so that each stage holds as many activations as the first one of 1F1B.
+    Stage s delays s weight gradients, so that each stage holds as many activations as the first stage of 1F1B.
     """
     ops: list[Op] = []
     for op in _one_forward_one_backward(stages, stage, micro_batches):

@@ -1,10 +1,10 @@
-"""Runs pipeline schedules on paper: proves that they end, gives their time and live activations, and draws them.
+"""Simulation of pipeline schedules: absence of deadlock, time, live activations, and a drawing.
 
-The model is that of NCCL, which is stricter than gloo's. A stage computes one operation at a time; sends and receives
-run beside it. Each directed edge of the ring of stages is a communicator of its own (distributed/p2p.py): the sends of
-one end and the receives of the other are matched in the order in which they are posted, and neither side buffers. If no
-stage can go on, the schedule deadlocks. Within this model the result does not depend on timing, so that one run is a
-proof. gloo matches messages by tag and therefore hides orders that would deadlock.
+It models NCCL, which is stricter than gloo. A stage computes one operation at a time; sends and receives overlap with
+it. Each directed edge of the ring of stages has its own communicator (distributed/p2p.py): sends of one end and
+receives of the other are matched in the order in which they are posted, without buffering. If no stage can continue,
+the schedule deadlocks. Within this model the result does not depend on timing, so that one run is a proof. gloo matches
+messages by tag and therefore hides orders that would deadlock.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from typing import NamedTuple
 from megalith.schedules.pipeline import PREFETCH, WINDOW, Message, Op, Schedule, Step
 
 COLORS = {"F": (24, 31, 38, 45), "B": (22, 28, 34, 40), "W": (130, 136, 172, 178)}
-"""Backgrounds (of the 256 colours of a terminal) by kind: one for each chunk in turn."""
+"""Kind -> background colors (of a terminal's 256), used for the chunks in turn."""
 
-TICK_COLUMNS = 10  # between two times on the ruler, at least
-MIN_COLUMNS = 20  # of a panel, however narrow the terminal
+TICK_COLUMNS = 10  # minimum distance of two times on the ruler
+MIN_COLUMNS = 20  # minimum width of a panel
 
 
 class Deadlock(Exception):
-    """Some stages wait for ever; says which for what."""
+    """Raised if some stages wait for ever; names them and what they wait for."""
 
 
 class Mismatch(Exception):
-    """The two ends of a communicator expect different messages: the data would be mixed up."""
+    """Raised if the two ends of a communicator expect different messages."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times for one micro-batch in one whole stage; a chunk takes its share of them."""
+    """Times of one micro-batch in a whole stage; a chunk takes its share."""
 
     forward: Fraction = Fraction(1)  # F
-    backward: Fraction = Fraction(1)  # the gradient of the input
-    weight: Fraction = Fraction(1)  # the gradients of the weights; part of B where the schedule does not split it
-    message: Fraction = Fraction(0)  # the way of a tensor to another stage
+    backward: Fraction = Fraction(1)  # gradient of the input
+    weight: Fraction = Fraction(1)  # gradients of the weights; part of B unless the schedule is split
+    message: Fraction = Fraction(0)  # transfer of a tensor to another stage
 
     def of(self, op: Op, schedule: Schedule) -> Fraction:
-        """The time of one operation."""
+        """Return the time of one operation."""
         if op.kind == "F":
             whole = self.forward
         elif op.kind == "W":
@@ -54,7 +54,7 @@ class Costs:
 
 
 class Span(NamedTuple):
-    """An operation in time."""
+    """Operation with its start and end time."""
 
     op: Op
     start: Fraction
@@ -63,30 +63,29 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule does in time."""
+    """Result of a simulation."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]  # by stage, in order
-    # by stage, the most micro-batches of a chunk whose activations are held at once: from F to the last operation of
-    # the backward pass, W where it is split
+    # by stage, maximum number of live activations (micro-batches of a chunk), from F to the end of the backward pass
     peaks: tuple[int, ...]
 
     @property
     def makespan(self) -> Fraction:
-        """From the first operation of any stage to the last of any stage."""
+        """Return the time from the first operation of any stage to the end of the last one."""
         return max((spans[-1].end for spans in self.spans), default=Fraction(0))
 
     def work(self, stage: int) -> Fraction:
-        """The time in which a stage computes."""
+        """Return the time in which a stage computes."""
         return sum((span.end - span.start for span in self.spans[stage]), Fraction(0))
 
     def idle(self, stage: int) -> Fraction:
-        """The time in which a stage waits, between the first start and the last end of the whole pipeline."""
+        """Return the time in which a stage waits, between start and end of the whole pipeline."""
         return self.makespan - self.work(stage)
 
     @property
     def bubble(self) -> Fraction:
-        """The share of the time of all stages in which they wait."""
+        """Return the idle share of the time of all stages."""
         whole = self.makespan * self.schedule.stages
         return sum((self.idle(stage) for stage in range(self.schedule.stages)), Fraction(0)) / whole
 
@@ -94,11 +93,11 @@ class Simulation:
 def simulate(
     schedule: Schedule, costs: Costs | None = None, *, prefetch: int = PREFETCH, window: int = WINDOW
 ) -> Simulation:
-    """Run a schedule on paper.
+    """Simulate a schedule.
 
     Raises:
-        Deadlock: it would never end.
-        Mismatch: a stage would take one message for another.
+        Deadlock: stages wait for each other for ever.
+        Mismatch: a stage would receive another message than it expects.
     """
     costs, stages = costs or Costs(), range(schedule.stages)
     network = _Network(costs.message)
@@ -118,7 +117,7 @@ def simulate(
 
 
 class _Network:
-    """The directed edges: what either end has posted, and when each message was complete."""
+    """Directed edges: the posts at either end, and the completion time of each message."""
 
     def __init__(self, cost: Fraction) -> None:
         self._cost = cost
@@ -127,7 +126,7 @@ class _Network:
         self.complete: dict[Message, Fraction] = {}
 
     def post(self, message: Message, time: Fraction, *, sends: bool) -> None:
-        """Queue a send or a receive, and carry out the transfer if the other end has queued it too."""
+        """Queue a send or receive, and complete the transfer if the other end is queued."""
         edge = (message.source, message.target, message.gradient)
         sent, received = self._posted[edge]
         own, other = (sent, received) if sends else (received, sent)
@@ -145,7 +144,7 @@ class _Network:
 
 
 class _Post(NamedTuple):
-    """A message in the queue of one end of an edge, and since when."""
+    """Message in the queue of one end of an edge, and the time of its post."""
 
     message: Message
     time: Fraction
@@ -154,32 +153,32 @@ class _Post(NamedTuple):
 def _work(
     schedule: Schedule, steps: Iterable[Step], costs: Costs, network: _Network, spans: list[Span]
 ) -> Iterator[str]:
-    """Carry out the steps of a stage; says what it waits for whenever it cannot go on."""
+    """Execute the steps of a stage; yield what it waits for whenever it is blocked."""
     clock, made = Fraction(0), set[Message]()
     for step in steps:
         for message in step.receives:
             network.post(message, clock, sends=False)
-        if step.needs is not None and step.needs.is_local:
-            while step.needs not in made:
+        if step.input is not None and step.input.is_local:
+            while step.input not in made:
                 yield f"cannot compute {step.op}, whose input it has not made"
-        elif step.needs is not None:
-            while step.needs not in network.complete:
-                yield f"waits for the {step.needs}"
-            clock = max(clock, network.complete[step.needs])
+        elif step.input is not None:
+            while step.input not in network.complete:
+                yield f"waits for the {step.input}"
+            clock = max(clock, network.complete[step.input])
         spans.append(Span(step.op, clock, clock + costs.of(step.op, schedule)))
         clock = spans[-1].end
-        if step.settles is not None:
-            while step.settles not in network.complete:
-                yield f"waits until stage {step.settles.target} takes the {step.settles}"
-            clock = max(clock, network.complete[step.settles])
-        if step.makes is not None and step.makes.is_local:
-            made.add(step.makes)
-        elif step.makes is not None:
-            network.post(step.makes, clock, sends=True)
+        if step.wait_for_send is not None:
+            while step.wait_for_send not in network.complete:
+                yield f"waits until stage {step.wait_for_send.target} takes the {step.wait_for_send}"
+            clock = max(clock, network.complete[step.wait_for_send])
+        if step.output is not None and step.output.is_local:
+            made.add(step.output)
+        elif step.output is not None:
+            network.post(step.output, clock, sends=True)
 
 
 def _peak(schedule: Schedule, ops: Sequence[Op]) -> int:
-    """The most activations held at once by a stage that carries out `ops` in this order."""
+    """Return the maximum number of live activations of a stage that executes `ops` in this order."""
     if not schedule.has_backward:
         return 1 if ops else 0
     last = "W" if schedule.is_split else "B"
@@ -191,14 +190,14 @@ def _peak(schedule: Schedule, ops: Sequence[Op]) -> int:
     return peak
 
 
-def picture(simulation: Simulation, *, width: int | None = None, color: bool = False) -> str:
-    """Draw a schedule.
+def draw(simulation: Simulation, *, width: int | None = None, color: bool = False) -> str:
+    """Draw a schedule as text.
 
-    A cell is as wide as its operation is long and reads F3, B3 or W3: forward, backward and weight gradients of
-    micro-batch 3; with several chunks F1.3, in chunk 1. Dots are waiting.
+    The width of a cell is proportional to the operation's time. F3, B3 and W3 are forward, backward and weight gradient
+    of micro-batch 3; with several chunks F1.3 is in chunk 1. Dots are idle time.
 
     Args:
-        width: columns of the terminal; a longer picture goes on below. None: never broken.
+        width: columns after which the drawing is wrapped; None: not wrapped.
     """
     scale = _columns_per_time(simulation)
     names = [f"stage {stage} " for stage in range(simulation.schedule.stages)]
@@ -217,7 +216,7 @@ def picture(simulation: Simulation, *, width: int | None = None, color: bool = F
 
 
 def summary(simulation: Simulation, costs: Costs) -> str:
-    """Say in words and numbers what a schedule is and what it costs."""
+    """Return name, sizes, time, bubble and live activations of a simulation as text."""
     schedule = simulation.schedule
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     lines = [
@@ -242,7 +241,7 @@ def _label(simulation: Simulation, op: Op) -> str:
 
 
 def _columns_per_time(simulation: Simulation) -> Fraction:
-    """The smallest scale at which the label of each operation and a bar fit into its cell."""
+    """Return the smallest scale at which every label and a separator fit into its cell."""
     spans = [span for row in simulation.spans for span in row]
     return max(Fraction(len(_label(simulation, span.op)) + 1) / (span.end - span.start) for span in spans)
 
@@ -252,7 +251,7 @@ def _column(time: Fraction, scale: Fraction) -> int:
 
 
 def _row(simulation: Simulation, spans: tuple[Span, ...], scale: Fraction, start: int, stop: int, color: bool) -> str:
-    """Columns [start, stop) of the row of one stage."""
+    """Return the columns [start, stop) of one stage's row."""
     parts, column = [], start
     for span in spans:
         left, right = max(_column(span.start, scale), start), min(_column(span.end, scale), stop)
@@ -271,7 +270,7 @@ def _row(simulation: Simulation, spans: tuple[Span, ...], scale: Fraction, start
 
 
 def _ruler(makespan: Fraction, scale: Fraction) -> str:
-    """Round times over the columns at which they are."""
+    """Return a line of round times above their columns."""
     tick = 1
     while _column(Fraction(tick), scale) < TICK_COLUMNS:
         tick *= 5 if str(tick)[0] == "1" else 2

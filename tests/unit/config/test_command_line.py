@@ -239,14 +239,14 @@ def test_a_loss_scale_without_half_precision_has_no_effect(precision: list[str],
 
 def test_a_batch_is_rounded_down_where_that_is_asked_for() -> None:
     run = read("--global-batch-size", "7", "--decrease-batch-size-if-needed")
-    assert (run.global_batch_size, run.num_micro_batches, run.batch_sizes.running(0)) == (7, 3, 6)
+    assert (run.global_batch_size, run.num_micro_batches, run.batch_sizes.actual_size(0)) == (7, 3, 6)
     with pytest.raises(ConfigError, match="--global-batch-size 7 .*--micro-batch-size 2"):
         read("--global-batch-size", "7")
 
 
 def test_a_batch_by_tokens_is_the_last_one_at_the_end() -> None:
     run = read("--step-batch-size-schedule", "0:2 256:4 1K:8")
-    assert [run.batch_sizes.asked(samples) for samples in (0, 3, 4, 14, 15)] == [2, 2, 4, 4, 8]
+    assert [run.batch_sizes.nominal_size(samples) for samples in (0, 3, 4, 14, 15)] == [2, 2, 4, 4, 8]
     assert (run.global_batch_size, run.num_micro_batches) == (8, 4)
 
 

@@ -190,7 +190,7 @@ def test_w4(launcher: str, environ: dict[str, str]) -> None:
 
 def test_w6_ramps_up_over_its_iterations() -> None:
     run = load(LARGE_RUN.split(), {"RANK": "0", "WORLD_SIZE": "128"}, files=False)
-    assert [run.batch_sizes.asked(consumed) for consumed in (0, 70_000, 5_859_376)] == [16, 32, 1536]
+    assert [run.batch_sizes.nominal_size(consumed) for consumed in (0, 70_000, 5_859_376)] == [16, 32, 1536]
     assert run.train_iters == 500_000
     assert run.batch_sizes.consumed_after(500_000) < 500_000 * 1536
 

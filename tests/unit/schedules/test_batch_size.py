@@ -11,7 +11,7 @@ from megalith.schedules.batch_size import BatchSizes, Stage, constant, ramped, r
 
 def _by_walking(sizes: BatchSizes, iterations: int, consumed: int) -> int:
     for _ in range(iterations):
-        consumed += sizes.asked(consumed)
+        consumed += sizes.nominal_size(consumed)
     return consumed
 
 
@@ -23,7 +23,7 @@ def test_a_ramp_is_megatrons_formula_at_every_sample() -> None:
         sizes = ramped(start, increment, samples, final)
         for consumed in range(2 * samples):
             size = final if consumed > samples else start + int(consumed / (samples / count)) * increment
-            assert sizes.asked(consumed) == size, (start, increment, samples, consumed)
+            assert sizes.nominal_size(consumed) == size, (start, increment, samples, consumed)
 
 
 def test_samples_of_iterations_and_back() -> None:
@@ -35,7 +35,7 @@ def test_samples_of_iterations_and_back() -> None:
         assert sizes.consumed_after(iterations, consumed) == _by_walking(sizes, iterations, consumed)
         whole = sizes.consumed_after(iterations)
         assert sizes.iterations_of(whole) == iterations
-        assert sizes.iterations_of(whole + sizes.asked(whole) - 1) == iterations, (
+        assert sizes.iterations_of(whole + sizes.nominal_size(whole) - 1) == iterations, (
             "a step that does not fit is not begun"
         )
 
@@ -62,9 +62,9 @@ def test_sizes_by_tokens_are_read() -> None:
 def test_sizes_by_tokens_are_megatrons() -> None:
     """A threshold is tokens // sequence length there; after 437 samples 3500 tokens at length 8 are reached."""
     sizes = stepped(read_steps("0:8 1K:12 3500:16") or [], seq_length=8)
-    assert [sizes.asked(consumed) for consumed in (0, 124, 125, 436, 437)] == [8, 8, 12, 12, 16]
+    assert [sizes.nominal_size(consumed) for consumed in (0, 124, 125, 436, 437)] == [8, 8, 12, 12, 16]
 
 
 def test_what_replicas_cannot_share_is_rounded_down() -> None:
     sizes = constant(30, unit=8)
-    assert (sizes.asked(0), sizes.running(0), sizes.num_micro_batches(0)) == (30, 24, 3)
+    assert (sizes.nominal_size(0), sizes.actual_size(0), sizes.num_micro_batches(0)) == (30, 24, 3)

@@ -1,4 +1,4 @@
-"""`megalith schedule`: the picture, the numbers below it, and its refusals; without torch."""
+"""`megalith schedule`: the draw, the numbers below it, and its refusals; without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from megalith.cli.main import main
 from megalith.schedules.pipeline import make_schedule
-from megalith.schedules.simulator import Costs, picture, simulate, summary
+from megalith.schedules.simulator import Costs, draw, simulate, summary
 
 TWO_STAGES = """\
 time    0              5              10
@@ -30,7 +30,7 @@ stage   computes      waits   bubble  live activations at most
 
 def test_the_picture_of_1f1b() -> None:
     simulation = simulate(make_schedule("1f1b", 2, 1, 3))
-    assert picture(simulation) == TWO_STAGES
+    assert draw(simulation) == TWO_STAGES
     assert summary(simulation, Costs()) == SUMMARY
 
 
@@ -39,7 +39,7 @@ def test_the_picture_of_1f1b() -> None:
 def test_every_operation_is_legible(name: str, chunks: int, costs: Costs) -> None:
     """Each row reads as the operations of its stage in order; all rows are equally long."""
     schedule = make_schedule(name, 4, chunks, 12)
-    rows = [line[8:] for line in picture(simulate(schedule, costs)).splitlines()[1:]]
+    rows = [line[8:] for line in draw(simulate(schedule, costs)).splitlines()[1:]]
     assert len({len(row) for row in rows}) == 1
     for row, ops in zip(rows, schedule.ops, strict=True):
         expected = [str(op) if chunks > 1 else f"{op.kind}{op.micro_batch}" for op in ops]
@@ -48,8 +48,8 @@ def test_every_operation_is_legible(name: str, chunks: int, costs: Costs) -> Non
 
 def test_a_picture_is_broken_at_the_width_of_the_terminal() -> None:
     simulation = simulate(make_schedule("interleaved", 4, 2, 8))
-    whole = [line[8:] for line in picture(simulation).splitlines()[1:5]]
-    broken = picture(simulation, width=70).split("\n\n")
+    whole = [line[8:] for line in draw(simulation).splitlines()[1:5]]
+    broken = draw(simulation, width=70).split("\n\n")
     assert all(len(line) <= 70 for panel in broken for line in panel.splitlines())
     panels = [[line[8:] for line in panel.splitlines()[1:]] for panel in broken]
     assert [len("".join(parts)) for parts in zip(*panels, strict=True)] == [len(row) for row in whole]
@@ -57,9 +57,9 @@ def test_a_picture_is_broken_at_the_width_of_the_terminal() -> None:
 
 def test_colors_change_nothing_but_colors() -> None:
     simulation = simulate(make_schedule("zb-h1", 3, 1, 4))
-    colored = picture(simulation, color=True)
+    colored = draw(simulation, color=True)
     assert colored.count("\x1b[97;48;5;") == 3 * 4 * 3
-    assert re.sub(r"\x1b\[[\d;]*m", "", colored) == picture(simulation).replace("|", " ")
+    assert re.sub(r"\x1b\[[\d;]*m", "", colored) == draw(simulation).replace("|", " ")
 
 
 def test_the_command_prints_both(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,15 +88,15 @@ def test_the_command_takes_a_schedule_and_costs(word: str, capsys: pytest.Captur
             "--pp 0 --vp x --costs 1 0 y --shedule zb",
             [
                 "--shedule is not a flag; did you mean --schedule?",
-                "zb belongs to no flag",
-                "--vp x is not a whole number",
+                "zb is an argument of no flag",
+                "--vp x is not an integer",
                 "--costs: 0 for the input gradient is not above 0",
                 "--costs: y for the weight gradient is not a number",
                 "--pp 0 is below 1",
             ],
         ),
         ("--schedule zb-h1 --vp 2", ["the schedule zb-h1 has one chunk of layers per stage, --vp 2 asks for more"]),
-        ("--schedule zbv", ["there is no schedule zbv; choose one of 1f1b, interleaved, zb-h1, forward"]),
+        ("--schedule zbv", ["unknown schedule zbv; choose one of 1f1b, interleaved, zb-h1, forward"]),
         ("--width -1", ["--width -1 is below 0"]),
         ("--costs 1 2", ["argument --costs: expected 3 arguments; see megalith schedule --help"]),
     ],

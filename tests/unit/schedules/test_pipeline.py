@@ -10,9 +10,9 @@ import pytest
 from megalith.errors import LayoutError
 from megalith.schedules.pipeline import (
     SCHEDULES,
-    Flags,
     Op,
     Schedule,
+    SizeNames,
     default_schedule,
     make_schedule,
     violations,
@@ -62,8 +62,8 @@ def test_on_a_stage_f_comes_before_b_before_w(schedules: list[Schedule]) -> None
 def test_what_one_stage_makes_another_needs(schedules: list[Schedule]) -> None:
     for schedule in schedules:
         both = range(schedule.stages)
-        made = Counter(m for stage in both for op in schedule.ops[stage] if (m := schedule.makes(stage, op)))
-        needed = Counter(m for stage in both for op in schedule.ops[stage] if (m := schedule.needs(stage, op)))
+        made = Counter(m for stage in both for op in schedule.ops[stage] if (m := schedule.output_of(stage, op)))
+        needed = Counter(m for stage in both for op in schedule.ops[stage] if (m := schedule.input_of(stage, op)))
         parts, directions = schedule.stages * schedule.chunks, 2 if schedule.has_backward else 1
         assert made == needed
         assert made.total() == (parts - 1) * directions * schedule.micro_batches
@@ -71,13 +71,13 @@ def test_what_one_stage_makes_another_needs(schedules: list[Schedule]) -> None:
 
 def test_messages_go_round_the_ring() -> None:
     schedule = make_schedule("interleaved", 4, 2, 4)
-    forward = schedule.makes(3, Op("F", 0, 2))
-    assert forward is not None and forward == schedule.needs(0, Op("F", 1, 2))
+    forward = schedule.output_of(3, Op("F", 0, 2))
+    assert forward is not None and forward == schedule.input_of(0, Op("F", 1, 2))
     assert (forward.source, forward.target, forward.chunk, forward.gradient) == (3, 0, 1, False)
-    backward = schedule.makes(0, Op("B", 1, 2))
-    assert backward is not None and backward == schedule.needs(3, Op("B", 0, 2))
-    assert schedule.needs(0, Op("F", 0, 2)) is schedule.makes(3, Op("F", 1, 2)) is None
-    assert schedule.needs(3, Op("B", 1, 2)) is schedule.makes(0, Op("B", 0, 2)) is None
+    backward = schedule.output_of(0, Op("B", 1, 2))
+    assert backward is not None and backward == schedule.input_of(3, Op("B", 0, 2))
+    assert schedule.input_of(0, Op("F", 0, 2)) is schedule.output_of(3, Op("F", 1, 2)) is None
+    assert schedule.input_of(3, Op("B", 1, 2)) is schedule.output_of(0, Op("B", 0, 2)) is None
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -87,9 +87,9 @@ def test_steps_post_each_receive_before_it_is_needed(schedules: list[Schedule], 
             posted, needed = [], []
             for step in schedule.steps(stage, prefetch=prefetch):
                 posted += step.receives
-                if step.needs is not None and not step.needs.is_local:
-                    needed.append(step.needs)
-                    assert step.needs in posted
+                if step.input is not None and not step.input.is_local:
+                    needed.append(step.input)
+                    assert step.input in posted
                 assert len(posted) - len(needed) <= prefetch
             assert posted == needed  # in the same order: an edge is a queue
 
@@ -98,7 +98,7 @@ def test_steps_bound_the_unfinished_sends() -> None:
     steps = make_schedule("1f1b", 4, 1, 8).steps(0, window=3)
     unfinished, most = 0, 0
     for step in steps:
-        unfinished += (step.makes is not None) - (step.settles is not None)
+        unfinished += (step.output is not None) - (step.wait_for_send is not None)
         most = max(most, unfinished)
     assert most == 3
 
@@ -139,12 +139,12 @@ def test_micro_batches_that_do_not_divide_are_refused_by_flag() -> None:
 
 
 def test_all_violations_are_named_at_once() -> None:
-    found = violations("zigzag", 0, -1, 0, Flags("--pp", "--vp", "--microbatches"))
+    found = violations("zigzag", 0, -1, 0, SizeNames("--pp", "--vp", "--microbatches"))
     assert [text[:17] for text in found] == [
         "--pp 0 is below 1",
         "--vp -1 is below ",
         "--microbatches 0 ",
-        "there is no sched",
+        "unknown schedule ",
     ]
     assert "zb-h1 has one chunk" in violations("zb-h1", 4, 2, 8)[0]
 

@@ -40,7 +40,7 @@ def stages_to_come(run: RunConfig) -> Sequence[Stage]:
     sizes = run.batch_sizes
     if not run.checkpoint.load:
         return sizes.stages
-    coming = list(dropwhile(lambda stage: not sizes.fills(stage.size), sizes.stages))
+    coming = list(dropwhile(lambda stage: not sizes.is_whole(stage.size), sizes.stages))
     return coming or sizes.stages
 
 
@@ -78,7 +78,7 @@ def one_length_of_the_run(draft: Draft) -> str:
 @rule
 def samples_make_at_least_one_step(draft: Draft) -> str:
     train = draft.run.train
-    batch = draft.run.batch_sizes.asked(0)
+    batch = draft.run.batch_sizes.nominal_size(0)
     if train.train_samples is None or train.train_samples >= batch:
         return ""
     return f"{show(draft, 'train_samples')} is less than one global batch of {batch}; use at least {batch}"
@@ -134,7 +134,7 @@ def micro_batches_fill_every_batch(draft: Draft) -> str:
     wrong = [
         stage.size
         for stage in stages_to_come(draft.run)
-        if stage.size < unit or not (sizes.fills(stage.size) or train.decrease_batch_size_if_needed)
+        if stage.size < unit or not (sizes.is_whole(stage.size) or train.decrease_batch_size_if_needed)
     ]
     if not wrong or not getattr(train, name):
         return ""
