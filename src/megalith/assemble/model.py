@@ -111,7 +111,7 @@ def build_recompute(run: RunConfig) -> Recompute | None:
     train = run.train
     if train.recompute_granularity != "full":
         parts = set(train.recomputed_parts)
-        if not run.model.keeps_weights_of_attention:
+        if not run.model.saves_attention_probabilities:
             parts.discard("core_attn")
         return Recompute(parts=frozenset(parts)) if parts else None
     assert train.recompute_method is not None and train.recompute_num_layers is not None, "a rule of the configuration"
@@ -194,7 +194,7 @@ def fully_shard(run: RunConfig, chunks: Sequence[LanguageModel], context: Parall
             chunk,
             chunk.blocks(),
             context,
-            reshard_after_forward=run.parallel.lets_weights_go,
+            reshard_after_forward=run.parallel.reshard_after_forward,
             reduce_dtype=at_least_fp32(chunk.dtype) if run.precision.grads_in_fp32 else None,
         )
         for chunk in chunks
@@ -213,7 +213,7 @@ def build_run_optimizer(run: RunConfig, chunks: Sequence[LanguageModel], context
         run.precision,
         count_zeros=run.log.log_num_zeros_in_grad,
         context=context,
-        zero1=run.parallel.divides_states,
+        zero1=run.parallel.shards_optimizer_only,
         # Registered modules may read a weight without a call of the module that holds it, or of another layer.
         overlap_gather=not run.train.compile and not run.model.registered_layers,
         sharded=fully_shard(run, chunks, context) if run.fully_sharded else (),

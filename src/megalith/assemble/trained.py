@@ -157,7 +157,7 @@ def _own_tokenizer(folder: Path, args: Mapping[str, Any], registry: Registry) ->
         return build_tokenizer(with_files_in(folder, config))
     except DataError as error:
         raise DataError(
-            f"{error}; the checkpoint names this tokenizer and has no copy of it: give {config.flags_elsewhere}"
+            f"{error}; the checkpoint names this tokenizer and has no copy of it: give {config.flags_for_moved_files}"
         ) from error
 
 

@@ -303,7 +303,7 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, state: TrainState) -> Dat
     The first rank of every machine checks too: its cache is another one where the file system is not shared.
     """
     ranks, built = RankGroup(state.context.world), list[Datasets]()
-    has_cache = config.data.names_sources or config.data.data_cache_path is not None
+    has_cache = config.data.has_data_source or config.data.data_cache_path is not None
 
     def build(*, cache_is_checked: bool) -> None:
         if not built:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from megalith.config import load
-from megalith.config.render import flags_markdown, flags_text, notes_lines, recipe_text
+from megalith.config.render import flags_markdown, flags_text, note_lines, recipe_text
 
 _HELP = """usage: megalith config [--config RECIPE.toml] [flags of a run]
        megalith config --flags [--markdown]
@@ -27,6 +27,6 @@ def run(argv: Sequence[str]) -> int:
     else:
         configuration = load(argv, files=False)
         print(recipe_text(configuration), end="")
-        for line in notes_lines(configuration):
+        for line in note_lines(configuration):
             print(f"note: {line}", file=sys.stderr)
     return 0

@@ -15,7 +15,7 @@ from megalith.config.command_line import read_command_line
 from megalith.config.environment import read_launch
 from megalith.config.families import FAMILIES
 from megalith.config.reading import read_recipe
-from megalith.config.render import given_recipe, notes_lines
+from megalith.config.render import given_recipe, note_lines
 from megalith.errors import ConfigError
 
 _HELP = """usage: megalith from-megatron SCRIPT.sh [ARGUMENTS OF THE SCRIPT]
@@ -205,7 +205,7 @@ def _print_recipe(what: str, launch: Launch, values: Mapping[str, Any]) -> None:
 
 def _print_notes(flags: Sequence[str], environ: Mapping[str, str]) -> None:
     """Print the notes about a command line to stderr."""
-    for line in notes_lines(load(flags, environ, files=False)):
+    for line in note_lines(load(flags, environ, files=False)):
         print(f"note: {line}", file=sys.stderr)
 
 

@@ -15,8 +15,8 @@ from megalith.checkpoint.store.store import TRACKER_FILE
 from megalith.compat.megatron import console
 from megalith.compat.megatron.screen import Screen
 from megalith.config import RunConfig
-from megalith.config.changes import Change, changes_lines
-from megalith.config.render import notes_lines
+from megalith.config.changes import Change, change_lines
+from megalith.config.render import note_lines
 from megalith.config.saved_args import megatron_args
 from megalith.data.build import Datasets
 from megalith.tokenizers import Tokenizer
@@ -39,7 +39,7 @@ class StartConsole(StartObserver):
         self.note(console.building_tokenizer_line(config.tokenizer.tokenizer_type))
 
     def changed(self, changes: Sequence[Change], iteration: int) -> None:
-        for line in changes_lines(list(changes), iteration):
+        for line in change_lines(list(changes), iteration):
             self.note(line)
 
     def vocabulary_padded(self, config: RunConfig, tokenizer: Tokenizer, padded: int, *, resumed: bool) -> None:
@@ -128,7 +128,7 @@ def _print_configuration(config: RunConfig, screen: Screen, device: torch.device
     if config.precision.bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         screen.warn(f"WARNING: {_device_name(device)} emulates bf16, which is slow; use --fp16")
     screen.note(console.argument_dump(megatron_args(config)))
-    for line in notes_lines(config):
+    for line in note_lines(config):
         screen.say(line)
     sizes = config.batch_sizes
     if len(sizes.stages) == 1:

@@ -1,4 +1,4 @@
-"""The configuration of a run: declared once, read from flags and recipes, checked as a whole. Imports no torch."""
+"""Configuration of a run: declared once, read from flags and recipes, checked as a whole. Does not import torch."""
 
 from megalith.config.groups import (
     CheckpointConfig,

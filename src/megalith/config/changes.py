@@ -1,4 +1,4 @@
-"""What a run asks for in another way than the one that wrote its checkpoint, and what that means."""
+"""Settings that differ between a run and its checkpoint, and the effect of the difference."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _OF_MEGATRON = (
 
 @dataclass(frozen=True)
 class Change:
-    """A setting with another value than the checkpoint was written under."""
+    """Setting whose value differs from the one that the checkpoint was written with."""
 
     flag: str
     # was, now: values in words; "-" for none
@@ -77,12 +77,12 @@ class Change:
         return f"{self.flag} {self.was} -> {self.now}"
 
     def to_dict(self) -> dict[str, str]:
-        """For records."""
+        """Return the change as a dictionary of strings."""
         return asdict(self)
 
 
 def changes_since(saved: Mapping[str, Any], run: RunConfig) -> list[Change]:
-    """The settings of a run that differ from those of a checkpoint, in the order of declaration.
+    """Return the settings of a run that differ from those of a checkpoint, in the order of declaration.
 
     Args:
         saved: the groups of the configuration that wrote it (`RunConfig.to_dict`), or Megatron's flat arguments. What
@@ -94,7 +94,7 @@ def changes_since(saved: Mapping[str, Any], run: RunConfig) -> list[Change]:
     for setting in all_settings().values():
         there, here = (saved.get(setting.group, {}), present[setting.group]) if grouped else (saved, present)
         known = setting.name in there and setting.name in here
-        if not known or setting.name in _OF_THIS_START or not (grouped or _is_told_by_megatron(setting)):
+        if not known or setting.name in _OF_THIS_START or not (grouped or _is_megatron_argument(setting)):
             continue
         was, now = there[setting.name], here[setting.name]
         if was != now:
@@ -105,12 +105,12 @@ def changes_since(saved: Mapping[str, Any], run: RunConfig) -> list[Change]:
 
 
 def effect_of(setting: Setting) -> str:
-    """What it means to go on with another value of a setting."""
+    """Return the effect of continuing a run with another value of a setting."""
     return _BY_NAME.get(setting.name, _BY_GROUP.get(setting.group, ANOTHER_WAY))
 
 
-def changes_lines(changes: list[Change], iteration: int) -> list[str]:
-    """What changed, for the screen: a line each, those that are harmless together in one."""
+def change_lines(changes: list[Change], iteration: int) -> list[str]:
+    """Return the changes as console lines: one each, and one for all harmless ones."""
     if not changes:
         return []
     mattering = [f"    {change}: {change.effect}" for change in changes if change.effect != HARMLESS]
@@ -119,8 +119,8 @@ def changes_lines(changes: list[Change], iteration: int) -> list[str]:
     return [f"changed since the checkpoint of iteration {iteration}:", *mattering, *last]
 
 
-def _is_told_by_megatron(setting: Setting) -> bool:
-    """Whether Megatron's arguments say the same thing under this name; others are of its own making."""
+def _is_megatron_argument(setting: Setting) -> bool:
+    """Return whether Megatron's argument of this name has the same meaning."""
     return setting.group in ("schedule", "optimizer") or setting.name in _OF_MEGATRON
 
 

@@ -51,12 +51,12 @@ def read_command_line(argv: Sequence[str], registry: Registry = EMPTY) -> Readin
 
 
 def given_settings(argv: Sequence[str], registry: Registry = EMPTY) -> frozenset[str]:
-    """Names of the settings that a command line gives, in whatever spelling."""
+    """Return the names of the settings that a command line sets, in any spelling."""
     return frozenset(read_command_line(argv, registry).values)
 
 
 def without_settings(argv: Sequence[str], names: Collection[str], registry: Registry = EMPTY) -> list[str]:
-    """The words of a sound command line without the flags of these settings, in whatever spelling, and their values."""
+    """Return the arguments of a valid command line without the flags (in any spelling) and values of these settings."""
     parser, kept = _Parser(list(argv), registry), []
     while parser.words:
         before = list(parser.words)
@@ -108,7 +108,7 @@ class _Parser:
             self._unknown(flag)
 
     def canonical(self, written: str) -> str:
-        """The spelling that is known, of what was written; a note says where the two differ."""
+        """Return the known spelling of a flag, and note where it differs from the given one."""
         if self._exists(written):
             return written
         hyphened = written.replace("_", "-")
@@ -226,7 +226,7 @@ class _Parser:
 
 
 def _without_quotes(word: str) -> str:
-    """A value without quotes around it, which stay where they stand inside a text or an array of bash."""
+    """Return a value without surrounding quotes; quotes inside a text or a bash array are kept."""
     quoted = len(word) > 2 and word[0] == word[-1] and word[0] in "'\""
     return word[1:-1] if quoted else word
 

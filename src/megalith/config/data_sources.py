@@ -1,4 +1,4 @@
-"""What `--data-path` and its relatives mean: which datasets a run reads for which split, with which weights."""
+"""Datasets, weights and splits that `--data-path` and related flags select."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPLIT_KEYS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Blend:
-    """Datasets that are mixed."""
+    """Weighted mixture of datasets."""
 
     prefixes: tuple[str, ...]  # paths without `.bin` / `.idx`, at least one
     # how much of each, in any unit, each above 0; None to take the datasets as they are
@@ -33,31 +33,31 @@ class Blend:
 
     @property
     def is_single(self) -> bool:
-        """One dataset as it is, which needs no mixing."""
+        """Return whether this is a single dataset without weights."""
         return len(self.prefixes) == 1 and self.weights is None
 
 
 @dataclass(frozen=True)
 class DataSources:
-    """Either one blend that `--split` cuts into splits, or one for each split that there is, or neither."""
+    """Datasets of a run: one blend that `--split` divides, one blend per split, or none."""
 
     whole: Blend | None = None
     splits: tuple[Blend | None, Blend | None, Blend | None] | None = None
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """Every dataset that is named, once."""
+        """Return every dataset prefix once."""
         blends = (self.whole,) if self.splits is None else self.splits
         return tuple(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))
 
     @property
     def training(self) -> Blend | None:
-        """What training reads."""
+        """Return the blend for training."""
         return self.whole if self.splits is None else self.splits[0]
 
 
 def parse_blend(words: Sequence[str], where: str) -> Blend:
-    """Prefixes, or weights and prefixes in turn.
+    """Parse prefixes, or alternating weights and prefixes.
 
     Words are weights and prefixes in turn if there is an even number of them and every other one, from the first on, is
     a number; if none of those is a number, all words are prefixes.
@@ -100,7 +100,7 @@ def _number(word: str) -> float | None:
 
 
 def data_sources(data: DataConfig) -> DataSources:
-    """What the run reads, from the flags and the files that they name; ConfigError if one is unreadable or no blend."""
+    """Return the datasets that flags and files name; ConfigError if one is unreadable or malformed."""
     if data.per_split_data_args_path is not None:
         return DataSources(splits=_splits_of_file(Path(data.per_split_data_args_path)))
     if any(data.paths_of_splits):

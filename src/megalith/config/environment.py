@@ -57,7 +57,7 @@ def read_launch(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_of_machine(environ: Mapping[str, str]) -> bool:
-    """Whether this process is the first of its machine, and so says what is alike for all of them."""
+    """Return whether this process is the first on its machine, which prints for all of them."""
     return next((environ[name] for name in _PLACES if name in environ), "0") == "0"
 
 
@@ -112,7 +112,8 @@ def tasks_without_srun(environ: Mapping[str, str]) -> int:
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun has started this process: a batch script has SLURM_PROCID and SLURM_NTASKS too, but no step.
+    """Return whether srun started this process. SLURM_PROCID and SLURM_NTASKS are also set in batch scripts, without a
+    step.
 
     A script that a task of another step has given to sbatch inherits the variables of that step, but not SLURM_GTIDS,
     which lists the tasks that were started with this process on its node.
@@ -127,7 +128,7 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> int:
-    """Tasks of the step, or of the job where the step's are not given."""
+    """Return the number of tasks of the step, or of the job if the step's is not set."""
     return _count(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
 
 
@@ -179,7 +180,7 @@ def _first_of_host_file(environ: Mapping[str, str]) -> str:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a SLURM node list: `gpu[03-05,09]-ib,login1` begins with gpu03-ib."""
+    """Return the first host of a SLURM node list: gpu03-ib for `gpu[03-05,09]-ib,login1`."""
     depth = 0
     for place, letter in enumerate(nodes):
         depth += (letter == "[") - (letter == "]")
@@ -190,10 +191,10 @@ def first_host(nodes: str) -> str:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Tasks on each node from SLURM's short form: `4(x2),3` is 4, 4, 3."""
+    """Return the tasks on each node from SLURM's short form: 4, 4, 3 for `4(x2),3`."""
     return [int(count) for count, times in _REPEATED.findall(text) for _ in range(int(times or 1))]
 
 
 def _port(job: str) -> str:
-    """A port that all processes of a job agree on and other jobs hardly share."""
+    """Return a port that all processes of a job agree on and other jobs are unlikely to use."""
     return str(_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS)

@@ -30,12 +30,12 @@ class Family:
 
     @property
     def encoder_decoder(self) -> bool:
-        """Whether a decoder attends to the output of an encoder."""
+        """Return whether the model has a decoder that attends to an encoder's output."""
         return len(self.stacks) > 1
 
     @property
     def generates(self) -> bool:
-        """Whether it writes text: a continuation, or an answer of its decoder."""
+        """Return whether the model generates text, as a continuation or as the decoder's answer."""
         return self.stacks[-1] == "decoder"
 
 

@@ -19,7 +19,7 @@ _METADATA_KEY = "megalith"
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a field says about itself beyond its type and default."""
+    """Metadata of a field beyond its type and default."""
 
     help: str  # one line for the reference page
     unit: str = ""  # what the number counts, empty where the help says it
@@ -55,7 +55,7 @@ def setting(default: Any = dataclasses.MISSING, /, **declaration: Any) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of a group, seen from outside: what the parsers and the documentation work with."""
+    """Field of a group as parsers and documentation use it."""
 
     group: str  # section name in recipes and saved configurations, such as `model`
     name: str  # field name, which is Megatron's name for it
@@ -68,14 +68,14 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The spelling that Megatron documents; for a boolean that is on by default, the one that switches it off."""
+        """Return the flag that Megatron documents; for a boolean that is on by default, the one to switch it off."""
         if self.kind is bool and self.default is True:
             return self.about.off[0] if self.about.off else f"--no-{self.name.replace('_', '-')}"
         return self.positive_flag
 
     @property
     def positive_flag(self) -> str:
-        """The spelling that sets the value or switches a boolean on."""
+        """Return the flag that sets the value or switches a boolean on."""
         return self.about.flag or "--" + self.name.replace("_", "-")
 
     def as_given(self, value: Any) -> str:
@@ -86,12 +86,12 @@ class Setting:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """Spellings that take a value, or switch a boolean on."""
+        """Return all flags that take a value or switch a boolean on."""
         return () if self.about.flagless else (self.positive_flag, *self.about.aliases)
 
     @property
     def off_spellings(self) -> tuple[str, ...]:
-        """Spellings that switch a boolean off; empty for other types."""
+        """Return all flags that switch a boolean off; empty for other types."""
         if self.kind is not bool:
             return ()
         words = self.positive_flag.removeprefix("--")
@@ -102,13 +102,13 @@ class Setting:
 
 @cache
 def settings_of(group_name: str, group: type) -> tuple[Setting, ...]:
-    """The settings of a group in the order of declaration."""
+    """Return the settings of a group in the order of declaration."""
     hints = typing.get_type_hints(group)
     return tuple(_setting_of(group_name, field, hints[field.name]) for field in dataclasses.fields(group))
 
 
-def with_names(own: Setting, names: tuple[str, ...]) -> Setting:
-    """The setting with names of registered objects among its legal values."""
+def with_choices(own: Setting, names: tuple[str, ...]) -> Setting:
+    """Return the setting with the names of registered objects as further legal values."""
     return dataclasses.replace(own, about=dataclasses.replace(own.about, choices=(*own.about.choices, *names)))
 
 

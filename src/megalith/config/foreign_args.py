@@ -1,4 +1,4 @@
-"""From the arguments that Megatron keeps in its checkpoints back to the groups of a configuration.
+"""Groups of a configuration from the arguments in a Megatron checkpoint.
 
 The inverse of `saved_args`, for checkpoints of whichever version: an argument that is absent takes the value that it
 had before it existed, one that has no setting here must have the value that means "not used". `settings_from` chooses
@@ -29,7 +29,7 @@ _UNKNOWN_HERE = {
 
 
 def model_of(args: Mapping[str, Any], registry: Registry = EMPTY) -> ModelConfig:
-    """The architecture, of parts that users have registered too.
+    """Return the architecture, including registered parts.
 
     Raises:
         KeyError: an argument that no model is without is missing.
@@ -67,7 +67,7 @@ _TEXTS = ("moe_layer_freq", "no_rope_freq", "onnx_safe", "window_attn_skip_freq"
 
 
 def _text(value: Any) -> str | None:
-    """A value that Megatron has evaluated, as it is written on the command line here."""
+    """Return an evaluated argument of Megatron as text for the command line."""
     if value is None or value is False or value == [] or value == ():
         return None
     if value is True:
@@ -97,17 +97,17 @@ def refuse_registered_parts(args: Mapping[str, Any], where: str, why: str, *, gr
 
 
 def parallel_of(args: Mapping[str, Any]) -> ParallelConfig:
-    """How the run was divided."""
+    """Return the parallel layout."""
     return _group("parallel", ParallelConfig, args)
 
 
 def precision_of(args: Mapping[str, Any]) -> PrecisionConfig:
-    """The precision of its weights."""
+    """Return the precision of the weights."""
     return _group("precision", PrecisionConfig, args)
 
 
 def tokenizer_of(args: Mapping[str, Any], registry: Registry = EMPTY) -> TokenizerConfig:
-    """Its tokenizer; files are named as they were on the machine that wrote the checkpoint.
+    """Return the tokenizer; file paths are those of the machine that wrote the checkpoint.
 
     How many rows its embedding had follows from the layout, unless a run is told so itself.
     """
@@ -130,7 +130,7 @@ def _group(name: str, kind: type[Group], args: Mapping[str, Any], registry: Regi
 
 
 def _value(setting: Setting, value: Any, registered: Mapping[str, Any]) -> Any:
-    """A saved value in the type of the setting; an enumeration's member by its value or the default."""
+    """Convert a saved value to the type of the setting; an enumeration member to its value or the default."""
     about = setting.about
     if value is None or isinstance(value, Registered):
         return value
@@ -179,7 +179,7 @@ _LAYOUT = (
 
 
 def settings_from(args: Mapping[str, Any], registry: Registry = EMPTY, *, layout: bool) -> dict[str, Any]:
-    """The settings that a checkpoint decides, name -> value; with `layout` the tensor and pipeline sizes too.
+    """Return the settings that a checkpoint determines, name -> value; with `layout` also tensor and pipeline sizes.
 
     Raises:
         CheckpointError: its model has a part that this version has not.

@@ -41,10 +41,10 @@ class KnownFlag:
 @cache
 def known_flags() -> Mapping[str, KnownFlag]:
     """Map the spelling of every flag of Megatron that is not a setting here to what is known of it."""
-    return {flag.flag: flag for flag in listed_flags()}
+    return {flag.flag: flag for flag in read_known_flags()}
 
 
-def listed_flags() -> Iterator[KnownFlag]:
+def read_known_flags() -> Iterator[KnownFlag]:
     """Yield the flags in the order of the file."""
     tables = tomllib.loads(files("megalith.config").joinpath("megatron_flags.toml").read_text(encoding="utf-8"))
     for family in tables["accepted"]:

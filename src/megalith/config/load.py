@@ -1,4 +1,4 @@
-"""From the words of a command line to a checked `RunConfig`: defaults < recipe < flags, and all violations at once."""
+"""Construction of a checked `RunConfig` from defaults, recipe and flags, in rising precedence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load(
     saved_args: ArgsReader | None = None,
     registry: Registry | None = None,
 ) -> RunConfig:
-    """The configuration that a command line asks for.
+    """Return the configuration of a command line.
 
     Args:
         argv: the words after the name of the command.
@@ -77,7 +77,7 @@ def load(
 
 
 def imported(argv: Sequence[str], *, follows_recipe: bool = False) -> Registry:
-    """Import the modules that a command line names with --import and --hook; what they have registered.
+    """Import the modules that --import and --hook of a command line name; return what they register.
 
     Args:
         follows_recipe: whether --trust-recipe makes the modules count that the recipe names, too.
@@ -93,7 +93,7 @@ def imported(argv: Sequence[str], *, follows_recipe: bool = False) -> Registry:
 
 
 def _refuse_untrusted(recipe: str, imports: Sequence[str], registry: Registry) -> None:
-    """A recipe's modules are code that its reader has not typed: they are not imported by that alone."""
+    """Raise ConfigError for modules that a recipe imports and that the user has not allowed."""
     known = {one.name for one in registry.imports}
     if unknown := [name for name in imports if name not in known]:
         raise ConfigError(
@@ -103,7 +103,7 @@ def _refuse_untrusted(recipe: str, imports: Sequence[str], registry: Registry) -
 
 
 def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader, registry: Registry) -> Reading:
-    """What `--use-checkpoint-args` takes from the checkpoint of `--load`; nothing without that flag."""
+    """Return the settings that `--use-checkpoint-args` takes from the checkpoint of `--load`; empty without it."""
     reading, folder = Reading(), given.get("load") or given.get("pretrained_checkpoint")
     layout = bool(given.get("use_mp_args_from_checkpoint_args"))
     if not (given.get("use_checkpoint_args") or layout):
@@ -128,7 +128,7 @@ def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader, registry:
 
 
 def _keep_tokenizer(taken: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Take out of the settings of a checkpoint what is given of the tokenizer; returns what the user must hear."""
+    """Remove tokenizer settings that the user has given from those of a checkpoint; return notes about them."""
     names = ("tokenizer_type", "tokenizer_model")
     kept = [name for name in names if name in given and given[name] != taken.get(name, given[name])]
     if "tokenizer_type" in kept:  # the folder that the checkpoint names is of another kind of tokenizer
@@ -172,7 +172,7 @@ def from_values(
 
 
 def _read_mapping(values: Mapping[str, Any], registry: Registry) -> Reading:
-    """Read settings by name; nothing is raised, what is wrong is in the `problems` of the result."""
+    """Read settings by name. Errors are collected in `problems` of the result instead of raised."""
     reading = Reading()
     for name, value in values.items():
         setting = all_settings(registry).get(name)
@@ -187,7 +187,7 @@ def _read_mapping(values: Mapping[str, Any], registry: Registry) -> Reading:
 
 
 def check_groups(*groups: object) -> None:
-    """Refuse groups of settings that hold an illegal value, or that break a rule among themselves.
+    """Raise ConfigError if groups contain an invalid value or break a rule.
 
     `load` and `from_values` return checked groups; this is for those that a program constructs or changes itself, and
     is called where a model, an optimizer, a schedule or a dataset is built from them.
@@ -216,12 +216,12 @@ def check_groups(*groups: object) -> None:
 
 
 def check_run(run: RunConfig) -> None:
-    """Refuse a configuration that was constructed or changed by hand, as `check_groups` does, by all rules."""
+    """Raise ConfigError if a configuration that was constructed or changed by a program breaks a rule."""
     check_groups(*_groups_of(run).values())
 
 
 def _illegal(setting: Setting, value: Any) -> str:
-    """What is wrong with the value that a group holds, empty if nothing."""
+    """Return why the value of a group's field is invalid; "" if it is valid."""
     if setting.many and value is not None and not isinstance(value, list | tuple):
         return "not a tuple"
     try:
@@ -232,7 +232,7 @@ def _illegal(setting: Setting, value: Any) -> str:
 
 
 class _Absent:
-    """Stands for a group that is not there."""
+    """Placeholder for a missing group."""
 
     def __getattr__(self, name: str) -> Any:
         raise UnusableError(name)
@@ -241,7 +241,7 @@ class _Absent:
 def _build(
     given: Mapping[str, Any], faulty: set[str], *, files: bool, registry: Registry
 ) -> tuple[RunConfig, list[str]]:
-    """The configuration with None for what is missing, and what is wrong with it."""
+    """Return the configuration, with None for missing values, and all errors in it."""
     problems: list[str] = []
     unusable = set(faulty)
     family = FAMILIES.get(str(given.get("model_family")))
@@ -275,7 +275,7 @@ def _build(
 def _asked_of(
     settings: Mapping[str, Setting], registry: Registry, given: Mapping[str, Any], problems: list[str]
 ) -> Iterator[Setting]:
-    """The settings of the groups and of the registered objects that are chosen; those of others may not be given."""
+    """Yield the settings of groups and chosen registered objects; settings given for other objects are errors."""
     chosen = {
         name
         for setting in all_settings().values()
@@ -298,7 +298,7 @@ def _groups_of(run: RunConfig) -> dict[str, Any]:
 
 
 def _overridden(flags: Reading) -> set[str]:
-    """Settings that the flags give well, so that a faulty value elsewhere is only reported, not missed."""
+    """Return settings with a valid value from flags: a faulty value elsewhere is reported but does not hide others."""
     return set(flags.values) - flags.faulty
 
 

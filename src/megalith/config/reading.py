@@ -1,4 +1,4 @@
-"""What has been read from the command line, a recipe or a mapping, with everything wrong in it.
+"""Values read from one source (command line, recipe or mapping), with all errors found in it.
 
 A recipe is a complete or partial configuration in TOML, one section per group; flags override it.
 """
@@ -23,7 +23,7 @@ else:
 
 @dataclass
 class Reading:
-    """The values that one source gives, and what there is to say about it."""
+    """Values of one source, with errors and notes about them."""
 
     values: dict[str, Any] = field(default_factory=dict)
     recipe: str = ""  # path of a recipe that is asked for, empty for none
@@ -55,7 +55,7 @@ class Reading:
 
 
 def read_recipe(path: Path, registry: Registry = EMPTY) -> Reading:
-    """Read a recipe; nothing is raised, what is wrong is in the `problems` of the result."""
+    """Read a recipe. Errors are collected in `problems` of the result instead of raised."""
     reading = Reading()
     try:
         sections = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -128,6 +128,6 @@ def _hint(section: str, key: str) -> str:
 
 
 def _blame(reading: Reading, setting: Setting | None) -> None:
-    """Say no more of a setting that was meant by something unreadable."""
+    """Mark a setting as faulty, so that no further errors are reported for it."""
     if setting is not None:
         reading.faulty.add(setting.name)

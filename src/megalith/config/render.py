@@ -1,4 +1,4 @@
-"""The configuration as text: a recipe of a run, what differs from the defaults, and the reference of all flags."""
+"""Configuration as text: recipe, differences from defaults, and reference of all flags."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _GENERATED = "<!-- Generated: `megalith config --flags --markdown > docs/flags.m
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting that differs from its default."""
+    """Setting that differs from its default."""
 
     name: str
     value: Any
@@ -49,7 +49,7 @@ class Difference:
 
 
 def differences(run: RunConfig) -> list[Difference]:
-    """The settings of a run that are required or differ from their defaults, in the order of declaration."""
+    """Return the settings of a run that are required or differ from their defaults, in the order of declaration."""
     values = [(setting, _value(run, setting)) for setting in all_settings().values() if setting.group != "launch"]
     return [
         Difference(setting.name, value, setting.default)
@@ -58,8 +58,8 @@ def differences(run: RunConfig) -> list[Difference]:
     ]
 
 
-def notes_lines(run: RunConfig) -> list[str]:
-    """What there is to say at the start: each note in a line, and all that needs nothing together in one."""
+def note_lines(run: RunConfig) -> list[str]:
+    """Return the notes for the console: one line each, and one for all flags without effect."""
     lines = [str(note) for note in run.notes if not note.needs_nothing]
     idle = list(dict.fromkeys(flag for note in run.notes for flag in note.needs_nothing))
     if idle:
@@ -68,7 +68,7 @@ def notes_lines(run: RunConfig) -> list[str]:
 
 
 def recipe_text(run: RunConfig) -> str:
-    """The complete configuration as a recipe; `# default` marks what differs, a comment what is not set.
+    """Return the complete configuration as a recipe; `# default` marks differences, comments mark unset values.
 
     The text read by `--config` gives the same configuration.
     """
@@ -82,7 +82,7 @@ def recipe_text(run: RunConfig) -> str:
 
 
 def given_recipe(values: Mapping[str, Any]) -> str:
-    """What is given, and nothing else, as a recipe."""
+    """Return only the given values as a recipe."""
     sections = []
     for group in group_types():
         given = [setting for setting in _settings(group) if setting.name in values and group != "launch"]
@@ -93,7 +93,7 @@ def given_recipe(values: Mapping[str, Any]) -> str:
 
 
 def common_flags_text() -> str:
-    """The flags that most runs give, for the terminal."""
+    """Return the help text of the most common flags."""
     settings = all_settings()
     lines = [_RECIPE_LINE]
     for heading, names in COMMON_SETTINGS.items():
@@ -103,7 +103,7 @@ def common_flags_text() -> str:
 
 
 def flags_text(registry: Registry = EMPTY) -> str:
-    """All flags that have an effect here, those of registered objects too, for the terminal."""
+    """Return the help text of all flags that have an effect, including those of registered objects."""
     lines = [
         _RECIPE_LINE,
         f"  {IMPORT_FLAG + ' MODULE ...':{_COLUMN - 2}}Python modules that register objects of your own",
@@ -121,7 +121,7 @@ def flags_text(registry: Registry = EMPTY) -> str:
 
 
 def flags_markdown() -> str:
-    """The reference page of flags, docs/flags.md."""
+    """Return the reference page of flags, docs/flags.md."""
     return "\n".join([*_page_head(), *_page_settings(), *_page_others()]) + "\n"
 
 
@@ -194,7 +194,7 @@ def _terminal_lines(setting: Setting) -> list[str]:
 
 
 def _broken_at_choices(left: str) -> list[str]:
-    """The flag and its choices on as many lines as they need."""
+    """Return a flag and its choices, wrapped between choices."""
     lines = [""]
     for part in left.split("|"):
         if lines[-1] and len(lines[-1]) + len(part) >= _WIDTH:
@@ -204,7 +204,7 @@ def _broken_at_choices(left: str) -> list[str]:
 
 
 def _meaning(setting: Setting) -> str:
-    """The help of a setting, said of the flag that is documented for it."""
+    """Return the help of a setting, worded for its documented flag."""
     switches_off = setting.kind is bool and setting.default is True
     return f"switch off: {setting.about.help}" if switches_off else setting.about.help
 
@@ -255,7 +255,7 @@ def _toml(value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A default in words."""
+    """Return a default as text."""
     if value is None or value == ():
         return "not set"
     if isinstance(value, bool):
@@ -268,7 +268,7 @@ def _settings(group: str) -> list[Setting]:
 
 
 def _parts(group: str, kind: type, registry: Registry = EMPTY) -> Iterator[tuple[str, list[Setting]]]:
-    """Heading and settings of a group: first its own, then those of each class that it inherits from."""
+    """Yield heading and settings of a group: first its own, then those of each base class."""
     settings = all_settings(registry)
     for part in kind.__mro__:
         own = [settings[name] for name in inspect.get_annotations(part) if name in settings]

@@ -1,4 +1,4 @@
-"""The whole configuration of one training run, and its form on disk."""
+"""Complete configuration of a training run, and its serialized form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
-from megalith.config.fields import Setting, settings_of, with_names
+from megalith.config.fields import Setting, settings_of, with_choices
 from megalith.config.groups import (
     CheckpointConfig,
     DataConfig,
@@ -32,7 +32,7 @@ from megalith.schedules.batch_size import BatchSizes, constant, ramped, read_ste
 
 @dataclass(frozen=True)
 class Note:
-    """Something that was read in another way than written, or has no effect."""
+    """Note about a value that was interpreted, or has no effect."""
 
     text: str  # what there is to say, one line
     # flags that were accepted and need nothing, for the reason in `text`; empty for other notes
@@ -49,7 +49,7 @@ class Note:
 class RunConfig:
     """Every setting of a run, by group.
 
-    `notes` says what was given and needs nothing here or has no effect (`render.notes_lines` for the screen), `given`
+    `notes` says what was given and needs nothing here or has no effect (`render.note_lines` for the screen), `given`
     which settings were given at all, by flag, recipe or environment, and `registry` what --import has registered; they
     are not part of the configuration and are neither compared nor saved.
     """
@@ -71,17 +71,17 @@ class RunConfig:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of model replicas."""
+        """Return the number of model replicas."""
         return self.layout.dp
 
     @property
     def fully_sharded(self) -> bool:
-        """Whether weights are cut over replicas; with one replica there is nothing to cut."""
-        return self.parallel.divides_weights and self.layout.dp * self.layout.cp > 1
+        """Return whether weights are sharded over replicas (FSDP2); False with a single replica."""
+        return self.parallel.fully_shards and self.layout.dp * self.layout.cp > 1
 
     @property
     def layout(self) -> Layout:
-        """Processes by kind of parallelism."""
+        """Return the number of ranks of each kind of parallelism."""
         parallel = self.parallel
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         cp = parallel.context_parallel_size
@@ -92,7 +92,7 @@ class RunConfig:
 
     @property
     def stages(self) -> Stages:
-        """Layers by [pipeline stage][virtual stage]; LayoutError if they cannot be divided so."""
+        """Return the layers by [pipeline stage][virtual stage]; LayoutError if they do not divide."""
         parallel = self.parallel
         return split_layers(
             self.model.num_layers,
@@ -106,14 +106,14 @@ class RunConfig:
 
     @property
     def pipeline_schedule(self) -> str:
-        """The order of the work of a pipeline, decided."""
+        """Return the name of the pipeline schedule, with "auto" resolved."""
         if self.parallel.pipeline_schedule != "auto":
             return self.parallel.pipeline_schedule
         return "interleaved" if self.parallel.virtual_stages(self.model.num_layers) > 1 else "1f1b"
 
     @cached_property
     def batch_sizes(self) -> BatchSizes:
-        """Samples of each step. What the rules of the configuration refuse is read as a constant size."""
+        """Return the global batch sizes; a constant size if the settings are invalid, which rules report."""
         train, unit = self.train, self.train.micro_batch_size * max(1, self.data_parallel_size)
         steps = read_steps(train.step_batch_size_schedule or "")
         if steps is not None:
@@ -127,39 +127,39 @@ class RunConfig:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one step, given or derived; at the end of the run where they grow."""
+        """Return the samples of one step, given or derived; the final size if it grows."""
         return self.batch_sizes.final
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches that one process accumulates in a step at the end of the run."""
+        """Return the micro-batches that one process accumulates in a step at the end of the run."""
         return self.global_batch_size // self.batch_sizes.unit
 
     @property
     def eval_micro_batch_size(self) -> int:
-        """Samples of one forward pass in an evaluation."""
+        """Return the samples of one forward pass in an evaluation."""
         return self.train.eval_micro_batch_size or self.train.micro_batch_size
 
     @property
     def eval_micro_batches(self) -> int:
-        """Micro-batches of one process in an iteration of an evaluation."""
+        """Return the micro-batches of one process in one evaluation iteration."""
         return self.eval_batch_size // (self.eval_micro_batch_size * max(1, self.data_parallel_size))
 
     @property
     def eval_batch_size(self) -> int:
-        """Samples of one iteration of an evaluation."""
+        """Return the samples of one evaluation iteration."""
         return self.train.eval_global_batch_size or self.global_batch_size
 
     @property
     def train_iters(self) -> int:
-        """Number of steps of the run, whether it is given in iterations or in samples."""
+        """Return the number of steps, whether the length is given in iterations or samples."""
         if self.train.train_iters is not None:
             return self.train.train_iters
         return self.batch_sizes.iterations_of(self.train.train_samples or 0)
 
     @property
     def registered(self) -> tuple[Registered, ...]:
-        """The registered objects that this run uses."""
+        """Return the registered objects that this run uses."""
         values = (getattr(getattr(self, s.group), s.name) for s in all_settings().values() if s.about.registers)
         return tuple(
             item
@@ -169,7 +169,7 @@ class RunConfig:
         )
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The groups as JSON-able dictionaries, tuples as lists; `from_dict` is the inverse.
+        """Return the groups as JSON-serializable dictionaries, tuples as lists; `from_dict` is the inverse.
 
         The settings of registered objects follow, each under the object's name.
         """
@@ -193,13 +193,13 @@ class RunConfig:
 
 @cache
 def group_types() -> Mapping[str, type]:
-    """Group name -> group class, in the order of declaration."""
+    """Return group name -> group class, in the order of declaration."""
     hints = typing.get_type_hints(RunConfig)
     return {item.name: hints[item.name] for item in dataclasses.fields(RunConfig) if item.compare}
 
 
 def all_settings(registry: Registry = EMPTY) -> Mapping[str, Setting]:
-    """Setting name -> setting, over all groups and the registered objects that have settings; names are unique.
+    """Return name -> setting over all groups and the registered objects with settings; names are unique.
 
     Raises:
         ConfigError: A registered object takes a name that is taken.
@@ -221,7 +221,7 @@ def _settings_with(registry: Registry) -> Mapping[str, Setting]:
                 for name in names
                 if name in known
             ]
-            own[setting.name] = with_names(setting, names)
+            own[setting.name] = with_choices(setting, names)
     sections: dict[str, Entry] = {}
     for entry in registry.entries:
         if entry.settings is None:
@@ -248,7 +248,7 @@ def _values(section: str, group: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON and Megatron have it: tuples as lists, registered objects as their names."""
+    """Convert a value for JSON and Megatron: tuples to lists, registered objects to their names."""
     if isinstance(value, tuple):
         return [plain(item) for item in value]
     return str(value) if isinstance(value, Registered) else value
@@ -290,7 +290,7 @@ def _resolve(kind: str, name: Any, registry: Registry, own: Mapping[str, Any]) -
 
 
 def group_from_dict(name: str, saved: Mapping[str, Any]) -> Any:
-    """One group from its saved dictionary, lists back to tuples; ConfigError names unknown and missing settings."""
+    """Rebuild a group from its saved dictionary, lists to tuples; ConfigError names unknown and missing settings."""
     settings = {setting.name: setting for setting in settings_of(name, group_types()[name])}
     problems = [f"saved configuration: group '{name}' has no setting '{key}'" for key in saved if key not in settings]
     problems += [

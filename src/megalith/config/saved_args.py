@@ -1,4 +1,4 @@
-"""The configuration under Megatron's names: the flat `args` that its checkpoints carry and its tools read."""
+"""Configuration as Megatron's flat `args`, which checkpoints hold and its tools read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_THE_PROGRAM = ("padded_vocab_size",)
 
 
 def megatron_args(run: RunConfig) -> dict[str, Any]:
-    """Megatron's arguments for this run, with the derived ones filled in as its argument check does.
+    """Return Megatron's arguments for this run, including those that its argument check derives.
 
     The caller adds what only the running program knows: padded_vocab_size, consumed_train_samples,
     consumed_valid_samples and skipped_train_samples. `params_dtype` is the name of the dtype, as no torch is here.
@@ -58,14 +58,14 @@ def _flat(groups: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
 
 
 def _listed(name: str, value: Any) -> Any:
-    """A value as argparse has it: lists, and None for most of those that are not given."""
+    """Return a value as argparse stores it: lists, and None for most empty ones."""
     if not isinstance(value, tuple):
         return plain(value)
     return plain(value) if value or name in _EMPTY_LISTS else None
 
 
 def weights_args(model: ModelConfig, precision: PrecisionConfig, tokenizer: TokenizerConfig) -> dict[str, Any]:
-    """Megatron's arguments for weights that no run of this program made: what they mean, and one process.
+    """Return Megatron's arguments for weights that were not trained here: architecture and a single process.
 
     The caller adds padded_vocab_size.
     """
@@ -120,12 +120,12 @@ def _derived_of_model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _one_or_all(values: tuple[Any, ...]) -> Any:
-    """One value as itself, several as a list, as Megatron's argument check leaves them."""
+    """Return a single value as itself, several as a list, as Megatron's argument check does."""
     return values[0] if len(values) == 1 else list(values)
 
 
 def _pattern(text: str | None) -> int | list[int] | None:
-    """What Megatron's evaluation of such a text gives."""
+    """Return the result of Megatron's evaluation of a layer pattern."""
     pattern = None if text is None else read_pattern(text)
     return list(pattern) if isinstance(pattern, tuple) else pattern
 

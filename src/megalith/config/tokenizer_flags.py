@@ -1,4 +1,4 @@
-"""The flags of the tokenizer, for commands that have a parser of their own: declared once, in `TokenizerConfig`."""
+"""Tokenizer flags for commands with their own parser, declared once in `TokenizerConfig`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENIZER_SETTINGS: tuple[str, ...] = tuple(setting.name for setting in settings
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, *, about: str = "") -> None:
-    """Give a parser the flags of the tokenizer; `read_tokenizer_flags` understands what it finds."""
+    """Add the tokenizer flags to a parser; `read_tokenizer_flags` reads the result."""
     add = parser.add_argument_group("tokenizer", about or None).add_argument
     for setting in settings_of("tokenizer", TokenizerConfig):
         words, text = setting.spellings, _help(setting)
@@ -31,7 +31,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, about: str = "") -> 
 
 
 def read_tokenizer_flags(options: argparse.Namespace, problems: list[str]) -> dict[str, Any]:
-    """The settings that were given, by name; what is wrong with them is added to `problems`."""
+    """Return the given tokenizer settings by name; append errors to `problems`."""
     values = {}
     registry = imported_by(options)
     known = all_settings(registry)
@@ -52,7 +52,7 @@ def read_tokenizer_flags(options: argparse.Namespace, problems: list[str]) -> di
 
 
 def add_import_flag(parser: argparse.ArgumentParser) -> None:
-    """Give a parser --import; `imported_by` follows what it finds."""
+    """Add --import to a parser; `imported_by` reads the result."""
     parser.add_argument(
         IMPORT_FLAG,
         dest="imports",
@@ -65,26 +65,26 @@ def add_import_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def imported_by(options: argparse.Namespace) -> Registry:
-    """What the modules register that a parser's --import names."""
+    """Import the modules of a parser's --import; return what they register."""
     names: list[str] = getattr(options, "imports", [])
     return collect(names) if names else EMPTY
 
 
 def tokenizer_from(given: Mapping[str, Any]) -> TokenizerConfig | None:
-    """The tokenizer that settings name with its files; None where they leave it to the checkpoint."""
+    """Return the tokenizer that settings name; None if they leave it to the checkpoint."""
     named = {name: given[name] for name in TOKENIZER_SETTINGS if given.get(name) is not None}
     if not named.keys() - {"tokenizer_type"} and not isinstance(named.get("tokenizer_type"), Registered):
         return None
     if "tokenizer_type" not in named and "tokenizer_model" in named:
         named["tokenizer_type"] = "HuggingFaceTokenizer"
     config = TokenizerConfig(**named)
-    if config.lacking:
+    if config.missing_flags:
         default = "" if "tokenizer_type" in named else " (the default)"
         flags = " ".join(_flag(name) for name in named if name != "tokenizer_type")
         raise ConfigError(
-            f"{flags}: --tokenizer-type {config.tokenizer_type}{default} requires {' and '.join(config.lacking)} too; "
-            "give that, or the --tokenizer-type of what is given, or no flag of the tokenizer for the one of the "
-            "checkpoint"
+            f"{flags}: --tokenizer-type {config.tokenizer_type}{default} also requires "
+            f"{' and '.join(config.missing_flags)}; add that, change --tokenizer-type, or omit all tokenizer flags to "
+            "use the checkpoint's"
         )
     if wrong := config.contradictions:
         raise ConfigError(wrong)
@@ -92,7 +92,7 @@ def tokenizer_from(given: Mapping[str, Any]) -> TokenizerConfig | None:
 
 
 def tokenizer_of_flags(options: argparse.Namespace) -> TokenizerConfig | None:
-    """The tokenizer that a parser's flags name; None where they leave it to the checkpoint."""
+    """Return the tokenizer that a parser's flags name; None if they leave it to the checkpoint."""
     problems: list[str] = []
     given = read_tokenizer_flags(options, problems)
     if problems:
@@ -101,7 +101,7 @@ def tokenizer_of_flags(options: argparse.Namespace) -> TokenizerConfig | None:
 
 
 def tokenizer_of_arguments(given: Mapping[str, Any], imports: Sequence[str] = ()) -> TokenizerConfig | None:
-    """The tokenizer that arguments name which are called as the settings are; None where they name none.
+    """Return the tokenizer of keyword arguments named like the settings; None if there are none.
 
     A value may be its text, in which several are separated by spaces. `imports` are modules that register tokenizers.
     """

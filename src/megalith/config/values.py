@@ -28,7 +28,7 @@ _REMOTE = re.compile(
 
 
 def remote(path: str) -> str:
-    """What is wrong with a path that names another machine or an object store; empty for one of the file system."""
+    """Return why a path is invalid if it names another machine or an object store; "" for a local path."""
     found = _REMOTE.match(path)
     if found is None:
         return ""
@@ -45,7 +45,7 @@ _NO_PATHS = ("wandb_project", "wandb_exp_name", "wandb_entity", "tokenizer_speci
 
 
 def holds_paths(setting: Setting) -> bool:
-    """Whether the text of a setting may be a path."""
+    """Return whether the value of a setting may be a path."""
     about = setting.about
     named = about.choices or about.registers or about.from_environment
     return setting.kind is str and not named and setting.name not in _NO_PATHS
@@ -77,7 +77,7 @@ def local_path(text: str) -> Path:
 
 
 def value_from_words(setting: Setting, words: list[str]) -> Any:
-    """The value that the words after a flag stand for; BadValue if they are no number or none of the choices."""
+    """Convert the arguments of a flag to its value; BadValue if one is no number or not among the choices."""
     values = [_from_word(setting, word) for word in words]
     return tuple(values) if setting.many else values[0]
 
@@ -93,7 +93,7 @@ def checked_value(setting: Setting, value: Any) -> Any:
 
 
 def out_of_range(setting: Setting, value: Any) -> str:
-    """What is wrong with a number, empty if nothing."""
+    """Return why a number is out of range; "" if it is not."""
     if setting.kind not in (int, float) or value is None:
         return ""
     if setting.many:
@@ -113,14 +113,14 @@ def _outside(setting: Setting, value: float) -> str:
 
 
 def legal_range(setting: Setting) -> str:
-    """The legal range in words, such as `at least 0 and below 1`; empty without one."""
+    """Return the legal range as text, such as `at least 0 and below 1`; "" without one."""
     about = setting.about
     bounds = (("at least", about.at_least), ("above", about.above), ("at most", about.at_most), ("below", about.below))
     return " and ".join(f"{words} {number:g}" for words, number in bounds if number is not None)
 
 
 def closest(word: str, candidates: Iterable[str], cutoff: float = 0.72) -> str:
-    """The candidate that the word was probably meant to be, empty if none is near."""
+    """Return the candidate that resembles the word most; "" if none is similar."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=cutoff)
     return by_lower[matches[0]] if matches else ""
@@ -200,7 +200,7 @@ _LONGEST = 100_000
 
 
 def read_pattern(text: str) -> int | tuple[int, ...]:
-    """A frequency or the list, written out; a ValueError says why it is neither."""
+    """Parse a frequency or a list of layers; ValueError says why it is neither."""
     try:
         found = _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
@@ -234,8 +234,8 @@ def _value(node: ast.expr) -> int | list[int] | None:
     return None
 
 
-def of_layers(text: str | None, num_layers: int) -> tuple[bool, ...]:
-    """Which layers are marked: every N-th, or those with a 1 in the list; a text that says nothing marks none."""
+def marked_layers(text: str | None, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it is marked: every N-th, or those with a 1 in the list; none for None."""
     if text is None:
         return (False,) * num_layers
     pattern = read_pattern(text)
@@ -245,7 +245,7 @@ def of_layers(text: str | None, num_layers: int) -> tuple[bool, ...]:
 
 
 def read_window(text: str) -> tuple[int, int]:
-    """The two numbers of `--window-size LEFT,RIGHT`, with or without brackets; ValueError if it is something else."""
+    """Parse `--window-size LEFT,RIGHT`, with or without brackets; ValueError if it is malformed."""
     parts = text.strip().strip("()[]").split(",")
     try:
         left, right = (int(part) for part in parts)

@@ -207,7 +207,7 @@ _DECIDES_LOGITS = words(
     """
     model_family num_layers hidden_size num_attention_heads query_groups head_size ffn_size max_position_embeddings
     position_embedding_type rotary_base rotary_percent rotary_interleaved normalization norm_epsilon activation
-    add_bias_linear qkv_bias untie_embeddings_and_output_weights head_norm gated glu_linear_offset
+    add_bias_linear qkv_bias untie_embeddings_and_output_weights qk_norm gated glu_linear_offset
     activation_func_clamp_value apply_layernorm_1p final_layernorm apply_residual_connection_post_layernorm
     attention_output_gate softmax_type softmax_scale windows rotated_layers rotary_size
     rotary_seq_len_interpolation_factor experts expert_size moe_router_topk moe_router_pre_softmax

@@ -137,7 +137,7 @@ class Family(ABC):
     def unlike_gpt2(model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
         """What `unlike` says of families with GPT-2's layers."""
         wanted: dict[str, Any] = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"}
-        return wanted | {"gated": False, "add_bias_linear": True, "head_norm": ""}, {
+        return wanted | {"gated": False, "add_bias_linear": True, "qk_norm": ""}, {
             "one key and value head for each query head": model.query_groups == model.num_attention_heads,
             "heads that make up the hidden size": model.head_size * model.num_attention_heads == model.hidden_size,
         }

@@ -73,7 +73,7 @@ class _Llama(Family):
             "normalization": "RMSNorm",
             "activation": "silu",
             "gated": True,
-            "head_norm": "RMSNorm" if kind in _WITH_HEAD_NORMS else "",
+            "qk_norm": "RMSNorm" if kind in _WITH_HEAD_NORMS else "",
             "qkv_bias": kind == "qwen2" or (kind == "llama" and model.add_bias_linear),
             "add_bias_linear": kind == "llama" and model.add_bias_linear,
         }

@@ -25,12 +25,16 @@ def windows_of(reading: Reading, kind: str, positions: int, layers: int) -> dict
     window = reading.get("sliding_window")
     used = reading.flag("use_sliding_window") if kind in ("qwen2", "qwen3") else True
     first = reading.get("max_window_layers", layers)
-    of_layers = reading.get("layer_types")
-    if of_layers is not None:
-        right = isinstance(of_layers, list) and len(of_layers) == layers and set(of_layers) <= set(_LAYER_TYPES)
+    marked_layers = reading.get("layer_types")
+    if marked_layers is not None:
+        right = (
+            isinstance(marked_layers, list) and len(marked_layers) == layers and set(marked_layers) <= set(_LAYER_TYPES)
+        )
         if not right:
-            reading.problems.append(f"layer_types is {short(of_layers)}; it must be {' or '.join(_LAYER_TYPES)} each")
-        sliding = [kind == "sliding_attention" for kind in of_layers] if right else []
+            reading.problems.append(
+                f"layer_types is {short(marked_layers)}; it must be {' or '.join(_LAYER_TYPES)} each"
+            )
+        sliding = [kind == "sliding_attention" for kind in marked_layers] if right else []
     elif kind in ("qwen2", "qwen3"):
         sliding = [isinstance(first, int) and layer >= first for layer in range(layers)]
     else:

@@ -77,7 +77,7 @@ class _T5(Family):
             "normalization": "RMSNorm",
             "add_bias_linear": False,
             "qkv_bias": False,
-            "head_norm": "",
+            "qk_norm": "",
             "softmax_scale": 1.0,
             **({"t5_logits_bias": False} if tied else {}),
             **({} if tied and self.model_type == "t5" else {"t5_scaled_logits": False}),

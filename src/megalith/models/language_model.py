@@ -148,7 +148,7 @@ class LanguageModel(nn.Module, ABC):
     def _position_embedding(self) -> nn.Module | None:
         """What maps positions [B, S] to what is added to the embeddings of tokens, [B, S, D]."""
         config = self.config
-        if not config.adds_positions:
+        if not config.adds_position_embeddings:
             return None
         if isinstance(config.position_embedding_type, Registered):
             own: nn.Module = config.position_embedding_type(config, **self.factory)

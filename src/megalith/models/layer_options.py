@@ -37,7 +37,7 @@ def attention_shape(config: ModelConfig) -> AttentionShape:
         head_size=config.head_size,
         dropout=config.attention_dropout,
         rotary_interleaved=config.rotary_interleaved,
-        head_norm=config.head_norm,
+        qk_norm=config.qk_norm,
         norm_epsilon=config.norm_epsilon,
         norm_around_one=config.apply_layernorm_1p,
         output_gate=config.attention_output_gate,

@@ -36,7 +36,7 @@ class AttentionShape:
 
     Attributes:
         hidden_size, num_heads, num_groups, head_size: D, H, G and K.
-        head_norm: kind of norm of each query and key head (nn.norm), "" for none.
+        qk_norm: kind of norm of each query and key head (nn.norm), "" for none.
         output_gate: each query head has a gate head, whose sigmoid its context is multiplied by.
         softmax_type: vanilla, off-by-one (a sink of score 0) or learnable (a sink of each head).
     """
@@ -47,7 +47,7 @@ class AttentionShape:
     head_size: int
     dropout: float = 0.0
     rotary_interleaved: bool = False
-    head_norm: str = ""
+    qk_norm: str = ""
     norm_epsilon: float = 1e-5
     norm_around_one: bool = False
     output_gate: bool = False
@@ -188,11 +188,11 @@ class SelfAttention(Attention):
 
     def _head_norm(self, **factory: Unpack[FactoryKwargs]) -> nn.Module | None:
         shape = self.shape
-        if not shape.head_norm:
+        if not shape.qk_norm:
             return None
         around_one = shape.norm_around_one
         return build_norm(
-            shape.head_norm, shape.head_size, shape.norm_epsilon, around_one=around_one, of_heads=True, **factory
+            shape.qk_norm, shape.head_size, shape.norm_epsilon, around_one=around_one, of_heads=True, **factory
         )
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -104,7 +104,7 @@ def make_groups(
 
 def _treatment(name: str, parameter: Tensor, config: OptimizerConfig, mup: str, scaling: WidthScaling) -> _Treatment:
     apart = config.decoupled_lr is not None and name in _TABLES
-    by_matrix = config.sees_matrices and is_of_layers(name, parameter)
+    by_matrix = config.updates_matrices and is_of_layers(name, parameter)
     scaled = not apart and not (by_matrix and mup == "muon")
     return _Treatment(
         apart,
@@ -121,7 +121,7 @@ def _elementwise(config: OptimizerConfig, epsilon_factor: float) -> UpdateRule:
     rule = _registered_rule(config) if isinstance(name, Registered) else _entry(name).thing.from_config(config)
     if isinstance(rule, AdamW):
         rule = replace(rule, eps=rule.eps * epsilon_factor)
-    return Fp32Arithmetic(rule) if config.stores_rounded else rule
+    return Fp32Arithmetic(rule) if config.stores_low_precision else rule
 
 
 def _of_matrices(config: OptimizerConfig, axis: Axis, placements: Mapping[str, Placement]) -> UpdateRule:
@@ -147,7 +147,7 @@ def _registered_rule(config: OptimizerConfig) -> UpdateRule:
     if isinstance(thing, type) and issubclass(thing, torch.optim.Optimizer):
         own = chosen.settings
         settings = {} if own is None else {field.name: getattr(own, field.name) for field in fields(own)}
-        torch_rule = TorchRule(thing, str(chosen), settings, of_matrices=config.sees_matrices)
+        torch_rule = TorchRule(thing, str(chosen), settings, of_matrices=config.updates_matrices)
         if max(config.weight_decay, config.end_weight_decay or 0.0) and not torch_rule.takes_weight_decay:
             raise ConfigError(f"--optimizer {chosen}: {thing.__name__} has no weight_decay; use --weight-decay 0")
         rule: UpdateRule = torch_rule
@@ -170,7 +170,7 @@ def _check(rule: UpdateRule, config: OptimizerConfig) -> None:
         for state in rule.state_names
         if not state.isidentifier() or state in reserved
     ]
-    if not config.sees_matrices and rule.replicated_states("", (6, 4)):
+    if not config.updates_matrices and rule.replicated_states("", (6, 4)):
         problems.append(
             f"{chosen}: its state_shapes differ from the shape of the parameter, which unit='element' does not allow; "
             "register it with unit='matrix'"

@@ -41,7 +41,7 @@ def tokenizer_violations(config: TokenizerConfig) -> list[str]:
         return []
     if kind not in _MAKERS:
         return [f"--tokenizer-type {kind} is not in this version, which has {', '.join(_MAKERS)}"]
-    violations = [f"{flag} is missing: {kind} needs it" for flag in config.lacking]
+    violations = [f"{flag} is missing: {kind} needs it" for flag in config.missing_flags]
     return violations + config.contradictions
 
 
@@ -106,7 +106,7 @@ def _null(config: TokenizerConfig) -> Tokenizer:
     assert config.vocab_size is not None
     return NullTokenizer(
         config.vocab_size,
-        later=config.later_null_tokenizer,
+        later=config.has_separate_eod,
         eod_id=config.null_tokenizer_eod_id,
         pad_id=-1 if config.null_tokenizer_pad_id is None else config.null_tokenizer_pad_id,
     )

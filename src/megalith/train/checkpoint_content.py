@@ -97,7 +97,7 @@ def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -
     divided = _optimizer_chunks(state, run, dedup=True) if with_optimizer else []
     if run.fully_sharded:
         alike, divided = [], alike + divided
-    elif not run.parallel.divides_states:
+    elif not run.parallel.shards_optimizer_only:
         alike, divided = alike + divided, []
     shares = []
     for of_experts, holders in ((False, _replicas(state)), (True, state.context.edp)):

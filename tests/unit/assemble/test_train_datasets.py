@@ -59,7 +59,7 @@ def test_ranks_of_a_machine_with_its_own_disk_wait_for_its_check(
 
     def run(rank: int, machine: str, local_rank: int) -> None:
         config: Any = SimpleNamespace(
-            data=SimpleNamespace(names_sources=True, data_cache_path=None),
+            data=SimpleNamespace(has_data_source=True, data_cache_path=None),
             launch=SimpleNamespace(local_rank=local_rank),
             folder=tmp_path / machine,
         )

@@ -542,13 +542,13 @@ def registered(save: Path, **choices: str) -> Path:
 def test_a_checkpoint_of_registered_parts_converts_with_their_module(tmp_path: Path) -> None:
     save = registered(tmp_path / "own", normalization="own-norm")
     with pytest.raises(CheckpointError, match=r"--normalization own-norm.*--import own_module"):
-        convert(save, tmp_path / "without", Wanted(tp=2))
-    convert(save, tmp_path / "made", Wanted(tp=2, pp=2, registry=REGISTRY))
+        convert(save, tmp_path / "without", ConversionOptions(tp=2))
+    convert(save, tmp_path / "made", ConversionOptions(tp=2, pp=2, registry=REGISTRY))
     assert differences(save, tmp_path / "made") == []
     args = args_of(open_source(locate(tmp_path / "made")).common())
     assert type(args["normalization"]) is str and args["tensor_model_parallel_size"] == 2
     with pytest.raises(CheckpointError, match=r"--normalization own-norm.*torch_dist"):
-        convert(save, tmp_path / "torch", Wanted(format="torch", registry=REGISTRY))
+        convert(save, tmp_path / "torch", ConversionOptions(format="torch", registry=REGISTRY))
     with pytest.raises(CheckpointError, match="--normalization own-norm"):
         export(save, tmp_path / "hf", Export())
     assert main(["checkpoint", "diff", str(save), str(tmp_path / "made")]) == 0
@@ -557,8 +557,8 @@ def test_a_checkpoint_of_registered_parts_converts_with_their_module(tmp_path: P
 def test_the_table_of_a_plain_module_is_not_padded_anew(tmp_path: Path) -> None:
     save = registered(tmp_path / "plain", model="plain")
     with pytest.raises(CheckpointError, match="--true-vocab-size: --model plain"):
-        convert(save, tmp_path / "padded", Wanted(true_vocab_size=60, registry=REGISTRY))
-    convert(save, tmp_path / "half", Wanted(dtype="bfloat16", optimizer=False, registry=REGISTRY))
+        convert(save, tmp_path / "padded", ConversionOptions(true_vocab_size=60, registry=REGISTRY))
+    convert(save, tmp_path / "half", ConversionOptions(dtype="bfloat16", optimizer=False, registry=REGISTRY))
     (stored,) = open_source(locate(tmp_path / "half")).contents().tensors.values()
     assert stored.shape == (48, 16) and stored.dtype == torch.bfloat16
 
@@ -566,6 +566,6 @@ def test_the_table_of_a_plain_module_is_not_padded_anew(tmp_path: Path) -> None:
 def test_states_of_a_registered_optimizer_are_not_lost_in_format_torch(tmp_path: Path) -> None:
     save = registered(tmp_path / "own", optimizer="own-rule")
     with pytest.raises(CheckpointError, match=r"--optimizer own-rule.*--no-optim"):
-        convert(save, tmp_path / "torch", Wanted(format="torch"))
-    convert(save, tmp_path / "torch", Wanted(format="torch", optimizer=False))
+        convert(save, tmp_path / "torch", ConversionOptions(format="torch"))
+    convert(save, tmp_path / "torch", ConversionOptions(format="torch", optimizer=False))
     assert differences(save, tmp_path / "torch", weights=True) == []

@@ -149,7 +149,7 @@ def test_a_family_of_choice(saved: Path, tmp_path: Path) -> None:
     made = export(saved, tmp_path / "out", ExportOptions(model_type="mistral"))
     assert made.family.architecture == "MistralForCausalLM"
     assert HuggingFaceSource(tmp_path / "out").about.model == HuggingFaceSource(tmp_path / "hf").about.model
-    with pytest.raises(CheckpointError, match="qwen3.*head_norm RMSNorm"):
+    with pytest.raises(CheckpointError, match="qwen3.*qk_norm RMSNorm"):
         export(saved, tmp_path / "none", ExportOptions(model_type="qwen3"))
     assert not (tmp_path / "none").exists()
 

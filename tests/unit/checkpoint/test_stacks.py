@@ -112,9 +112,9 @@ def test_norms_are_written_as_megatrons_modules_name_them(variant: str, modules:
     space = model_of_variant(variant, modules)
     keys = [space.stacking.slot(name).key for name in space.shapes]
     for prefix in ("", "optimizer.state.exp_avg."):
-        of_layers = f"{prefix}decoder.layers."
+        marked_layers = f"{prefix}decoder.layers."
         found = space.stacking.written_keys(prefix + key for key in keys)
-        assert found == {of_layers + ours: of_layers + theirs for ours, theirs in written.items()}
+        assert found == {marked_layers + ours: marked_layers + theirs for ours, theirs in written.items()}
         assert all(_in_model_space(theirs) == ours for ours, theirs in found.items())
 
 

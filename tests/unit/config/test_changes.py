@@ -12,7 +12,7 @@ from megalith.config.changes import (
     LENGTH,
     ORDER,
     ROUNDING,
-    changes_lines,
+    change_lines,
     changes_since,
 )
 
@@ -31,7 +31,7 @@ def run(**changes: object) -> RunConfig:
 def test_nothing_changed() -> None:
     assert changes_since(run().to_dict(), run()) == []
     assert changes_since(megatron_args(run()), run()) == []
-    assert changes_lines([], 5) == []
+    assert change_lines([], 5) == []
 
 
 def test_each_change_is_told_with_its_meaning() -> None:
@@ -65,7 +65,7 @@ def test_an_older_version_knew_fewer_settings() -> None:
 
 def test_harmless_changes_share_a_line() -> None:
     changes = changes_since(run().to_dict(), run(log_interval=1, save="c", save_interval=5, lr=0.1))
-    assert changes_lines(changes, 7) == [
+    assert change_lines(changes, 7) == [
         "changed since the checkpoint of iteration 7:",
         f"    --lr 0.001 -> 0.1: {ANOTHER_WAY}",
         "    harmless: --save - -> c, --save-interval - -> 5, --log-interval 100 -> 1",

@@ -9,7 +9,7 @@ import pytest
 from megalith.config import RunConfig, all_settings, load
 from megalith.config.command_line import given_settings, read_command_line, without_settings
 from megalith.config.known import known_flags
-from megalith.config.render import notes_lines
+from megalith.config.render import note_lines
 from megalith.errors import ConfigError
 from megalith.layout import Layout
 
@@ -106,7 +106,7 @@ def test_a_flag_that_needs_nothing_is_noted_with_its_reason() -> None:
     run = read("--no-rope-fusion", "--no-masked-softmax-fusion")
     (note,) = run.notes
     assert note.needs_nothing == ("--no-rope-fusion", "--no-masked-softmax-fusion") and note.text
-    (line,) = notes_lines(run)
+    (line,) = note_lines(run)
     assert line.endswith("--no-rope-fusion --no-masked-softmax-fusion")
 
 
@@ -123,9 +123,9 @@ def test_settings_of_experts_say_where_they_have_no_effect() -> None:
     assert "--moe-router-topk 4" in idle.text and "--num-experts" in idle.text
     assert needless.needs_nothing == ("--moe-grouped-gemm",)
     alone = read("--expert-tensor-parallel-size", "3")
-    assert alone.layout == Layout() and "--expert-tensor-parallel-size 3" in notes_lines(alone)[0]
+    assert alone.layout == Layout() and "--expert-tensor-parallel-size 3" in note_lines(alone)[0]
     spread = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.1", "--moe-router-load-balancing-type", "none")
-    (line,) = notes_lines(read(*spread))
+    (line,) = note_lines(read(*spread))
     assert "--moe-aux-loss-coeff 0.1" in line
 
 
@@ -233,7 +233,7 @@ def test_words_of_settings_can_be_taken_out_in_every_spelling() -> None:
 
 @pytest.mark.parametrize(("precision", "said"), [([], True), (["--fp16"], False), (["--bf16"], False)])
 def test_a_loss_scale_without_half_precision_has_no_effect(precision: list[str], said: bool) -> None:
-    text = "\n".join(notes_lines(read("--loss-scale", "8", *precision)))
+    text = "\n".join(note_lines(read("--loss-scale", "8", *precision)))
     assert ("--loss-scale 8" in text) is said
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalith.config.values import of_layers, read_pattern, read_window
+from megalith.config.values import marked_layers, read_pattern, read_window
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,9 @@ def test_what_is_no_pattern(text: str) -> None:
 
 
 def test_layers_by_frequency_and_by_list() -> None:
-    assert of_layers("2", 5) == (False, True, False, True, False)
-    assert of_layers("[1]+[0]*2", 3) == (True, False, False)
-    assert of_layers(None, 2) == (False, False)
+    assert marked_layers("2", 5) == (False, True, False, True, False)
+    assert marked_layers("[1]+[0]*2", 3) == (True, False, False)
+    assert marked_layers(None, 2) == (False, False)
 
 
 def test_windows() -> None:

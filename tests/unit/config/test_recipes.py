@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megalith.config import RunConfig, load
-from megalith.config.render import notes_lines
+from megalith.config.render import note_lines
 from megalith.schedules.batch_size import BatchSizes
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
@@ -43,7 +43,7 @@ def test_there_are_recipes_for_every_size_and_number_of_devices() -> None:
 def test_a_recipe_is_sound_and_of_its_size(path: Path) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": str(max(1, gpus(path)))}
     run = load(["--config", str(path)], environ, files=False)
-    assert notes_lines(run) == []
+    assert note_lines(run) == []
     (size,) = [number for name, number in MILLIONS.items() if f"-{name}-" in path.name]
     assert parameters(run, VOCABULARIES.get(path.name.partition("-")[0], 50_304)) / 1e6 == pytest.approx(size, rel=0.01)
     assert run.checkpoint.save == f"checkpoints/{path.stem}" == run.checkpoint.load

@@ -99,7 +99,11 @@ def test_megatrons_strategies_are_the_kinds_of_zero(megatrons: str, torchs: str)
         load([*argv, *flags.split()], {"WORLD_SIZE": "2", "RANK": "0"}, files=False) for flags in (megatrons, torchs)
     ]
     one, other = (
-        (run.fully_sharded, run.parallel.divides_states, run.fully_sharded and run.parallel.lets_weights_go)
+        (
+            run.fully_sharded,
+            run.parallel.shards_optimizer_only,
+            run.fully_sharded and run.parallel.reshard_after_forward,
+        )
         for run in runs
     )
     assert one == other

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megalith.config import all_settings, load
-from megalith.config.known import known_flags, listed_flags
+from megalith.config.known import known_flags, read_known_flags
 from megalith.errors import ConfigError
 
 FILES = "--vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt"
@@ -75,7 +75,7 @@ def test_every_flag_of_megatron_has_a_status() -> None:
 
 
 def test_no_flag_has_two_statuses() -> None:
-    listed = [flag.flag for flag in listed_flags()]
+    listed = [flag.flag for flag in read_known_flags()]
     assert [flag for flag, count in Counter(listed).items() if count > 1] == []
     settings = all_settings().values()
     assert {f for s in settings for f in (*s.spellings, *s.off_spellings, *s.about.shorthands)} & set(listed) == set()

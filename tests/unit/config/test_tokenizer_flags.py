@@ -121,4 +121,4 @@ def test_arguments_are_called_as_the_settings_are() -> None:
 )
 def test_the_flags_that_name_a_tokenizer_whose_files_lie_elsewhere(words: str) -> None:
     config = tokenizer_of_flags(parse(words))
-    assert config is not None and config.flags_elsewhere == words
+    assert config is not None and config.flags_for_moved_files == words

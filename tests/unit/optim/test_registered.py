@@ -73,7 +73,7 @@ def test_names_and_units_of_this_package_agree_with_the_configuration() -> None:
     entries = {entry.name: entry for entry in registered_optimizers().entries}
     assert set(entries) == set(all_settings()["optimizer"].about.choices)
     for name, entry in entries.items():
-        assert (entry.options["unit"] == "matrix") == OptimizerConfig(optimizer=name).sees_matrices
+        assert (entry.options["unit"] == "matrix") == OptimizerConfig(optimizer=name).updates_matrices
         assert issubclass(entry.thing, UpdateRule)
 
 

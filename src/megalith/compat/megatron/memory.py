@@ -50,7 +50,7 @@ def theory(run: RunConfig, vocab_size: int) -> Theory:
     prediction = _layers(model, model.experts[-1:] * model.predictions)
     most_loaded = (transformer / pp + prediction + table * (2 if untied and pp == 1 else 1)) / tp
     each = _REPLICATED_BYTES
-    if parallel.divides_states:
+    if parallel.shards_optimizer_only:
         each = _DIVIDED_BYTES + _DIVISIBLE_BYTES / run.data_parallel_size
     return Theory(
         transformer,

@@ -13,86 +13,86 @@ class DataConfig:
     """Where the tokens come from and how they are cut into samples."""
 
     seq_length: int = setting(
-        help="tokens of one sample; of T5 those that its encoder reads",
+        help="tokens per sample; for T5 those of the encoder",
         aliases=("--encoder-seq-length",),
         unit="tokens",
         at_least=1,
     )
-    decoder_seq_length: int | None = setting(
-        None, help="tokens of one sample that the decoder of T5 reads", unit="tokens", at_least=1
-    )
-    mask_prob: float = setting(0.15, help="share of the tokens that BERT and T5 are to guess", above=0, below=1)
-    short_seq_prob: float = setting(
-        0.1, help="share of the samples of BERT and T5 that are cut short", at_least=0, at_most=1
-    )
+    decoder_seq_length: int | None = setting(None, help="decoder tokens per sample of T5", unit="tokens", at_least=1)
+    mask_prob: float = setting(0.15, help="fraction of tokens that BERT and T5 predict", above=0, below=1)
+    short_seq_prob: float = setting(0.1, help="fraction of shortened samples of BERT and T5", at_least=0, at_most=1)
     data_path: tuple[str, ...] = setting(
-        (), help="prefix of a .bin/.idx pair, without the ending; several, or weights and prefixes in turn, are blended"
+        (),
+        help="prefix of a .bin/.idx pair, without extension; several prefixes, or alternating weights and prefixes, "
+        "are blended",
     )
-    data_args_path: str | None = setting(None, help="file with the words of --data-path")
-    train_data_path: tuple[str, ...] = setting((), help="as --data-path, for training alone")
-    valid_data_path: tuple[str, ...] = setting((), help="as --data-path, for validation alone")
-    test_data_path: tuple[str, ...] = setting((), help="as --data-path, for the test alone")
+    data_args_path: str | None = setting(None, help="file with the arguments of --data-path")
+    train_data_path: tuple[str, ...] = setting((), help="like --data-path, for training only")
+    valid_data_path: tuple[str, ...] = setting((), help="like --data-path, for validation only")
+    test_data_path: tuple[str, ...] = setting((), help="like --data-path, for the test only")
     per_split_data_args_path: str | None = setting(
-        None, help='JSON file with the words of the three above: {"train": [...], "valid": [...], "test": [...]}'
+        None, help='JSON file with the arguments of these three: {"train": [...], "valid": [...], "test": [...]}'
     )
     mid_level_dataset_surplus: float = setting(
-        0.005, help="share by which each dataset of a weighted blend is built larger than its weight needs", at_least=0
+        0.005,
+        help="fraction by which each dataset of a weighted blend is built larger than its weight requires",
+        at_least=0,
     )
     padded_vocab_size: int | None = setting(
         None,
-        help="rows of the embedding, at least the size of the vocabulary; it, rounded up to a multiple of "
-        "--make-vocab-size-divisible-by x --tensor-model-parallel-size, unless given",
+        help="rows of the embedding; by default the vocabulary size rounded up to a multiple of "
+        "--make-vocab-size-divisible-by x --tensor-model-parallel-size",
         unit="tokens",
         at_least=1,
     )
-    split: str = setting("969, 30, 1", help="parts for training, validation and test")
-    mock_data: bool = setting(False, help="made-up data, to try a configuration")
+    split: str = setting("969, 30, 1", help="relative sizes of training, validation and test split")
+    mock_data: bool = setting(False, help="synthetic data, to try a configuration")
     data_source: tuple[str, ...] = setting(
-        (), help="registered datasets, in place of --data-path", registers="dataset", ours=True
+        (), help="registered datasets, instead of --data-path", registers="dataset", ours=True
     )
     data_source_weights: tuple[float, ...] = setting(
-        (), help="share of each dataset of --data-source; needed for several", above=0, ours=True
+        (), help="weight of each dataset of --data-source; required for several", above=0, ours=True
     )
-    data_cache_path: str | None = setting(None, help="folder of the index caches; beside the data unless given")
-    num_workers: int = setting(2, help="threads that read data ahead; 0 reads between the steps", at_least=0)
+    data_cache_path: str | None = setting(None, help="folder of the index caches; beside the data by default")
+    num_workers: int = setting(2, help="threads that prefetch data; 0 reads between steps", at_least=0)
     num_dataset_builder_threads: int = setting(
         1, help="threads that open and index the datasets of a blend", at_least=1
     )
     eod_mask_loss: bool = setting(False, help="no loss on end-of-document tokens")
-    reset_position_ids: bool = setting(False, help="positions start at 0 behind each end-of-document token")
+    reset_position_ids: bool = setting(False, help="restart positions at 0 after each end-of-document token")
     reset_attention_mask: bool = setting(
-        False, help="attention stays inside a document, which an end-of-document token ends"
+        False, help="restrict attention to documents, which end-of-document tokens end"
     )
     dataloader_inter_document_masking: bool = setting(
         False,
-        help="as --reset-attention-mask and --reset-position-ids, where the documents of the dataset meet, whatever "
-        "their last tokens are",
+        help="like --reset-attention-mask and --reset-position-ids, at the document boundaries of the dataset instead "
+        "of end-of-document tokens",
     )
-    full_validation: bool = setting(False, help="each evaluation goes over the whole validation split, once")
+    full_validation: bool = setting(False, help="evaluate the whole validation split once in each evaluation")
     multiple_validation_sets: bool = setting(
-        False, help="the datasets of --valid-data-path are evaluated one by one instead of blended"
+        False, help="evaluate the datasets of --valid-data-path separately instead of blended"
     )
-    validation_set_names: tuple[str, ...] = setting((), help="what these sets are called; their numbers by default")
-    mmap_bin_files: bool = setting(True, help="read .bin files through a memory map")
+    validation_set_names: tuple[str, ...] = setting((), help="names of these sets; their numbers by default")
+    mmap_bin_files: bool = setting(True, help="read .bin files by memory mapping")
     dataloader_type: str = setting(
         "single",
-        help="order of the samples: that of the dataset, or a new one in each epoch",
+        help="order of samples: that of the dataset (single), or reshuffled each epoch (cyclic)",
         choices=("single", "cyclic", "external"),
     )
 
     @property
     def paths_of_splits(self) -> tuple[tuple[str, ...], ...]:
-        """The words of the flags for training, validation and test."""
+        """Return the arguments of the data flags for training, validation and test."""
         return self.train_data_path, self.valid_data_path, self.test_data_path
 
     @property
     def masks_documents(self) -> bool:
-        """Whether attention stays inside documents."""
+        """Return whether attention is restricted to documents."""
         return self.reset_attention_mask or self.dataloader_inter_document_masking
 
     @property
-    def names_sources(self) -> bool:
-        """Whether data is named, by whichever flag."""
+    def has_data_source(self) -> bool:
+        """Return whether any flag names data."""
         paths = (self.data_path, *self.paths_of_splits)
         return any(paths) or self.data_args_path is not None or self.per_split_data_args_path is not None
 
@@ -140,53 +140,53 @@ class TokenizerConfig:
     merge_file: str | None = setting(None, help="merges.txt of the GPT-2 tokenizer")
     tokenizer_model: str | None = setting(
         None,
-        help="tokenizer.model of the SentencePiece kinds, the vocabulary of the TikTokenizer, or the folder of the "
-        "HuggingFaceTokenizer (or the name of a model that is in the cache of the hub)",
+        help="tokenizer.model of SentencePiece kinds, vocabulary of TikTokenizer, or folder of HuggingFaceTokenizer "
+        "(or name of a model in the hub's cache)",
     )
     vocab_size: int | None = setting(
-        None, help="number of ids of the NullTokenizer, or of the TikTokenizer (131072)", unit="tokens", at_least=1
+        None, help="number of ids of NullTokenizer, or of TikTokenizer (131072 by default)", unit="tokens", at_least=1
     )
     vocab_extra_ids: int = setting(
-        0, help="tokens <extra_id_0> and on, as T5 needs them, after those of the vocabulary", unit="tokens", at_least=0
+        0, help="number of tokens <extra_id_0> and on after the vocabulary, as T5 needs", unit="tokens", at_least=0
     )
     tiktoken_pattern: str | None = setting(
-        None, help="how the TikTokenizer splits text; v2 unless given", choices=("v1", "v2")
+        None, help="regular expression of TikTokenizer; v2 by default", choices=("v1", "v2")
     )
     tiktoken_num_special_tokens: int = setting(
-        1000, help="special ids of the TikTokenizer, before its others", unit="tokens", at_least=1
+        1000, help="number of special ids of TikTokenizer, before its others", unit="tokens", at_least=1
     )
     tokenizer_special_tokens: tuple[str, ...] = setting(
         (),
-        help="names of special tokens: the first of the TikTokenizer, or more than the HuggingFaceTokenizer has",
+        help="special tokens: the first ones of TikTokenizer, or additional ones of HuggingFaceTokenizer",
         aliases=("--tiktoken-special-tokens",),
     )
     tokenizer_hf_no_include_special_tokens: bool = setting(
-        False, help="the HuggingFaceTokenizer puts nothing around a text, whatever its file says"
+        False, help="HuggingFaceTokenizer adds no special tokens around a text"
     )
     null_tokenizer_eod_id: int | None = setting(
         None,
-        help="id that ends a document of the NullTokenizer, which then has --vocab-size ids as Megatron after 0.16 has",
+        help="end-of-document id of NullTokenizer, which then has --vocab-size ids as in Megatron after 0.16",
         at_least=0,
     )
     null_tokenizer_pad_id: int | None = setting(
-        None, help="id that fills up samples of such a NullTokenizer; -1 for none", at_least=-1
+        None, help="padding id of such a NullTokenizer; -1 for none", at_least=-1
     )
 
     @property
-    def lacking(self) -> tuple[str, ...]:
-        """The flags that this kind of tokenizer needs and that are not given."""
+    def missing_flags(self) -> tuple[str, ...]:
+        """Return the flags that this kind of tokenizer requires and that are not given."""
         return tuple(_flag(name) for name in _NEEDED.get(self.tokenizer_type, ()) if not getattr(self, name))
 
     @property
     def taken(self) -> tuple[str, ...]:
-        """The settings that this kind of tokenizer looks at, itself left out; a registered one may look at all."""
+        """Return the settings that this kind of tokenizer uses, apart from itself; all for a registered one."""
         if isinstance(self.tokenizer_type, Registered):
             return tuple(about.name for about in fields(self) if about.name != "tokenizer_type")
         return (*_NEEDED.get(self.tokenizer_type, ()), *_TAKEN.get(self.tokenizer_type, ()))
 
     @property
-    def flags_elsewhere(self) -> str:
-        """The flags that name the same tokenizer with files that lie elsewhere."""
+    def flags_for_moved_files(self) -> str:
+        """Return the flags for the same tokenizer with files in other folders."""
         own = {about.name: about.default for about in fields(self)}
         given = {name: getattr(self, name) for name in self.taken if getattr(self, name) != own[name]}
         files = {*self.named_files, "tokenizer_model"}
@@ -206,7 +206,7 @@ class TokenizerConfig:
 
     @property
     def contradictions(self) -> list[str]:
-        """What is given for this kind of tokenizer and cannot be; opens no file."""
+        """Return an error for each setting that is invalid for this kind of tokenizer; opens no file."""
         if self.tokenizer_special_tokens and "tokenizer_special_tokens" not in self.taken:
             names = " ".join(self.tokenizer_special_tokens)
             return [
@@ -228,8 +228,8 @@ class TokenizerConfig:
         return []
 
     @property
-    def later_null_tokenizer(self) -> bool:
-        """Whether the flags are those of the NullTokenizer after Megatron 0.16, whose last id ends a document."""
+    def has_separate_eod(self) -> bool:
+        """Return whether this is Megatron's NullTokenizer after 0.16, whose last id ends a document."""
         return self.null_tokenizer_eod_id is not None or self.null_tokenizer_pad_id is not None
 
     def _contradictions_of_tiktoken(self) -> list[str]:

@@ -11,83 +11,85 @@ from megalith.config.fields import setting
 class ParallelConfig:
     """How a run is divided over processes."""
 
-    tensor_model_parallel_size: int = setting(1, help="processes that share each layer", at_least=1)
-    pipeline_model_parallel_size: int = setting(1, help="processes that share the layers in turn", at_least=1)
-    context_parallel_size: int = setting(1, help="processes that share each sequence", at_least=1)
+    tensor_model_parallel_size: int = setting(1, help="tensor-parallel size: ranks that shard each layer", at_least=1)
+    pipeline_model_parallel_size: int = setting(1, help="pipeline-parallel size: number of stages", at_least=1)
+    context_parallel_size: int = setting(1, help="context-parallel size: ranks that shard each sequence", at_least=1)
     expert_model_parallel_size: int = setting(
         1,
-        help="data- and context-parallel processes that share the experts of each layer",
+        help="expert-parallel size: data- and context-parallel ranks that shard the experts of each layer",
         at_least=1,
     )
     expert_tensor_parallel_size: int | None = setting(
-        None, help="processes that share each expert; those that share each layer, unless given", at_least=1
+        None, help="tensor-parallel size of experts; --tensor-model-parallel-size by default", at_least=1
     )
-    sequence_parallel: bool = setting(False, help="split norms and dropout over the tensor-parallel processes too")
+    sequence_parallel: bool = setting(
+        False, help="shard norms and dropout along the sequence over the tensor-parallel ranks"
+    )
     num_layers_per_virtual_pipeline_stage: int | None = setting(
-        None, help="layers of a virtual pipeline stage; each process then has several", unit="layers", at_least=1
+        None, help="layers per virtual pipeline stage", unit="layers", at_least=1
     )
     num_virtual_stages_per_pipeline_rank: int | None = setting(
-        None, help="virtual pipeline stages of each process", at_least=1
+        None, help="virtual pipeline stages per rank", at_least=1
     )
     decoder_first_pipeline_num_layers: int | None = setting(
-        None, help="layers of the first pipeline stage; the others share the rest", unit="layers", at_least=0
+        None, help="layers of the first pipeline stage; the rest is divided evenly", unit="layers", at_least=0
     )
     decoder_last_pipeline_num_layers: int | None = setting(
-        None, help="layers of the last pipeline stage; the others share the rest", unit="layers", at_least=0
+        None, help="layers of the last pipeline stage; the rest is divided evenly", unit="layers", at_least=0
     )
     account_for_embedding_in_pipeline_split: bool = setting(
-        False, help="the embedding counts as a layer when the layers are divided over the pipeline"
+        False, help="count the embedding as a layer when dividing layers into stages"
     )
     account_for_loss_in_pipeline_split: bool = setting(
-        False, help="the loss counts as a layer when the layers are divided over the pipeline"
+        False, help="count the loss as a layer when dividing layers into stages"
     )
     pipeline_schedule: str = setting(
         "auto",
-        help="order of the work of a pipeline; auto is interleaved with virtual stages, else 1f1b",
+        help="pipeline schedule; auto is interleaved with virtual stages, else 1f1b",
         choices=("auto", "1f1b", "interleaved", "zb-h1"),
         ours=True,
     )
     cp_comm_type: str = setting(
         "p2p",
         per_layer=True,
-        help="context parallelism by a ring (p2p) or by exchanging heads for sequence parts (a2a)",
+        help="context-parallel communication: ring (p2p) or Ulysses all-to-all (a2a)",
         choices=("p2p", "a2a"),
         later=("allgather", "a2a+p2p"),
         later_with="further kinds of context parallelism",
     )
-    use_distributed_optimizer: bool = setting(
-        False, help="each data-parallel process keeps a part of the optimizer state (ZeRO-1)"
-    )
+    use_distributed_optimizer: bool = setting(False, help="shard optimizer states over data-parallel ranks (ZeRO-1)")
     use_torch_fsdp2: bool = setting(
-        False, help="each data-parallel process keeps a part of weights, gradients and optimizer state (ZeRO-3)"
+        False, help="shard weights, gradients and optimizer states over data-parallel ranks with FSDP2 (ZeRO-3)"
     )
     torch_fsdp2_reshard_after_forward: bool = setting(
         True,
-        help="under --use-torch-fsdp2 let gathered weights go behind each pass of a layer (off: ZeRO-2)",
+        help="with --use-torch-fsdp2: free gathered weights after each forward pass of a layer (off: ZeRO-2)",
         off=("--torch-fsdp2-no-reshard-after-forward",),
     )
     use_megatron_fsdp: bool = setting(
         False,
-        help="each data-parallel process keeps a part of what --data-parallel-sharding-strategy says, by the means of "
-        "--use-distributed-optimizer and --use-torch-fsdp2",
+        help="shard over data-parallel ranks what --data-parallel-sharding-strategy says, by the implementation of "
+        "--use-distributed-optimizer or --use-torch-fsdp2",
         aliases=("--use-custom-fsdp",),
     )
     data_parallel_sharding_strategy: str = setting(
         "optim_grads_params",
-        help="under --use-megatron-fsdp: nothing, optimizer states (ZeRO-1), gradients too (ZeRO-2), or weights too "
-        "(ZeRO-3)",
+        help="with --use-megatron-fsdp: shard nothing, optimizer states (ZeRO-1), also gradients (ZeRO-2), or also "
+        "weights (ZeRO-3)",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
     )
     distributed_backend: str = setting(
-        "nccl", help="collective library; nccl becomes gloo where there is no GPU", choices=("nccl", "gloo")
+        "nccl", help="collective backend; nccl becomes gloo without a GPU", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = setting(10, help="longest wait for a peer", unit="minutes", at_least=1)
+    distributed_timeout_minutes: int = setting(
+        10, help="timeout of collectives and of the rendezvous", unit="minutes", at_least=1
+    )
     distributed_timeout_seconds_after_init: int | None = setting(
-        None, help="longest wait for a peer once all processes have met", unit="seconds", at_least=1
+        None, help="timeout of collectives after the rendezvous", unit="seconds", at_least=1
     )
     debug_collectives: bool = setting(
         False,
-        help="check before each collective that all ranks call the same one with the same shape, dtype and operation",
+        help="check before each collective that all ranks call the same one with equal shape, dtype and operation",
         ours=True,
     )
 
@@ -112,15 +114,16 @@ class ParallelConfig:
         return max(1, num_layers // self.pipeline_model_parallel_size // self.num_layers_per_virtual_pipeline_stage)
 
     @property
-    def divides_states(self) -> bool:
-        """Whether data-parallel processes divide the optimizer states, and nothing else (ZeRO-1)."""
+    def shards_optimizer_only(self) -> bool:
+        """Return whether only optimizer states are sharded over data-parallel ranks (ZeRO-1)."""
         if self.use_megatron_fsdp:
             return self.data_parallel_sharding_strategy == "optim"
         return self.use_distributed_optimizer
 
     @property
-    def divides_weights(self) -> bool:
-        """Whether data-parallel processes divide weights, gradients and optimizer states (ZeRO-2 and ZeRO-3)."""
+    def fully_shards(self) -> bool:
+        """Return whether weights, gradients and optimizer states are sharded over data-parallel ranks (ZeRO-2 and
+        ZeRO-3)."""
         divided = self.use_megatron_fsdp and self.data_parallel_sharding_strategy in (
             "optim_grads",
             "optim_grads_params",
@@ -128,16 +131,16 @@ class ParallelConfig:
         return self.use_torch_fsdp2 or divided
 
     @property
-    def lets_weights_go(self) -> bool:
-        """Whether gathered weights are let go behind each pass of a layer (ZeRO-3)."""
+    def reshard_after_forward(self) -> bool:
+        """Return whether gathered weights are freed after each forward pass of a layer (ZeRO-3)."""
         if self.use_megatron_fsdp:
             return self.data_parallel_sharding_strategy == "optim_grads_params"
         return self.torch_fsdp2_reshard_after_forward
 
     @property
-    def dividing_setting(self) -> str:
-        """The setting that divides anything over data-parallel processes, "" for none."""
-        if not (self.divides_states or self.divides_weights):
+    def sharding_setting(self) -> str:
+        """Return the name of the setting that shards over data-parallel ranks; "" for none."""
+        if not (self.shards_optimizer_only or self.fully_shards):
             return ""
         if self.use_megatron_fsdp:
             return "use_megatron_fsdp"
@@ -148,11 +151,11 @@ class ParallelConfig:
 class LaunchConfig:
     """What the launcher says about this process. The variables of srun and mpirun are understood too."""
 
-    rank: int = setting(0, help="number of this process", at_least=0, from_environment="RANK", flagless=True)
+    rank: int = setting(0, help="global rank of this process", at_least=0, from_environment="RANK", flagless=True)
     world_size: int = setting(1, help="number of processes", at_least=1, from_environment="WORLD_SIZE", flagless=True)
     local_rank: int = setting(
         0,
-        help="number of this process on its machine",
+        help="rank of this process on its machine",
         aliases=("--local_rank",),
         at_least=0,
         from_environment="LOCAL_RANK",
@@ -179,21 +182,21 @@ class LaunchConfig:
     )
     launcher: str = setting(
         "",
-        help="what started the processes; seen by itself",
+        help="program that started the processes; detected",
         from_environment="MEGALITH_LAUNCHER",
         flagless=True,
         ours=True,
     )
     nproc: int | None = setting(
         None,
-        help="start this many processes on this machine and look after them, instead of torchrun",
+        help="launch and supervise this many processes on this machine, instead of torchrun",
         unit="processes",
         at_least=1,
         ours=True,
     )
     max_restarts: int = setting(
         0,
-        help="with --nproc: start again from the last checkpoint this often when a process fails",
+        help="with --nproc: maximum number of restarts from the last checkpoint after a failure",
         unit="restarts",
         at_least=0,
         ours=True,
@@ -201,5 +204,5 @@ class LaunchConfig:
 
     @property
     def one_host(self) -> bool:
-        """Whether all processes are known to be on this machine."""
+        """Return whether all processes are known to run on this machine."""
         return self.local_world_size == self.world_size or self.master_addr in ("127.0.0.1", "localhost", "::1")

@@ -212,7 +212,7 @@ def surplus_is_of_weighted_blends(draft: Draft) -> str:
 
 
 def _weights(words: Sequence[str]) -> tuple[float, ...] | None:
-    """Those of a blend; None without, or where the words are wrong, which a rule of its own says."""
+    """Return the weights of a blend; None without weights, or if it cannot be parsed, which another rule reports."""
     try:
         return parse_blend(words, "").weights if words else None
     except ConfigError:
@@ -220,7 +220,7 @@ def _weights(words: Sequence[str]) -> tuple[float, ...] | None:
 
 
 reset_positions_are_learned_ones = note(
-    lambda run: run.data.reset_position_ids and not run.model.adds_positions,
+    lambda run: run.data.reset_position_ids and not run.model.adds_position_embeddings,
     "--reset-position-ids has no effect: {position_embedding_type} turns queries and keys by their distance, which "
     "stays the same inside a document",
 )
@@ -240,17 +240,17 @@ names_of_sets_are_read = idle_without(
 @rule
 def tokenizer_has_what_it_needs(draft: Draft) -> str:
     tokenizer = draft.run.tokenizer
-    lacking = tokenizer.lacking
-    if not lacking:
+    missing_flags = tokenizer.missing_flags
+    if not missing_flags:
         return ""
-    if lacking == ("--vocab-size",):
+    if missing_flags == ("--vocab-size",):
         return "--tokenizer-type NullTokenizer requires --vocab-size N"
-    if lacking == ("--tokenizer-model",):
+    if missing_flags == ("--tokenizer-model",):
         what = "DIR, a folder with tokenizer.json" if tokenizer.tokenizer_type == "HuggingFaceTokenizer" else "FILE"
         return f"--tokenizer-type {tokenizer.tokenizer_type} requires --tokenizer-model {what}"
-    verb = "is" if len(lacking) == 1 else "are"
+    verb = "is" if len(missing_flags) == 1 else "are"
     mock = " (or, with --mock-data, --tokenizer-type NullTokenizer --vocab-size N)" if draft.run.data.mock_data else ""
-    return f"{' and '.join(lacking)} {verb} required by {show(draft, 'tokenizer_type')}{mock}"
+    return f"{' and '.join(missing_flags)} {verb} required by {show(draft, 'tokenizer_type')}{mock}"
 
 
 @rule

@@ -31,7 +31,7 @@ def _from_here(path: str) -> str:
 
 
 def _near(path: Path) -> str:
-    """A file of a similar name in the same folder, as a question; the folder itself when that is missing."""
+    """Return a question that names a similar file in the same folder, or the folder if it is missing."""
     if not path.parent.is_dir():
         return f"; the folder {path.parent} does not exist"
     guess = closest(path.name, (entry.name for entry in path.parent.iterdir() if entry.is_file()), cutoff=0.6)
@@ -54,7 +54,7 @@ def datasets_exist(draft: Draft) -> str:
 
 
 def _naming(draft: Draft, prefix: str) -> str:
-    """The flag that names a dataset, by itself or in its file."""
+    """Return the flag or file that names a dataset."""
     data = draft.run.data
     lists = {"--data-path": data.data_path, **dict(zip(SPLIT_FLAGS, data.paths_of_splits, strict=True))}
     by_itself = next((flag for flag, words in lists.items() if prefix in words), None)
@@ -111,7 +111,7 @@ def save_is_no_model_folder(draft: Draft) -> str:
 
 
 def is_huggingface(path: Path) -> bool:
-    """Whether a folder is as Hugging Face's `save_pretrained` writes it: config.json beside weights or their index.
+    """Return whether a folder is one of `save_pretrained`: config.json beside weights or their index.
 
     One into which a run has saved since is the save folder of that run.
     """

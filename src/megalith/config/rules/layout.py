@@ -34,12 +34,12 @@ _MOST = 3  # remedies that one message offers
 
 
 def sizes_of(run: RunConfig) -> dict[str, int]:
-    """The sizes of the kinds of parallelism that divide the model, by the name of their setting."""
+    """Return the sizes of the kinds of parallelism that divide the model, by setting name."""
     return {name: getattr(run.parallel, name) for name in MODEL_PARALLEL}
 
 
 def fitting_sizes(run: RunConfig, name: str) -> str:
-    """The sizes of one kind of parallelism next to the given one that the model allows: `1 or 2 or 4`.
+    """Return sizes of one kind of parallelism near the given one that fit the model: `1 or 2 or 4`.
 
     They also fill the processes that were started, if the other sizes allow any that do.
     """
@@ -52,7 +52,7 @@ def fitting_sizes(run: RunConfig, name: str) -> str:
 
 
 def fitting_layouts(run: RunConfig) -> str:
-    """The layouts next to the given one that the processes and the model allow, as flags; empty if none divides.
+    """Return layouts near the given one that fit processes and model, as flags; "" if none does.
 
     Those that keep most processes at work on one copy of the model come first.
     """
@@ -197,7 +197,7 @@ def layers_divide_over_the_pipeline(draft: Draft) -> str:
 
 
 def _uneven(draft: Draft) -> str:
-    """The remedy of a shorter first stage, where the others then have equal numbers of layers."""
+    """Return the flag for a shorter first stage if the other stages then have equal numbers of layers."""
     layers, stages = draft.run.model.num_layers, draft.run.parallel.pipeline_model_parallel_size
     others = -(-layers // stages)
     first = layers - (stages - 1) * others
@@ -272,7 +272,7 @@ def weight_gradients_of_sharded_weights_are_not_put_off(draft: Draft) -> str:
         return ""
     return (
         "--pipeline-schedule zb-h1 computes weight gradients after the backward pass, when "
-        f"{show(draft, run.parallel.dividing_setting)} has reduced them; use --pipeline-schedule 1f1b, or "
+        f"{show(draft, run.parallel.sharding_setting)} has reduced them; use --pipeline-schedule 1f1b, or "
         "--use-distributed-optimizer"
     )
 
@@ -282,7 +282,7 @@ sequence_parallel_alone = note(
     "--sequence-parallel is off: it divides the work of tensor-parallel processes, and there is one",
 )
 distributed_optimizer_alone = note(
-    lambda run: run.parallel.dividing_setting == "use_distributed_optimizer" and run.layout.dp * run.layout.cp <= 1,
+    lambda run: run.parallel.sharding_setting == "use_distributed_optimizer" and run.layout.dp * run.layout.cp <= 1,
     "--use-distributed-optimizer has no effect: with one data-parallel process there is nothing to split",
 )
 ring_has_its_own_attention = note(
@@ -296,7 +296,7 @@ ring_has_its_own_attention = note(
 
 @notice
 def full_sharding_alone(draft: Draft) -> str:
-    run, name = draft.run, draft.run.parallel.dividing_setting
+    run, name = draft.run, draft.run.parallel.sharding_setting
     if not run.parallel.torch_fsdp2_reshard_after_forward and not run.parallel.use_torch_fsdp2:
         return "--torch-fsdp2-no-reshard-after-forward has no effect without --use-torch-fsdp2"
     if name in ("", "use_distributed_optimizer") or run.layout.dp * run.layout.cp > 1:
@@ -307,7 +307,7 @@ def full_sharding_alone(draft: Draft) -> str:
 @notice
 def weights_are_there_before_registered_layers(draft: Draft) -> str:
     run = draft.run
-    if not run.parallel.divides_states or run.layout.dp * run.layout.cp == 1 or not run.model.registered_layers:
+    if not run.parallel.shards_optimizer_only or run.layout.dp * run.layout.cp == 1 or not run.model.registered_layers:
         return ""
     layers = ", ".join(show(draft, name) for name in run.model.registered_layers)
     return (
@@ -383,7 +383,7 @@ _APART = ("expert_tensor_parallel_size", "tensor_model_parallel_size", "num_expe
 
 
 def _apart(run: RunConfig) -> bool:
-    """Whether experts are shared by other processes than the layers are."""
+    """Return whether experts are sharded over other ranks than dense layers."""
     parallel = run.parallel
     same = parallel.expert_tensor_parallel_size in (None, parallel.tensor_model_parallel_size)
     return run.model.mixture and not same
@@ -401,7 +401,7 @@ places_of_experts_are_no_folders = forbid(
     "expert-parallel place of layers and experts together; use --ckpt-format torch_dist",
 )
 matrices_of_experts_are_orthogonalised_where_layers_are = forbid(
-    lambda run: _apart(run) and run.optimizer.sees_matrices,
+    lambda run: _apart(run) and run.optimizer.updates_matrices,
     "{expert_tensor_parallel_size} with {optimizer}: its matrices are put together over the tensor-parallel processes "
     "of the layers; use --optimizer adam, or leave it out",
 )
@@ -411,11 +411,11 @@ matrices_of_experts_are_orthogonalised_where_layers_are = forbid(
 def divided_experts_are_not_fully_sharded(draft: Draft) -> str:
     parallel = draft.run.parallel
     divided = parallel.expert_model_parallel_size > 1
-    if not draft.run.model.mixture or not parallel.divides_weights or not (divided or _apart(draft.run)):
+    if not draft.run.model.mixture or not parallel.fully_shards or not (divided or _apart(draft.run)):
         return ""
     name = "expert_model_parallel_size" if divided else "expert_tensor_parallel_size"
     return (
-        f"{show(draft, parallel.dividing_setting)} cuts all weights over the same processes, and "
+        f"{show(draft, parallel.sharding_setting)} cuts all weights over the same processes, and "
         f"{show(draft, name)} gives them different experts; use --use-distributed-optimizer, "
         "or leave expert parallelism out"
     )

@@ -141,7 +141,7 @@ one_norm_of_heads = exclusive("qk_layernorm", "qk_l2_norm", "are two norms of th
 
 
 def _pattern_of_layers(name: str, marks: str) -> Rule:
-    """A rule for a setting that names layers by a frequency or a list."""
+    """Return a rule for a setting that selects layers by a frequency or a list."""
 
     def check(draft: Draft) -> str:
         text, layers = getattr(draft.run.model, name), draft.run.model.num_layers
@@ -343,7 +343,7 @@ uniform_weights_know_their_width = note(
     "--use-mup leaves the initial weights of --init-method-xavier-uniform as they are, which know their width",
 )
 muon_has_its_scale = note(
-    lambda run: run.model.use_mup and run.optimizer.orthogonalises and run.optimizer.muon_scale_mode == "spectral",
+    lambda run: run.model.use_mup and run.optimizer.uses_muon and run.optimizer.muon_scale_mode == "spectral",
     "--use-mup with {muon_scale_mode}: the updates of Muon's matrices grow with the width; --muon-scale-mode "
     "unit_rms_norm keeps them",
 )
@@ -353,7 +353,9 @@ there_are_tokens_to_predict = forbid(
     "--seq-length",
 )
 learned_positions_stay_on_one_stage = forbid(
-    lambda run: run.model.predictions and run.parallel.pipeline_model_parallel_size > 1 and run.model.adds_positions,
+    lambda run: (
+        run.model.predictions and run.parallel.pipeline_model_parallel_size > 1 and run.model.adds_position_embeddings
+    ),
     "{mtp_num_layers} with {position_embedding_type} and {pipeline_model_parallel_size}: the last "
     "stage would need a second table of positions, which Megatron lets go its own way; use --position-embedding-type "
     "rope, or no pipeline",

@@ -15,9 +15,9 @@ _FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_s
 @rule
 def matrices_are_seen_whole(draft: Draft) -> str:
     parallel = draft.run.parallel
-    if not draft.run.optimizer.sees_matrices:
+    if not draft.run.optimizer.updates_matrices:
         return ""
-    cutting = parallel.dividing_setting
+    cutting = parallel.sharding_setting
     if not cutting:
         return ""
     return (
@@ -31,7 +31,7 @@ def muon_has_each_key_head_once(draft: Draft) -> str:
     run = draft.run
     tensor = run.parallel.tensor_model_parallel_size
     groups = run.model.num_query_groups if run.model.group_query_attention else run.model.num_attention_heads
-    if not run.optimizer.orthogonalises or tensor <= groups or run.optimizer.muon_tp_mode == "blockwise":
+    if not run.optimizer.uses_muon or tensor <= groups or run.optimizer.muon_tp_mode == "blockwise":
         return ""
     shown = [show(draft, name) for name in ("optimizer", "num_query_groups", "tensor_model_parallel_size")]
     return (
@@ -42,7 +42,7 @@ def muon_has_each_key_head_once(draft: Draft) -> str:
 
 
 matrices_stay_on_the_device = forbid(
-    lambda run: run.optimizer.sees_matrices and run.optimizer.optimizer_cpu_offload,
+    lambda run: run.optimizer.updates_matrices and run.optimizer.optimizer_cpu_offload,
     "--optimizer-cpu-offload with {optimizer}: its products of matrices belong on the device; leave it out, or use "
     "--optimizer adam",
 )
@@ -52,7 +52,7 @@ matrices_stay_on_the_device = forbid(
 def muon_uses_all_coefficients(draft: Draft) -> str:
     config = draft.run.optimizer
     count = COEFFICIENT_SETS[config.muon_coefficient_type]
-    if not config.orthogonalises or config.muon_num_ns_steps % count == 0:
+    if not config.uses_muon or config.muon_num_ns_steps % count == 0:
         return ""
     return (
         f"{show(draft, 'muon_num_ns_steps')} is no multiple of the {count} coefficients of "
@@ -68,17 +68,19 @@ def formats_are_asked_for(draft: Draft) -> str:
         return ""
     if not config.use_precision_aware_optimizer:
         return f"{show(draft, changed[0])} requires --use-precision-aware-optimizer"
-    if config.optimizer in ("adam", "lion") or (isinstance(config.optimizer, Registered) and not config.sees_matrices):
+    if config.optimizer in ("adam", "lion") or (
+        isinstance(config.optimizer, Registered) and not config.updates_matrices
+    ):
         return ""
     return f"{show(draft, changed[0])} works with --optimizer adam and lion, not with {config.optimizer}"
 
 
 @rule
 def sharded_weights_are_the_main_parameters(draft: Draft) -> str:
-    if draft.run.optimizer.main_params_dtype == "fp32" or not draft.run.parallel.divides_weights:
+    if draft.run.optimizer.main_params_dtype == "fp32" or not draft.run.parallel.fully_shards:
         return ""
     return (
-        f"{show(draft, 'main_params_dtype')} and {show(draft, draft.run.parallel.dividing_setting)} exclude each "
+        f"{show(draft, 'main_params_dtype')} and {show(draft, draft.run.parallel.sharding_setting)} exclude each "
         "other: sharded weights are fp32; use --use-distributed-optimizer"
     )
 
@@ -115,7 +117,7 @@ every_replica_updates_all = note(
     "--optimizer muon, which gives the same weights",
 )
 precision_awareness_without_formats = note(
-    lambda run: run.optimizer.use_precision_aware_optimizer and not run.optimizer.stores_rounded,
+    lambda run: run.optimizer.use_precision_aware_optimizer and not run.optimizer.stores_low_precision,
     "--use-precision-aware-optimizer has no effect by itself: everything is stored in fp32; add --exp-avg-dtype bf16, "
     "--exp-avg-sq-dtype bf16, --main-grads-dtype bf16 or --main-params-dtype fp16",
 )

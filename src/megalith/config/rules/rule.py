@@ -166,7 +166,7 @@ def value_of(draft: Draft, name: str) -> Any:
 
 
 def show(draft: Draft, name: str) -> str:
-    """A setting as the user writes it, such as `--hidden-size 1000`; a default is marked as such."""
+    """Return a setting as typed, such as `--hidden-size 1000`; defaults are marked."""
     setting = all_settings()[name]
     value = value_of(draft, name)
     text = " ".join(map(str, value)) if setting.many else f"{value:g}" if isinstance(value, float) else str(value)
@@ -177,13 +177,13 @@ def show(draft: Draft, name: str) -> str:
 
 
 def multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` next to `value`."""
+    """Return the multiples of `unit` around `value`."""
     below, above = value // unit * unit, (value // unit + 1) * unit
     return f"{below} or {above}" if below else f"{above}"
 
 
 def divisors(total: int, near: int, most: int = 3) -> str:
-    """The divisors of `total` nearest to `near`, in ascending order."""
+    """Return the divisors of `total` nearest to `near`, in ascending order."""
     divisors = sorted(
         (d for d in range(1, min(total, 4 * near + 64) + 1) if total % d == 0), key=lambda d: abs(d - near)
     )

@@ -32,7 +32,7 @@ loss_scale_starts_above_its_minimum = forbid(
 
 
 def stages_to_come(run: RunConfig) -> Sequence[Stage]:
-    """The stages of the batch size that the run may go through.
+    """Return the stages of the batch size that the run may go through.
 
     A run that loads a checkpoint may be past the first ones, which fewer replicas have gone through; those that do not
     fit its own replicas are left out, and refused when the checkpoint proves not to be past them.
@@ -172,7 +172,7 @@ one_precision_of_gradients = exclusive("grad_reduce_in_bf16", "accumulate_allred
 
 
 def _format_of_gradients(name: str) -> Rule:
-    """What a format of Megatron's own FSDP asks for is what is done here."""
+    """Return an error if a dtype for Megatron's own FSDP differs from the one used here."""
 
     def check(draft: Draft) -> str:
         precision = draft.run.precision
@@ -321,7 +321,7 @@ fused_attention_keeps_no_scores = note(
     lambda run: (
         run.train.recompute_granularity == "selective"
         and "core_attn" in (("core_attn",) if run.train.recompute_modules is None else run.train.recompute_modules)
-        and not run.model.keeps_weights_of_attention
+        and not run.model.saves_attention_probabilities
     ),
     "selective recomputation of core_attn needs nothing here: fused attention stores no scores, which is what it "
     "would save; the numbers are the same",
