@@ -133,7 +133,7 @@ def test_training_goes_on_when_the_reader_leaves(repository: Path, tmp_path: Pat
     assert running.wait(120) == 0
     assert DirectoryStore(save).latest() == 30
     log = (save / "run/log.txt").read_text()
-    assert log.count("WARNING: the screen is gone") == 1 and "iteration       30/      30" in log
+    assert log.count("WARNING: the console is gone") == 1 and "iteration       30/      30" in log
 
 
 def test_a_signal_still_saves_when_the_reader_has_left(repository: Path, tmp_path: Path) -> None:

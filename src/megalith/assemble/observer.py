@@ -18,7 +18,7 @@ from megalith.train.state import TrainState
 class StartObserver:
     """Observer of `build_run`; it calls the methods in this order, and they do nothing unless overridden."""
 
-    def note(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Receive information for the user."""
 
     def warn(self, text: str) -> None:

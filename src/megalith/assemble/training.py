@@ -238,7 +238,7 @@ def _identity(config: RunConfig, tokenizer: Tokenizer, context: ParallelContext,
     )
     require_equal(content_facts(identity.tokenizer, identity.data), context.world)
     for note in compare_tokenizers(config, identity.tokenizer):
-        observer.note(note)
+        observer.info(note)
     return identity
 
 
@@ -289,7 +289,7 @@ def _build_loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, o
         consumed_valid=state.consumed_valid_samples,
     )
     if loaders.consumed_valid != state.consumed_valid_samples:
-        observer.note(
+        observer.info(
             f"after {state.consumed_valid_samples} validation samples too few are left for the evaluations to come "
             "(their interval or number was changed): they start at the head of the split again"
         )
@@ -337,7 +337,7 @@ def build_plan(
     if own := model.registered_layers:
         flops = registered_flops(chunks, context, batch * length, flops)
         flags = ", ".join(f"{all_settings()[name].flag} {getattr(model, name)}" for name in own)
-        observer.note(f"model FLOPs count 6 for each parameter and token of {flags}")
+        observer.log(f"model FLOPs count 6 for each parameter and token of {flags}")
     return Plan(
         train_iterations=config.train_iters,
         global_batch_size=batch,

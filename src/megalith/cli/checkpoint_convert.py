@@ -207,7 +207,7 @@ def convert_instead(config: RunConfig) -> int:
     from megalith.checkpoint.sources.adapters import args_of
     from megalith.checkpoint.sources.source import open_source
     from megalith.checkpoint.store.store import locate
-    from megalith.compat.megatron import console
+    from megalith.compat.megatron import console_lines
 
     settings = config.checkpoint
     form, load, save = settings.ckpt_convert_format, settings.load, settings.ckpt_convert_save
@@ -217,7 +217,7 @@ def convert_instead(config: RunConfig) -> int:
     common = source.common()
     _check_architecture(config, args_of(common), found)
     iteration = int(common.get("iteration") or 0)
-    print(console.loading_line(load, iteration, distributed=source.format == "torch_dist"))
+    print(console_lines.loading_line(load, iteration, distributed=source.format == "torch_dist"))
     wanted = ConversionOptions(
         format=form,
         tp=config.parallel.tensor_model_parallel_size,

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import torch
 
     from megalith.assemble.training import BuiltRun
-    from megalith.compat.megatron.screen import Screen
+    from megalith.compat.megatron.run_console import RunConsole
     from megalith.distributed.watchdog import Watchdog
     from megalith.train.loop import TrainingRun
 
@@ -163,40 +163,40 @@ def _train(
         first = context.rank == 0
         _require_same_source(config, comm.all_gather_objects(config.registry.imports, context.world))
         folder = Path(comm.all_gather_objects(str(run_folder(config)) if first else "", context.world)[0])
-        screens: list[Screen] = []
+        consoles: list[RunConsole] = []
         RankGroup(context.world).run_on_first(
-            lambda: screens.append(open_run_folder(config, command_line(argv), folder))
+            lambda: consoles.append(open_run_folder(config, command_line(argv), folder))
         )
-        screens.extend([] if first else [open_rank_log(folder, context.rank)])
-        stack.callback(screens[0].close)
+        consoles.extend([] if first else [open_rank_log(folder, context.rank)])
+        stack.callback(consoles[0].close)
         for place in config.checkpoint.save_folders:
             stack.enter_context(DirectoryStore(place, context).claim())
-        screen = screens[0]
+        console = consoles[0]
         if threads:
-            screen.say(threads)
+            console.print(threads)
         try:
-            probe, console_of_start = _build_probe(config, watchdog, screen), StartConsole(screen)
+            probe, console_of_start = _build_probe(config, watchdog, console), StartConsole(console)
             built = build_run(config, context, stop=stop, probe=probe, began=began, observer=console_of_start)
             stack.callback(built.loaders.close)
             stack.callback(built.run.close)
             if config.optimizer.dump_param_to_param_group_map:
                 dump_groups(config.optimizer.dump_param_to_param_group_map, built.run.state)
-            built.run.hook = Hooks(build_hooks(config, folder, screen, built, clock))
+            built.run.hook = Hooks(build_hooks(config, folder, console, built, clock))
             stack.callback(built.run.hook.close)
-            _print_first_step(config, built, screen, began)
+            _print_first_step(config, built, console, began)
             acknowledge.training = True
             try:
                 for _ in train(built.run):
                     pass
             finally:
-                _print_progress(built, screen)
+                _print_progress(built, console)
         except MegalithError as error:
-            screen.note(f"{type(error).__name__}: {error}")
+            console.log(f"{type(error).__name__}: {error}")
             raise
         except Exception:
-            screen.note(traceback.format_exc())
+            console.log(traceback.format_exc())
             raise
-        return _print_outcome(built.run, config, argv, screen, folder)
+        return _print_outcome(built.run, config, argv, console, folder)
 
 
 def _require_same_source(config: RunConfig, imports: Sequence[tuple[Import, ...]]) -> None:
@@ -210,27 +210,27 @@ def _require_same_source(config: RunConfig, imports: Sequence[tuple[Import, ...]
             )
 
 
-def _print_first_step(config: RunConfig, built: BuiltRun, screen: Screen, began: float) -> None:
-    from megalith.compat.megatron import console
+def _print_first_step(config: RunConfig, built: BuiltRun, console: RunConsole, began: float) -> None:
+    from megalith.compat.megatron import console_lines
 
     iteration = built.run.state.iteration
     if config.train.skip_train:
-        screen.say(console.skipping_training_line())
+        console.print(console_lines.skipping_training_line())
     elif iteration >= built.run.plan.train_iterations:
-        screen.say(f"iteration {iteration} of {config.train_iters} is already done: evaluating only")
+        console.print(f"iteration {iteration} of {config.train_iters} is already done: evaluating only")
     else:
-        screen.say("training ...")
-        screen.say(console.milestone_line("before the start of training step", datetime.now()))
-        screen.note(f"start-up took {time.monotonic() - began:.2f} s")
+        console.print("training ...")
+        console.print(console_lines.milestone_line("before the start of training step", datetime.now()))
+        console.log(f"start-up took {time.monotonic() - began:.2f} s")
 
 
-def _print_progress(built: BuiltRun, screen: Screen) -> None:
+def _print_progress(built: BuiltRun, console: RunConsole) -> None:
     progress = built.run.progress
     if progress.none_applied:
         which = "initial" if built.resumed_at is None else "loaded"
-        screen.warn(f"WARNING: all {progress.skipped} steps were skipped: the {which} weights are unchanged")
+        console.warn(f"WARNING: all {progress.skipped} steps were skipped: the {which} weights are unchanged")
     elif progress.applied:
-        screen.say(str(progress))
+        console.print(str(progress))
 
 
 def set_deterministic(config: RunConfig, device: torch.device) -> None:
@@ -247,7 +247,7 @@ def _reports_stragglers(config: RunConfig) -> bool:
     return config.log.log_straggler and config.launch.world_size > 1
 
 
-def _build_probe(config: RunConfig, watchdog: Watchdog, screen: Screen) -> Probe:
+def _build_probe(config: RunConfig, watchdog: Watchdog, console: RunConsole) -> Probe:
     """Build the callback for each point of a step: the watchdog, and a fault injector if MEGALITH_FAULT is set."""
 
     training_thread = threading.current_thread()
@@ -259,7 +259,7 @@ def _build_probe(config: RunConfig, watchdog: Watchdog, screen: Screen) -> Probe
     text = os.environ.get("MEGALITH_FAULT")
     if not text:
         return at
-    screen.warn(f"WARNING: MEGALITH_FAULT={text} is set: a fault is injected into this run")
+    console.warn(f"WARNING: MEGALITH_FAULT={text} is set: a fault is injected into this run")
     fault = parse_fault(text)
     if not fault.applies_to(config.launch.rank, _attempt()):
         return at
@@ -318,22 +318,22 @@ def _resume_argv(config: RunConfig, argv: Sequence[str], iteration: int, save: s
     return words
 
 
-def _print_outcome(run: TrainingRun, config: RunConfig, argv: Sequence[str], screen: Screen, folder: Path) -> int:
+def _print_outcome(run: TrainingRun, config: RunConfig, argv: Sequence[str], console: RunConsole, folder: Path) -> int:
     """Print the outcome and how to continue; return the exit code."""
     if summary := run.anomalies.summary():
-        screen.say(summary)
+        console.print(summary)
     ending, save = run.ending, config.checkpoint.save
     assert ending is not None
     if ending.kind == "finished":
-        screen.say(f"metrics and the full log are in {folder}")
+        console.print(f"metrics and the full log are in {folder}")
         generates = config.tokenizer.tokenizer_type != "NullTokenizer" and config.model.family.generates
         if save and generates and not run.progress.none_applied:
-            screen.say(f"try it: megalith generate {shlex.quote(save)} --prompt 'Once upon a time'")
+            console.print(f"try it: megalith generate {shlex.quote(save)} --prompt 'Once upon a time'")
         return EXIT_FINISHED
     if save is None:
-        screen.say("nothing was saved: the run has no --save")
+        console.print("nothing was saved: the run has no --save")
         return EXIT_FINISHED if ending.kind != "signal" else 128 + signal.Signals[ending.detail].value
     words = _resume_argv(config, argv, ending.iteration, save)
     hint = "" if config.launch.launcher in ("", "megalith") else " (under the same launcher)"
-    screen.say(f"stopped at iteration {ending.iteration}; resume{hint} with:\n  {command_line(words)}")
+    console.print(f"stopped at iteration {ending.iteration}; resume{hint} with:\n  {command_line(words)}")
     return EXIT_RESUME_ME if ending.kind == "signal" else EXIT_FINISHED

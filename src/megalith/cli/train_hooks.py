@@ -14,7 +14,7 @@ from pathlib import Path
 from megalith.assemble.training import BuiltRun
 from megalith.checkpoint.rank_group import RankGroup
 from megalith.compat.megatron.memory import MemoryReport, theory, theory_lines
-from megalith.compat.megatron.screen import MegatronConsole, Screen
+from megalith.compat.megatron.run_console import MegatronConsole, RunConsole
 from megalith.config import RunConfig
 from megalith.config.saved_args import megatron_args
 from megalith.distributed import comm
@@ -46,7 +46,7 @@ def run_folder(config: RunConfig) -> Path:
     return folder
 
 
-def open_run_folder(config: RunConfig, command: str, folder: Path) -> Screen:
+def open_run_folder(config: RunConfig, command: str, folder: Path) -> RunConsole:
     """Check that the folders of the run are writable, and open its log, which starts with the command."""
     if config.log.wandb_project:
         require_package("wandb", "--wandb-project")
@@ -64,18 +64,18 @@ def open_run_folder(config: RunConfig, command: str, folder: Path) -> Screen:
         else _as_config_error("the run folder (there is no --save)", str(folder))
     ):
         _try_to_write(folder)
-        screen = Screen(folder / "log.txt")
-        screen.note(f"\n{command}")
+        console = RunConsole(folder / "log.txt")
+        console.log(f"\n{command}")
         (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n", encoding="utf-8")
-    return screen
+    return console
 
 
-def open_rank_log(folder: Path, rank: int) -> Screen:
+def open_rank_log(folder: Path, rank: int) -> RunConsole:
     """Open the log of a rank other than the first; without a file if this machine cannot write to the folder."""
     try:
-        return Screen(folder / f"log-rank{rank:05d}.txt", shows=False)
+        return RunConsole(folder / f"log-rank{rank:05d}.txt", shows=False)
     except OSError:
-        return Screen(None, shows=False)
+        return RunConsole(None, shows=False)
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def _try_to_write(folder: Path) -> None:
 
 
 def build_hooks(
-    config: RunConfig, folder: Path, screen: Screen, built: BuiltRun, clock: WaitClock | None
+    config: RunConfig, folder: Path, console: RunConsole, built: BuiltRun, clock: WaitClock | None
 ) -> list[Hook]:
     """Build the hooks of this rank that record and print the run, followed by those of the user.
 
@@ -107,15 +107,15 @@ def build_hooks(
     memory = partial(memory_in_use, context.device)
     figures = "" if config.model.registered_layers else theory_lines(theory(config, state.model.vocab_size))
     hooks: list[Hook] = [_metrics(config, folder, built)] if first else []
-    hooks.append(_console(config, screen))
-    hooks.append(MemoryReport(context, memory, screen.say, figures, config.log.log_memory_interval))
+    hooks.append(_console(config, console))
+    hooks.append(MemoryReport(context, memory, console.print, figures, config.log.log_memory_interval))
     if first:
-        hooks += _records(config, folder, screen, built)
-    hooks += _profiles(config, folder, screen, built)
+        hooks += _records(config, folder, console, built)
+    hooks += _profiles(config, folder, console, built)
     if config.log.moe_routing_trace_path and config.model.mixture:
         hooks.append(_routing_trace(config, built))
     if clock is not None:
-        hooks.append(build_straggler_report(config, context.world, clock, screen.say))
+        hooks.append(build_straggler_report(config, context.world, clock, console.print))
     if config.train.hooks:
         hooks.append(UserHooks(own_hooks(config), config, built.run))
     return hooks
@@ -155,10 +155,10 @@ def _metrics(config: RunConfig, folder: Path, built: BuiltRun) -> MetricsWriter:
     return metrics
 
 
-def _console(config: RunConfig, screen: Screen) -> Hook:
+def _console(config: RunConfig, console: RunConsole) -> Hook:
     save = config.checkpoint.save
     return MegatronConsole(
-        screen,
+        console,
         save,
         config.layout,
         throughput=config.log.log_throughput,
@@ -168,7 +168,7 @@ def _console(config: RunConfig, screen: Screen) -> Hook:
     )
 
 
-def _records(config: RunConfig, folder: Path, screen: Screen, built: BuiltRun) -> list[Hook]:
+def _records(config: RunConfig, folder: Path, console: RunConsole, built: BuiltRun) -> list[Hook]:
     log, state = config.log, built.run.state
     hooks: list[Hook] = []
     sinks: list[TensorBoard | WandB] = []
@@ -184,7 +184,7 @@ def _records(config: RunConfig, folder: Path, screen: Screen, built: BuiltRun) -
         sinks.append(curves)
         if curves.mode == "offline":
             why = " (not logged in: set WANDB_API_KEY or run `wandb login`)" if curves.logged_in is False else ""
-            screen.say(
+            console.print(
                 f"W&B is offline and records to {curves.folder}{why}; upload with: wandb sync "
                 f"{curves.folder}/wandb/offline-run-*"
             )
@@ -203,16 +203,16 @@ def _routing_trace(config: RunConfig, built: BuiltRun) -> Hook:
     return RoutingTrace(config.log, state.context.rank, state.chunks, state.iteration)
 
 
-def _profiles(config: RunConfig, folder: Path, screen: Screen, built: BuiltRun) -> list[Hook]:
+def _profiles(config: RunConfig, folder: Path, console: RunConsole, built: BuiltRun) -> list[Hook]:
     log, context = config.log, built.run.state.context
     hooks: list[Hook] = []
     if log.profile and context.rank in (log.profile_ranks or (0,)):
         profiler = build_profiler(log, context.device, context.rank, folder)
         iteration = built.run.state.iteration
-        hooks.append(Profile(profiler, log.profile_step_start, log.profile_step_end, iteration, screen.say))
+        hooks.append(Profile(profiler, log.profile_step_start, log.profile_step_end, iteration, console.print))
     if log.record_memory_history and context.rank == 0:
         if context.device.type == "cuda":
             hooks.append(MemoryHistory(folder / log.memory_snapshot_path))
         else:
-            screen.say("--record-memory-history has no effect without a GPU")
+            console.print("--record-memory-history has no effect without a GPU")
     return hooks

@@ -1,6 +1,6 @@
 """Console lines of a training run before its first step, in Megatron's order and words.
 
-The order: docs/reference/console.md#start-up. Lines without use for Megatron's users go to the log only.
+The order: docs/reference/console_lines.md#start-up. Lines without use for Megatron's users go to the log only.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 
 from megalith.assemble.observer import StartObserver
 from megalith.checkpoint.store.store import TRACKER_FILE
-from megalith.compat.megatron import console
-from megalith.compat.megatron.screen import Screen
+from megalith.compat.megatron import console_lines
+from megalith.compat.megatron.run_console import RunConsole
 from megalith.config import RunConfig
 from megalith.config.changes import Change, change_lines
 from megalith.config.render import note_lines
@@ -30,20 +30,20 @@ from megalith.train.state import TrainState
 class StartConsole(StartObserver):
     """Observer that prints the start of a run."""
 
-    def __init__(self, screen: Screen) -> None:
-        self._screen = screen
-        self.note, self.warn, self.log = screen.say, screen.warn, screen.note  # type: ignore[method-assign]
+    def __init__(self, console: RunConsole) -> None:
+        self._console = console
+        self.info, self.warn, self.log = console.print, console.warn, console.log  # type: ignore[method-assign]
 
     def configured(self, config: RunConfig, device: torch.device) -> None:
-        _print_configuration(config, self._screen, device)
-        self.note(console.building_tokenizer_line(config.tokenizer.tokenizer_type))
+        _print_configuration(config, self._console, device)
+        self.info(console_lines.building_tokenizer_line(config.tokenizer.tokenizer_type))
 
     def changed(self, changes: Sequence[Change], iteration: int) -> None:
         for line in change_lines(list(changes), iteration):
-            self.note(line)
+            self.info(line)
 
     def vocabulary_padded(self, config: RunConfig, tokenizer: Tokenizer, padded: int, *, resumed: bool) -> None:
-        self.note(padding_message(tokenizer.vocab_size, padded))
+        self.info(padding_message(tokenizer.vocab_size, padded))
         if resumed or config.data.padded_vocab_size is not None:
             return  # a resumed run keeps the rows of its checkpoint in any layout
         divisible_by, tensor_parallel = (
@@ -51,62 +51,62 @@ class StartConsole(StartObserver):
             config.parallel.tensor_model_parallel_size,
         )
         if note := tensor_parallel_note(tokenizer.vocab_size, divisible_by, tensor_parallel):
-            self.note(note)
+            self.info(note)
 
     def initialized(self, config: RunConfig, seconds: float) -> None:
-        self.note(console.seeds_line(config.train.seed))
-        self.note(console.initialised_line(seconds))
-        self.note(console.milestone_line("after megatron is initialized", datetime.now()))
+        self.info(console_lines.seeds_line(config.train.seed))
+        self.info(console_lines.initialised_line(seconds))
+        self.info(console_lines.milestone_line("after megatron is initialized", datetime.now()))
 
     def building_model(self, config: RunConfig) -> None:
-        self.note(f"building {config.model.title} model ...")
+        self.info(f"building {config.model.title} model ...")
 
     def model_built(self, config: RunConfig, parameters: Sequence[tuple[int, int, int]]) -> None:
         for number, tensor_rank, pipeline_rank in parameters:
-            self.note(console.parameters_line(number, tensor_rank, pipeline_rank))
-        self.note(console.decay_style_line(config.schedule.lr_decay_style))
+            self.info(console_lines.parameters_line(number, tensor_rank, pipeline_rank))
+        self.info(console_lines.decay_style_line(config.schedule.lr_decay_style))
 
     def no_checkpoint(self, load: str | None) -> None:
-        self.note(console.no_checkpoint_lines(f"{load}/{TRACKER_FILE}"))
+        self.info(console_lines.no_checkpoint_lines(f"{load}/{TRACKER_FILE}"))
 
     def loading(self, path: str, iteration: int, config: RunConfig, *, distributed: bool) -> None:
-        where = console.as_typed(path, config.checkpoint.load)
-        self.note(console.loading_line(where, iteration, distributed=distributed))
+        where = console_lines.as_typed(path, config.checkpoint.load)
+        self.info(console_lines.loading_line(where, iteration, distributed=distributed))
 
     def loaded(self, path: str, iteration: int, config: RunConfig, resumed: Resumed, state: TrainState) -> None:
-        self.note(console.checkpoint_version_line(resumed.version))
+        self.info(console_lines.checkpoint_version_line(resumed.version))
         if resumed.schedule is not None:
-            for line in console.schedule_lines(resumed.schedule.values, overridden=resumed.schedule.overridden):
-                self.note(line)
-        layout, where = state.context.layout, console.as_typed(path, config.checkpoint.load)
-        self.note(console.loaded_line(where, iteration, tensor=layout.tp, pipeline=layout.pp))
+            for line in console_lines.schedule_lines(resumed.schedule.values, overridden=resumed.schedule.overridden):
+                self.info(line)
+        layout, where = state.context.layout, console_lines.as_typed(path, config.checkpoint.load)
+        self.info(console_lines.loaded_line(where, iteration, tensor=layout.tp, pipeline=layout.pp))
 
     def setup_done(self) -> None:
         what = "after model, optimizer, and learning rate scheduler are built"
-        self.note(console.milestone_line(what, datetime.now()))
+        self.info(console_lines.milestone_line(what, datetime.now()))
 
     def building_datasets(self, sizes: tuple[int | None, int | None, int | None]) -> None:
         self.log("> building train, validation, and test datasets ...")
-        self.note(console.target_sizes_lines(*sizes))
+        self.info(console_lines.target_sizes_lines(*sizes))
 
     def datasets_built(self, config: RunConfig, datasets: Datasets) -> None:
         for dataset in (*datasets, *datasets.further_valid):
             if dataset is not None:
-                self.note(f"    {dataset.name}: {dataset.summary}")
-        self.note(f"> finished creating {config.model.title} datasets ...")
+                self.info(f"    {dataset.name}: {dataset.summary}")
+        self.info(f"> finished creating {config.model.title} datasets ...")
 
     def data_done(self) -> None:
-        self.note(console.milestone_line("after dataloaders are built", datetime.now()))
+        self.info(console_lines.milestone_line("after dataloaders are built", datetime.now()))
         self.log("done with setup ...")
 
     def timed(self, config: RunConfig, times: Times) -> None:
-        self.note(console.timing_lines(times, config.log.timing_log_option))
+        self.info(console_lines.timing_lines(times, config.log.timing_log_option))
 
 
-def _print_configuration(config: RunConfig, screen: Screen, device: torch.device) -> None:
+def _print_configuration(config: RunConfig, console: RunConsole, device: torch.device) -> None:
     parallel = config.parallel
-    screen.say(
-        console.world_size_line(
+    console.print(
+        console_lines.world_size_line(
             config.launch.world_size,
             config.data_parallel_size,
             parallel.context_parallel_size,
@@ -115,32 +115,32 @@ def _print_configuration(config: RunConfig, screen: Screen, device: torch.device
         )
     )
     virtual = parallel.virtual_stages(config.model.num_layers)
-    screen.note(f"Number of virtual stages per pipeline stage: {virtual if virtual > 1 else None}")
+    console.log(f"Number of virtual stages per pipeline stage: {virtual if virtual > 1 else None}")
     count = torch.get_num_threads()
     threads = f", {count} thread{'s' if count > 1 else ''}" if device.type == "cpu" else ""
-    screen.say(f"running on {_device_name(device)}{threads}, torch {torch.__version__}{_products(config, device)}")
+    console.print(f"running on {_device_name(device)}{threads}, torch {torch.__version__}{_products(config, device)}")
     nccl_asked_for = "distributed_backend" in config.given and parallel.distributed_backend == "nccl"
     if device.type == "cpu" and nccl_asked_for:
-        screen.say("no GPU: --distributed-backend nccl becomes gloo")
+        console.print("no GPU: --distributed-backend nccl becomes gloo")
     if device.type == "cpu" and config.optimizer.offloaded:
-        screen.say("no GPU: --optimizer-cpu-offload has no effect")
-    screen.say(console.parameter_type_line(config.precision.params_dtype))
+        console.print("no GPU: --optimizer-cpu-offload has no effect")
+    console.print(console_lines.parameter_type_line(config.precision.params_dtype))
     if config.precision.bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        screen.warn(f"WARNING: {_device_name(device)} emulates bf16, which is slow; use --fp16")
-    screen.note(console.argument_dump(megatron_args(config)))
+        console.warn(f"WARNING: {_device_name(device)} emulates bf16, which is slow; use --fp16")
+    console.log(console_lines.argument_dump(megatron_args(config)))
     for line in note_lines(config):
-        screen.say(line)
+        console.print(line)
     sizes = config.batch_sizes
     if len(sizes.stages) == 1:
-        screen.say(console.micro_batches_line(config.num_micro_batches))
+        console.print(console_lines.micro_batches_line(config.num_micro_batches))
     elif config.train.rampup_batch_size:
         start, increment, samples = config.train.rampup_batch_size
-        screen.say(console.ramp_lines(start, increment, samples, sizes.final))
+        console.print(console_lines.ramp_lines(start, increment, samples, sizes.final))
     else:
         stages = ", ".join(f"{stage.size} from sample {stage.start}" for stage in sizes.stages)
-        screen.say(f"global batch sizes: {stages}")
+        console.print(f"global batch sizes: {stages}")
     if config.train.train_samples is not None:
-        screen.note(console.train_iterations_line(config.train_iters))
+        console.log(console_lines.train_iterations_line(config.train_iters))
 
 
 def _products(config: RunConfig, device: torch.device) -> str:

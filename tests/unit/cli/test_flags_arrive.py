@@ -197,10 +197,10 @@ def snapshots(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def test_the_history_of_memory(snapshots: list[str], tmp_path: Path) -> None:
     said: list[str] = []
-    screen = cast(Any, SimpleNamespace(say=said.append))
+    console = cast(Any, SimpleNamespace(print=said.append))
     for flags in ("", "--record-memory-history", "--record-memory-history --memory-snapshot-path mine.pickle"):
-        for hook in train_hooks._profiles(_run(flags), tmp_path, screen, _started(CUDA)):
+        for hook in train_hooks._profiles(_run(flags), tmp_path, console, _started(CUDA)):
             hook.close()
     assert snapshots == [str(tmp_path / "snapshot.pickle"), str(tmp_path / "mine.pickle")]
-    assert train_hooks._profiles(_run("--record-memory-history"), tmp_path, screen, _started()) == []
+    assert train_hooks._profiles(_run("--record-memory-history"), tmp_path, console, _started()) == []
     assert len(said) == 1 and said[0].startswith("--record-memory-history ")

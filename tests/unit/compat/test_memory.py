@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megalith.compat.megatron.console import timing_lines
+from megalith.compat.megatron.console_lines import timing_lines
 from megalith.compat.megatron.memory import memory_line, theory, theory_lines
-from megalith.compat.megatron.screen import duration
+from megalith.compat.megatron.run_console import duration
 from megalith.config import RunConfig, from_values
 from megalith.models.gpt import GPT
 

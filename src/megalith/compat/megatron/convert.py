@@ -24,7 +24,7 @@ from megalith.checkpoint.formats.megatron_names import CORE
 from megalith.checkpoint.sources.adapters import args_of
 from megalith.checkpoint.sources.source import open_source
 from megalith.checkpoint.store.store import locate
-from megalith.compat.megatron import console
+from megalith.compat.megatron import console_lines
 from megalith.compat.megatron.tasks import ToolParser
 from megalith.config import all_settings
 from megalith.config.families import FAMILIES
@@ -114,7 +114,7 @@ def run_tool(name: str, argv: Sequence[str], say: Callable[[str], None] = print)
     for line in _without_effect(options):
         say(line)
     iteration = int(common.get("iteration") or 0)
-    say(console.loading_line(str(options.load_dir), iteration, distributed=source.format == "torch_dist"))
+    say(console_lines.loading_line(str(options.load_dir), iteration, distributed=source.format == "torch_dist"))
     if wanted.true_vocab_size is None and known_tokens(CheckpointFolder(found)) is None:
         say("Original vocab size not specified, leaving embedding table as-is.")
     progress = Progress(say)
@@ -126,7 +126,7 @@ def run_tool(name: str, argv: Sequence[str], say: Callable[[str], None] = print)
     for note in made.notes:
         say(note)
     tensor, pipeline = result["tensor_model_parallel_size"], result["pipeline_model_parallel_size"]
-    say(console.saved_line(iteration, str(options.save_dir), datetime.now(), tensor=tensor, pipeline=pipeline))
+    say(console_lines.saved_line(iteration, str(options.save_dir), datetime.now(), tensor=tensor, pipeline=pipeline))
     for line in _last_words(tool, options):
         say(line)
     if "optimizer" in common:

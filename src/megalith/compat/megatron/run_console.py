@@ -1,4 +1,4 @@
-"""The console of a run: Megatron's lines on the screen, everything in the log file."""
+"""Console and log file of a run; the log also holds what the console shows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from megalith.compat.megatron import console
+from megalith.compat.megatron import console_lines
 from megalith.layout import Layout
 from megalith.train.results import (
     BadStep,
@@ -27,7 +27,7 @@ from megalith.train.streams import drop, warn
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that ends with one warning, without a traceback, when the disk fails."""
+    """Log file that stops with a single warning, without a traceback, if the disk fails."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         self.setLevel(logging.CRITICAL + 1)
@@ -35,7 +35,7 @@ class _LogFile(logging.FileHandler):
 
 
 class _Shown(logging.Handler):
-    """What the program logs as a warning is for the user to see."""
+    """Handler that prints logged warnings to stderr."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -45,18 +45,17 @@ class _Shown(logging.Handler):
 
 
 _NOWHERE = logging.NullHandler()
-"""Without a handler Python prints warnings by itself."""
+"""Prevents Python from printing warnings, which it does without a handler."""
 
 
-class Screen:
-    """Text that the user should see, and text for the log only. The log gets both, and everything that is logged.
+class RunConsole:
+    """Console and log file of one rank. The log holds everything printed here or logged with `logging`.
 
-    A reader of the screen that leaves, such as `head` or a `tee` that was interrupted, costs the screen only: the run
-    goes on, and so does its log.
+    If the reader of the console exits, such as `head` or an interrupted `tee`, the run and its log continue.
 
     Args:
-        log_path: the log file, appended to; its folder is made. None for a rank that can write no log of its own.
-        shows: False for the ranks other than the first, which alone has the screen.
+        log_path: log file, appended to; its folder is created. None for a rank that cannot write a log.
+        shows: whether this rank prints to the console; only the first one does.
     """
 
     def __init__(self, log_path: Path | None, out: TextIO | None = None, *, shows: bool = True) -> None:
@@ -74,25 +73,25 @@ class Screen:
         for handler in self._handlers:
             self._logger.addHandler(handler)
 
-    def say(self, text: str) -> None:
-        """Show and log."""
-        self.note(text)
+    def print(self, text: str) -> None:
+        """Print to the console and write to the log."""
+        self.log(text)
         if not self._shows:
             return
         try:
             print(text, file=self._out, flush=True)
         except OSError as error:
             drop(self._out)
-            self.note(f"WARNING: the screen is gone ({error}); the run goes on, and this log with it")
+            self.log(f"WARNING: the console is gone ({error}); the run goes on, and this log with it")
 
     def warn(self, text: str) -> None:
-        """Show where errors are shown, and log."""
-        self.note(text)
+        """Print to stderr and write to the log."""
+        self.log(text)
         if self._shows:
             warn(text)
 
-    def note(self, text: str) -> None:
-        """Log only."""
+    def log(self, text: str) -> None:
+        """Write to the log only."""
         self._logger.info("%s", text)
 
     def close(self) -> None:
@@ -103,14 +102,14 @@ class Screen:
 
 
 _LONG_WAIT_SECONDS = 0.1  # worth saying
-_SPEED_EVERY_SECONDS = 60.0  # on the screen; the log has it with every line
+_SPEED_EVERY_SECONDS = 60.0  # on the console; the log has it with every line
 
 
 @dataclass(eq=False)
 class MegatronConsole(Hook):
-    """Says each moment of a run in Megatron's words, and the speed in ours."""
+    """Hook that prints Megatron's lines about a run, and its speed."""
 
-    screen: Screen
+    console: RunConsole
     save: str | None  # the checkpoint folder; None where the run does not save
     layout: Layout  # of the ranks that save together
     throughput: bool = False  # TFLOP/s in the iteration lines (`--log-throughput`)
@@ -120,76 +119,78 @@ class MegatronConsole(Hook):
     _speed_shown: float | None = None
 
     def after_window(self, report: WindowReport) -> None:
-        self.screen.say(console.iteration_line(report, datetime.now(), throughput=self.throughput))
+        self.console.print(console_lines.iteration_line(report, datetime.now(), throughput=self.throughput))
         now = time.monotonic()
         due = self._speed_shown is None or now - self._speed_shown >= _SPEED_EVERY_SECONDS
-        (self.screen.say if due else self.screen.note)(speed_line(report))
+        (self.console.print if due else self.console.log)(speed_line(report))
         self._speed_shown = now if due else self._speed_shown
 
     def after_noise(self, noise: GradientNoise) -> None:
-        scale = "not to be told yet" if noise.scale is None else f"{noise.scale:.4g} samples"
-        self.screen.say(f" gradient noise scale at iteration {noise.iteration}: {scale}")
+        scale = "not available yet" if noise.scale is None else f"{noise.scale:.4g} samples"
+        self.console.print(f" gradient noise scale at iteration {noise.iteration}: {scale}")
 
     def on_bad_step(self, bad: BadStep) -> None:
         done = {"alarm": "", "skip": "; the step is skipped", "rerun": "; the run goes on", "stop": "; the run stops"}
-        self.screen.warn(f"WARNING: {bad}{done[bad.action]}")
+        self.console.warn(f"WARNING: {bad}{done[bad.action]}")
 
     def after_growth(self, before: int, after: int) -> None:
-        self.screen.say(console.growth_line(before, after))
+        self.console.print(console_lines.growth_line(before, after))
 
     def after_timing(self, iteration: int, times: Times) -> None:
         if times:
-            self.screen.say(console.timing_lines(times, self.timing_option))
+            self.console.print(console_lines.timing_lines(times, self.timing_option))
 
     def before_evaluation(self, split: str, num_samples: int, *, final: bool) -> None:
         if final:
-            self.screen.say(console.evaluating_line(num_samples))
+            self.console.print(console_lines.evaluating_line(num_samples))
 
     def before_evaluation_iteration(self, number: int, total: int, *, final: bool) -> None:
         if final:
-            self.screen.say(console.evaluating_iteration_line(number, total))
+            self.console.print(console_lines.evaluating_iteration_line(number, total))
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
-        self.screen.say(console.evaluation_lines(evaluation))
+        self.console.print(console_lines.evaluation_lines(evaluation))
 
     def before_save(self, iteration: int, *, persistent: bool = True) -> None:
         folder = (self.save if persistent else self.passing) or ""
-        self.screen.say(console.saving_line(iteration, folder, self.save_format, datetime.now()))
+        self.console.print(console_lines.saving_line(iteration, folder, self.save_format, datetime.now()))
 
     def after_scheduling(self, scheduled: ScheduledSave) -> None:
-        self.screen.say(console.scheduled_line(scheduled.iteration, scheduled.folder))
+        self.console.print(console_lines.scheduled_line(scheduled.iteration, scheduled.folder))
 
     def after_save(self, saved: SavedCheckpoint) -> None:
         if saved.waited_seconds > _LONG_WAIT_SECONDS:
-            self.screen.say(
+            self.console.print(
                 f" the checkpoint of iteration {saved.iteration} was still being written: the training waited "
                 f"{saved.waited_seconds:.2f} s for it"
             )
-        folder = console.as_typed(saved.folder or self.save or "", self.save, self.passing)
+        folder = console_lines.as_typed(saved.folder or self.save or "", self.save, self.passing)
         tensor, pipeline = self.layout.tp, self.layout.pp
-        self.screen.say(console.saved_line(saved.iteration, folder, datetime.now(), tensor=tensor, pipeline=pipeline))
-        self.screen.note(
+        self.console.print(
+            console_lines.saved_line(saved.iteration, folder, datetime.now(), tensor=tensor, pipeline=pipeline)
+        )
+        self.console.log(
             f" {saved.num_bytes / 1e9:.3f} GB in {saved.seconds:.2f} s, written at {saved.gigabytes_per_second:.2f} "
             f"GB/s; the training stood still for {saved.stall_seconds:.2f} s"
         )
 
     def after_training(self, iteration: int) -> None:
-        self.screen.say(console.milestone_line("after training is done", datetime.now()))
+        self.console.print(console_lines.milestone_line("after training is done", datetime.now()))
 
     def on_exit(self, ending: Ending) -> None:
         now = datetime.now()
         if ending.kind == "interval":
-            self.screen.say(console.exit_at_iteration_line(ending.iteration, now))
+            self.console.print(console_lines.exit_at_iteration_line(ending.iteration, now))
         elif ending.kind == "duration":
-            self.screen.say(console.exit_after_minutes_line(ending.detail, now))
+            self.console.print(console_lines.exit_after_minutes_line(ending.detail, now))
         elif ending.kind == "hook":
-            self.screen.say(f"a hook ends the run: {ending.detail}")
+            self.console.print(f"a hook ends the run: {ending.detail}")
         else:
-            self.screen.say(console.exit_on_signal_line(ending.detail, now))
+            self.console.print(console_lines.exit_on_signal_line(ending.detail, now))
 
 
 def speed_line(report: WindowReport) -> str:
-    """Tokens a second, TFLOP/s, MFU by each of the peaks, and the time that is left."""
+    """Return a line with tokens per second, TFLOP/s, MFU by each peak, and the remaining time."""
     by_datasheet = "" if report.mfu_datasheet is None else f"{report.mfu_datasheet:.0%} of the datasheet's peak, "
     busy = ", when the machine was busy" if report.mfu_measured > 1 else ""
     share = f"MFU {by_datasheet}{report.mfu_measured:.0%} of the matmul peak measured at the start{busy}"
@@ -198,7 +199,7 @@ def speed_line(report: WindowReport) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A length of time in the two largest units that it has: `3 d 4 h`, `2 min 5 s`, `7 s`."""
+    """Format seconds in their two largest units: `3 d 4 h`, `2 min 5 s`, `7 s`."""
     whole = round(seconds)
     parts = [
         ("d", whole // 86400),

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from megalith.compat.megatron.screen import MegatronConsole, Screen
+from megalith.compat.megatron.run_console import MegatronConsole, RunConsole
 from megalith.layout import Layout
 from megalith.train.results import SavedCheckpoint
 
 
 def test_a_logged_warning_is_seen_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen(tmp_path / "log.txt")
+    console = RunConsole(tmp_path / "log.txt")
     logging.getLogger("megalith.data").warning("the split has %d tokens", 3)
     logging.getLogger("megalith.data").info("built")
-    screen.warn("WARNING: twice is too often")
-    screen.close()
+    console.warn("WARNING: twice is too often")
+    console.close()
     assert capsys.readouterr().err == "WARNING: the split has 3 tokens\nWARNING: twice is too often\n"
     assert (tmp_path / "log.txt").read_text() == "the split has 3 tokens\nbuilt\nWARNING: twice is too often\n"
 
@@ -28,13 +28,13 @@ def test_a_silent_screen_keeps_warnings_off_the_terminal(
     for name in (None, "megalith"):
         monkeypatch.setattr(logging.getLogger(name), "handlers", [])
     logging.getLogger("megalith.data").warning("Python says it")
-    Screen(None, shows=False)
+    RunConsole(None, shows=False)
     logging.getLogger("megalith.data").warning("the first rank says it")
     assert capsys.readouterr().err == "Python says it\n"
 
 
 def test_a_save_names_the_folder_as_it_was_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    console = MegatronConsole(Screen(tmp_path / "log.txt"), "./C", Layout())
+    console = MegatronConsole(RunConsole(tmp_path / "log.txt"), "./C", Layout())
     console.before_save(5)
     console.after_save(SavedCheckpoint(5, "C/iter_0000005", 1.0, 10))
     saving, saved = capsys.readouterr().out.splitlines()
