@@ -337,7 +337,7 @@ def build_plan(
     if own := model.registered_layers:
         flops = registered_flops(chunks, context, batch * length, flops)
         flags = ", ".join(f"{all_settings()[name].flag} {getattr(model, name)}" for name in own)
-        observer.log(f"model FLOPs count 6 for each parameter and token of {flags}")
+        observer.info(f"model FLOPs count 6 for each parameter and token of {flags}")
     return Plan(
         train_iterations=config.train_iters,
         global_batch_size=batch,

@@ -21,7 +21,7 @@ from megalith.checkpoint.files.safe_loading import load_tensors_and_plain_data, 
 from megalith.checkpoint.sources.adapters import args_of
 from megalith.checkpoint.sources.source import Source, open_source
 from megalith.checkpoint.store.store import locate
-from megalith.checkpoint.writers.huggingface import Export, export
+from megalith.checkpoint.writers.huggingface import ExportOptions, export
 from megalith.checkpoint.writers.torch_dist import write_torch_dist
 from megalith.cli.main import main
 from megalith.errors import CheckpointError, ConfigError, LayoutError
@@ -550,7 +550,7 @@ def test_a_checkpoint_of_registered_parts_converts_with_their_module(tmp_path: P
     with pytest.raises(CheckpointError, match=r"--normalization own-norm.*torch_dist"):
         convert(save, tmp_path / "torch", ConversionOptions(format="torch", registry=REGISTRY))
     with pytest.raises(CheckpointError, match="--normalization own-norm"):
-        export(save, tmp_path / "hf", Export())
+        export(save, tmp_path / "hf", ExportOptions())
     assert main(["checkpoint", "diff", str(save), str(tmp_path / "made")]) == 0
 
 
