@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from megalith.data.blend import build_blending_index
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
 from megalith.data.indexed import IndexedDataset, IndexedWriter, bin_path
-from megalith.data.samples import Portion, Shares
+from megalith.data.samples import SplitRatios, SplitSpec
 from megalith.tokenizers.null import NullTokenizer
 
 SEQUENCE = 1024
@@ -50,7 +50,7 @@ class Lengths:
 def dataset(documents: Any, requested: int | None, folder: Path | None) -> GPTDataset:
     return GPTDataset(
         documents,
-        Portion(0, requested, Shares.parse(None), "synthetic", folder),
+        SplitSpec(0, requested, SplitRatios.parse(None), "synthetic", folder),
         options=GPTDatasetOptions(SEQUENCE, 1234),
         tokenizer=NullTokenizer(VOCABULARY),
     )

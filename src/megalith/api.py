@@ -262,7 +262,7 @@ def register_tokenizer(name: str, *, settings: type | None = None) -> Callable[[
     """Register a class for `--tokenizer-type name`, constructed with a TokenizerConfig.
 
     An instance has `vocab_size`, `eod`, `encode(text) -> ids` and `decode(ids) -> text`; it may have `special`, `pad`,
-    `encode_batch` and `files` (`megalith.tokenizers.own.TextCodec`).
+    `encode_batch` and `files` (`megalith.tokenizers.registered.TextCodec`).
 
     Args:
         settings: As of `register_dataset`.

@@ -21,7 +21,7 @@ from megalith.config import RunConfig, load
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
 from megalith.data.indexed import IndexedDataset
 from megalith.data.loader import BatchLoader
-from megalith.data.samples import Portion, Shares
+from megalith.data.samples import SplitRatios, SplitSpec
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.schedules.parameters import ParameterSchedule
@@ -92,7 +92,7 @@ def _loader(case: dict[str, Any], data: str, cache: str, context: ParallelContex
     settings = case["train"]
     dataset = GPTDataset(
         IndexedDataset(data),
-        Portion(0, settings["steps"] * settings["gbs"], Shares.parse("100,0,0"), data, cache_folder=Path(cache)),
+        SplitSpec(0, settings["steps"] * settings["gbs"], SplitRatios.parse("100,0,0"), data, cache_folder=Path(cache)),
         options=GPTDatasetOptions(
             sequence_length=case["model"]["seq"],
             seed=settings["seed"],

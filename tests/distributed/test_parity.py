@@ -26,7 +26,7 @@ from megalith.config import RunConfig, load
 from megalith.data.blend import BlendedDataset
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
 from megalith.data.loader import BatchLoader
-from megalith.data.samples import Portion, Shares
+from megalith.data.samples import SplitRatios, SplitSpec
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.layout import Layout
@@ -743,7 +743,7 @@ def _blend(vocab_size: int, layout: Layout, replica: int, steps: int) -> Iterato
     datasets = [
         GPTDataset(
             _Texts(vocab_size, seed),
-            Portion(0, steps * SAMPLES, Shares.parse(None), name),
+            SplitSpec(0, steps * SAMPLES, SplitRatios.parse(None), name),
             options=options,
             tokenizer=NullTokenizer(vocab_size - 1),
         )

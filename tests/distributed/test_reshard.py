@@ -25,7 +25,7 @@ from megalith.checkpoint import DirectoryStore
 from megalith.config import RunConfig
 from megalith.data.build import Datasets
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
-from megalith.data.samples import Portion, Shares
+from megalith.data.samples import SplitRatios, SplitSpec
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.layout import Layout
@@ -295,9 +295,9 @@ class RandomText:
 
 
 def dataset_of(run: RunConfig) -> GPTDataset:
-    portion = Portion(0, run.train_iters * run.global_batch_size, Shares.parse(None), "text")
+    spec = SplitSpec(0, run.train_iters * run.global_batch_size, SplitRatios.parse(None), "text")
     options = GPTDatasetOptions(run.data.seq_length, run.train.seed)
-    return GPTDataset(RandomText(), portion, options=options, tokenizer=NullTokenizer(39))
+    return GPTDataset(RandomText(), spec, options=options, tokenizer=NullTokenizer(39))
 
 
 def read_in(folder: str, case: Case, until: int) -> tuple[Steps, list[list[tuple[int, ...]]]]:

@@ -105,7 +105,7 @@ def test_a_bad_line_ends_with_its_place_and_the_code_of_data(
     (tmp_path / "in.jsonl").write_text('{"text": "good"}\n{"text": bad}\n')
     done = run([*command, "--input", "in.jsonl", "--output-prefix", "out", "--workers", "1", *files], tmp_path)
     assert done.returncode == 3
-    assert done.stderr.splitlines()[-1].startswith("megalith preprocess: in.jsonl, line 2: no JSON")
+    assert done.stderr.splitlines()[-1].startswith("megalith preprocess: in.jsonl, line 2: invalid JSON")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
@@ -130,10 +130,10 @@ SCRIPT = """
 import os, sys
 from megalith.config import TokenizerConfig
 from megalith.data.preprocess import PreprocessOptions, preprocess
-from megalith.data.preprocess_options import Progress
+from megalith.data.preprocess_options import ProgressListener
 from megalith.data.sources import Limits, SourceOptions
 
-class Watcher(Progress):
+class Watcher(ProgressListener):
     def advanced(self, standing):
         print("advanced", standing.documents, flush=True)
 
@@ -146,7 +146,7 @@ if __name__ == "__main__":
     tokenizer = TokenizerConfig(vocab_file=vocab_file, merge_file=merge_file)
     reading = SourceOptions(limits=Limits(chunk_bytes=int(chunk_bytes)))
     options = PreprocessOptions(
-        (source,), prefix, tokenizer, reading, workers=int(workers), seconds_between_notes=0.0
+        (source,), prefix, tokenizer, reading, workers=int(workers), journal_interval=0.0
     )
     print("workers", preprocess(options, Watcher()).workers)
     assert "torch" not in sys.modules
@@ -177,7 +177,7 @@ def test_a_bad_line_is_named_from_another_process(files: list[str], tmp_path: Pa
         file.write("oops\n" + '{"text": ""}\n' * 100)
     done = run(script(tmp_path, files, "out", 2, 300), tmp_path)
     assert done.returncode == 1
-    assert "in.jsonl, line 401: no JSON" in done.stderr
+    assert "in.jsonl, line 401: invalid JSON" in done.stderr
     assert {path.suffix for path in tmp_path.glob("out*")} <= {".partial", ".unfinished"}
 
 

@@ -22,8 +22,8 @@ from megalith.data.build import build_gpt_datasets
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
 from megalith.data.gpt_index import EpochPlan
 from megalith.data.indexed import IndexedDataset
-from megalith.data.loader import BatchLoader, Cyclic, Sequential, WholePasses
-from megalith.data.samples import SPLIT_NAMES, Portion, Shares, parse_split
+from megalith.data.loader import BatchLoader, CyclicSampler, FullValidationSampler, SequentialSampler
+from megalith.data.samples import SPLIT_NAMES, SplitRatios, SplitSpec, parse_split
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
@@ -119,7 +119,7 @@ def dataset_of(case: dict[str, Any], split: int, cache_folder: Path | None) -> G
     )
     return GPTDataset(
         IndexedDataset(prefix),
-        Portion(split, case["sizes"][split], Shares.parse(config["split"]), prefix, cache_folder),
+        SplitSpec(split, case["sizes"][split], SplitRatios.parse(config["split"]), prefix, cache_folder),
         options=options,
         tokenizer=tokenizer_of(case),
     )
@@ -295,8 +295,8 @@ def test_a_sample_that_fills_up_a_batch(folder: Path, cases: dict[str, Any]) -> 
             if f"{split}/pad_sample/loss_mask" not in arrays or not case["splits"][split]["len"]:
                 continue
             dataset = dataset_of(case, number, None)
-            order = WholePasses(1, micro_batch_size=2, num_micro_batches=1)
-            batch = next(BatchLoader(dataset, 2, 0, order=order))
+            sampler = FullValidationSampler(1, micro_batch_size=2, num_micro_batches=1)
+            batch = next(BatchLoader(dataset, 2, 0, sampler=sampler))
             np.testing.assert_array_equal(batch["loss_mask"][1], arrays[f"{split}/pad_sample/loss_mask"])
             compared += 1
     assert compared > 5
@@ -345,7 +345,7 @@ def test_masks(number: int, folder: Path, cases: dict[str, Any]) -> None:
     helpers = np.load(folder / cases["helpers"]["file"])
     tokens = helpers[f"ltor{number}/data"]
     documents = gpt_index.document_ids(tokens, eod=0)
-    positions = gpt_index.restarted_positions(documents) if number & 1 else np.arange(len(tokens))
+    positions = gpt_index.reset_positions(documents) if number & 1 else np.arange(len(tokens))
     np.testing.assert_array_equal(positions, helpers[f"ltor{number}/position_ids"])
     sample = {"tokens": tokens, "document_ids": documents if number & 2 else np.zeros_like(documents)}
     np.testing.assert_array_equal(hidden(sample), helpers[f"ltor{number}/attention_mask"])
@@ -356,18 +356,18 @@ def test_sequential_sampler(folder: Path) -> None:
     cases = _sampler_cases(folder, "single", "drop_last")
     assert len(cases) > 1
     for case in cases:
-        order = Sequential(case["total"], case["mbs"])
+        sampler = SequentialSampler(case["total"], case["mbs"])
         for rank, expected in enumerate(case["ranks"]):
-            assert [list(batch) for batch in order.micro_batches(case["consumed"], rank, case["dp"])] == expected
+            assert [list(batch) for batch in sampler.micro_batches(case["consumed"], rank, case["dp"])] == expected
 
 
 def test_cyclic_sampler(folder: Path) -> None:
     cases = _sampler_cases(folder, "cyclic", "data_sharding")
     assert len(cases) > 1
     for case in cases:
-        order = Cyclic(case["total"], case["mbs"])
+        sampler = CyclicSampler(case["total"], case["mbs"])
         for rank, expected in enumerate(case["ranks"]):
-            batches = order.micro_batches(case["consumed"], rank, case["dp"])
+            batches = sampler.micro_batches(case["consumed"], rank, case["dp"])
             assert list(islice(batches, len(expected))) == expected
 
 

@@ -13,10 +13,10 @@ from numpy.random import RandomState
 from numpy.typing import NDArray
 
 from megalith.data.indexed import IndexedDataset
-from megalith.data.masked.bert import BertDataset, BertSamples
+from megalith.data.masked.bert import BertDataset, BertDatasetFactory
 from megalith.data.masked.dataset import MaskedOptions, Masking
 from megalith.data.masked.sample_index import MersenneTwister64, build_sample_index
-from megalith.data.samples import SPLIT_NAMES, Portion, Shares, interval_range, parse_split
+from megalith.data.samples import SPLIT_NAMES, SplitRatios, SplitSpec, interval_range, parse_split
 from megalith.errors import DataError
 from megalith.tokenizers.word_piece import WordPieceTokenizer
 
@@ -71,11 +71,11 @@ def _datasets(
     )
     tokenizer = WordPieceTokenizer(vocabulary, lower_case=True)
     assert tokenizer.vocab_size == case["vocab_size"]
-    rule = BertSamples(options, tokenizer, config["classification_head"])
+    factory = BertDatasetFactory(options, tokenizer, config["classification_head"])
     return {
-        name: rule.dataset(
+        name: factory.build(
             IndexedDataset(PREFIX),
-            Portion(split, case["sizes"][split], Shares.parse(config["split"]), PREFIX, tmp_path),
+            SplitSpec(split, case["sizes"][split], SplitRatios.parse(config["split"]), PREFIX, tmp_path),
         )
         for split, name in enumerate(SPLIT_NAMES)
     }
@@ -97,7 +97,7 @@ def test_the_index_of_sentences(topic: Topic, name: str) -> None:
             longest=config["sequence_length"] - special,
             short_probability=config["short_sequence_probability"],
             seed=config["random_seed"],
-            fewest_sentences=2 if config.get("classification_head") else 1,
+            min_sentences=2 if config.get("classification_head") else 1,
         )
         assert index.dtype == arrays[f"{label}/sample_index"].dtype
         np.testing.assert_array_equal(index, arrays[f"{label}/sample_index"])

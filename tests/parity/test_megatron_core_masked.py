@@ -22,9 +22,9 @@ from megalith.config import DataConfig
 from megalith.data.blend import BlendedDataset
 from megalith.data.build import build_datasets
 from megalith.data.indexed.writer import IndexedWriter
-from megalith.data.masked.bert import BertSamples
+from megalith.data.masked.bert import BertDatasetFactory
 from megalith.data.masked.dataset import MaskedDataset, MaskedOptions, Masking
-from megalith.data.masked.t5 import T5Samples
+from megalith.data.masked.t5 import T5DatasetFactory
 from megalith.data.samples import SplitDataset
 from megalith.errors import DataError
 from megalith.tokenizers.word_piece import WordPieceTokenizer
@@ -105,10 +105,10 @@ def _ours(case: dict[str, Any], cache: Path) -> dict[str, SplitDataset | Blended
         config["sequence_length"], config["random_seed"], masking, config["short_sequence_probability"]
     )
     tokenizer = WordPieceTokenizer(case["vocabulary"], lower_case=True, vocab_extra_ids=case["extra_ids"])
-    rule: BertSamples | T5Samples = (
-        BertSamples(options, tokenizer, config["classification_head"])
+    factory: BertDatasetFactory | T5DatasetFactory = (
+        BertDatasetFactory(options, tokenizer, config["classification_head"])
         if case["family"] == "bert"
-        else T5Samples(options, tokenizer, config["sequence_length_decoder"])
+        else T5DatasetFactory(options, tokenizer, config["sequence_length_decoder"])
     )
     prefixes, weights = config["blend"]
     words = (
@@ -119,7 +119,7 @@ def _ours(case: dict[str, Any], cache: Path) -> dict[str, SplitDataset | Blended
     data = DataConfig(
         seq_length=config["sequence_length"], data_path=tuple(words), split=config["split"], data_cache_path=str(cache)
     )
-    built = build_datasets(data, rule, sizes=tuple(case["sizes"]))
+    built = build_datasets(data, factory, sizes=tuple(case["sizes"]))
     return dict(zip(("train", "valid", "test"), built, strict=True))
 
 

@@ -15,7 +15,7 @@ from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
 from megalith.data.indexed import IndexedDataset
 from megalith.data.loader import BatchLoader
-from megalith.data.samples import Portion, Shares
+from megalith.data.samples import SplitRatios, SplitSpec
 from megalith.distributed.context import ParallelContext
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise_as_megatron_cpu
@@ -94,7 +94,7 @@ def _loader(golden: Goldens, case: dict[str, Any], tmp_path: Path) -> BatchLoade
     )
     dataset = GPTDataset(
         IndexedDataset(prefix),
-        Portion(0, settings["steps"] * settings["gbs"], Shares.parse("100,0,0"), prefix, cache_folder=tmp_path),
+        SplitSpec(0, settings["steps"] * settings["gbs"], SplitRatios.parse("100,0,0"), prefix, cache_folder=tmp_path),
         options=options,
         tokenizer=NullTokenizer(511),
         class_name="GPTDataset",

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from megalith.config import ModelConfig
 from megalith.data.indexed import IndexedDataset
 from megalith.data.masked.dataset import MaskedOptions, Masking
-from megalith.data.masked.t5 import T5Samples
-from megalith.data.samples import Portion, Shares
+from megalith.data.masked.t5 import T5DatasetFactory
+from megalith.data.samples import SplitRatios, SplitSpec
 from megalith.models.language_model import Inputs
 from megalith.models.t5 import T5
 from megalith.tokenizers.word_piece import WordPieceTokenizer
@@ -77,12 +77,12 @@ def test_samples(golden: Goldens, tmp_path: Path) -> None:
     assert tokenizer.vocab_size == case["vocab_size"]
     masking = Masking(config["masking_probability"], config["masking_max_ngram"], geometric=True)
     options = MaskedOptions(config["sequence_length"], config["random_seed"], masking)
-    samples = T5Samples(options, tokenizer, config["sequence_length_decoder"])
-    documents, shares = IndexedDataset(str(folder / "bert_text_sentence")), Shares.parse("90,5,5")
+    samples = T5DatasetFactory(options, tokenizer, config["sequence_length_decoder"])
+    documents, shares = IndexedDataset(str(folder / "bert_text_sentence")), SplitRatios.parse("90,5,5")
     for split, (name, requested) in enumerate(zip(("train", "valid", "test"), case["sizes"], strict=True)):
-        dataset = samples.dataset(
+        dataset = samples.build(
             documents,
-            Portion(split, requested, shares, "data/bert_text_sentence", tmp_path),
+            SplitSpec(split, requested, shares, "data/bert_text_sentence", tmp_path),
         )
         assert np.array_equal(dataset.sample_index, expected[f"{name}/sample_index"])
         assert len(dataset) == case["info"][name]["len"]

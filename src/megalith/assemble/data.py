@@ -11,11 +11,11 @@ from megalith.config.data_sources import data_sources
 from megalith.config.families import Objective
 from megalith.data.blend import BlendedDataset
 from megalith.data.build import Dataset, Datasets, build_gpt_datasets
-from megalith.data.build import build_datasets as datasets_of_rule
-from megalith.data.loader import BatchLoader, Cyclic, Order, Sequential, WholePasses
-from megalith.data.masked.bert import BertSamples
-from megalith.data.masked.t5 import T5Samples
-from megalith.data.samples import SampleRule, Sizes, target_sizes
+from megalith.data.build import build_datasets as masked_datasets_of
+from megalith.data.loader import BatchLoader, BatchSampler, CyclicSampler, FullValidationSampler, SequentialSampler
+from megalith.data.masked.bert import BertDatasetFactory
+from megalith.data.masked.t5 import T5DatasetFactory
+from megalith.data.samples import DatasetFactory, Sizes, target_sizes
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.card import require_tokenizer_of_data
@@ -99,22 +99,22 @@ def build_datasets(
     sizes, seed = run_sizes(run, iteration), run.train.seed
     if run.model.family.objective == "causal":
         return build_gpt_datasets(run.data, tokenizer, sizes=sizes, seed=seed, cache_is_checked=cache_is_checked)
-    rule = masked_samples(run.data, run.model, tokenizer, seed)
-    return datasets_of_rule(run.data, rule, sizes=sizes, cache_is_checked=cache_is_checked)
+    factory = masked_dataset_factory(run.data, run.model, tokenizer, seed)
+    return masked_datasets_of(run.data, factory, sizes=sizes, cache_is_checked=cache_is_checked)
 
 
-def masked_samples(data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, seed: int) -> SampleRule:
-    """Return the rule for samples with masked tokens or spans, by the objective of the model.
+def masked_dataset_factory(data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, seed: int) -> DatasetFactory:
+    """Return the factory of masked datasets for the objective of the model (masked words or spans).
 
     Raises:
-        ConfigError: the tokenizer has not what they need.
+        ConfigError: the tokenizer lacks a special token that their samples need.
     """
-    return _MASKED_SAMPLES[model.family.objective](data, model, tokenizer, seed)
+    return _MASKED_FACTORIES[model.family.objective](data, model, tokenizer, seed)
 
 
-_MASKED_SAMPLES: Mapping[Objective, Callable[[DataConfig, ModelConfig, Tokenizer, int], SampleRule]] = {
-    "masked": BertSamples.of,
-    "spans": T5Samples.of,
+_MASKED_FACTORIES: Mapping[Objective, Callable[[DataConfig, ModelConfig, Tokenizer, int], DatasetFactory]] = {
+    "masked": BertDatasetFactory.from_config,
+    "spans": T5DatasetFactory.from_config,
 }
 
 
@@ -149,12 +149,12 @@ def build_loaders(
     sets = () if datasets.valid is None else (datasets.valid, *datasets.further_valid)
     if run.data.full_validation:
         _refuse_empty(sets)
-        orders = [_whole_passes(run, dataset) for dataset in sets]
+        samplers = [_full_validation_sampler(run, dataset) for dataset in sets]
         loaders = [
-            _loader(run, dataset, replica, 0, run.eval_micro_batch_size, order)
-            for dataset, order in zip(sets, orders, strict=True)
+            _loader(run, dataset, replica, 0, run.eval_micro_batch_size, sampler)
+            for dataset, sampler in zip(sets, samplers, strict=True)
         ]
-        passes = tuple(order.iterations(run.data_parallel_size) for order in orders)
+        passes = tuple(sampler.iterations(run.data_parallel_size) for sampler in samplers)
         return Loaders(train, next(iter(loaders), None), test, consumed_valid, tuple(loaders[1:]), passes, sources)
     to_come = run.train_iters // run.train.eval_interval - iteration // run.train.eval_interval + 1
     needed = consumed_valid + to_come * run.train.eval_batches * run.eval_batch_size
@@ -233,16 +233,21 @@ def _refuse_too_few(run: RunConfig, train: Dataset, iteration: int, consumed: in
     )
 
 
-def _whole_passes(run: RunConfig, dataset: Dataset) -> WholePasses:
-    return WholePasses(len(dataset), run.eval_micro_batch_size, run.eval_micro_batches)
+def _full_validation_sampler(run: RunConfig, dataset: Dataset) -> FullValidationSampler:
+    return FullValidationSampler(len(dataset), run.eval_micro_batch_size, run.eval_micro_batches)
 
 
 def _loader(
-    run: RunConfig, dataset: Dataset, replica: int, consumed: int, micro_batch_size: int, order: Order | None = None
+    run: RunConfig,
+    dataset: Dataset,
+    replica: int,
+    consumed: int,
+    micro_batch_size: int,
+    sampler: BatchSampler | None = None,
 ) -> BatchLoader:
-    if order is None:
-        kind = Sequential if _ends(run) else Cyclic
-        order = kind(len(dataset), micro_batch_size)
+    if sampler is None:
+        kind = SequentialSampler if _ends(run) else CyclicSampler
+        sampler = kind(len(dataset), micro_batch_size)
     return BatchLoader(
         dataset,
         micro_batch_size,
@@ -250,5 +255,5 @@ def _loader(
         num_workers=run.data.num_workers,
         rank=replica,
         num_ranks=run.data_parallel_size,
-        order=order,
+        sampler=sampler,
     )

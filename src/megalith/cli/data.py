@@ -14,7 +14,7 @@ from megalith.config.values import local_name, local_path
 from megalith.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megalith.data.dataset_tools import Survey
+    from megalith.data.dataset_tools import DatasetStatistics
     from megalith.data.indexed import IndexedDataset
     from megalith.tokenizers import Tokenizer
 
@@ -54,7 +54,7 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
-    from megalith.data.dataset_tools import survey
+    from megalith.data.dataset_tools import dataset_statistics
     from megalith.data.indexed import IndexedDataset
     from megalith.tokenizers import build_tokenizer
     from megalith.tokenizers.card import read_card, require_tokenizer_of_data
@@ -66,7 +66,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
         note = require_tokenizer_of_data(options.prefix, tokenizer.card())
         if note:
             print(f"note: {note}")
-    found, card = survey(dataset), read_card(options.prefix)
+    found, card = dataset_statistics(dataset), read_card(options.prefix)
     if options.json:
         print(json.dumps(_record(dataset, found, card)))
         return 0
@@ -77,7 +77,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _record(dataset: IndexedDataset, found: Survey, card: dict[str, Any] | None) -> dict[str, Any]:
+def _record(dataset: IndexedDataset, found: DatasetStatistics, card: dict[str, Any] | None) -> dict[str, Any]:
     histogram = [[part.low, part.high, part.documents, part.tokens] for part in found.histogram]
     return {
         "prefix": dataset.prefix,
@@ -93,7 +93,7 @@ def _record(dataset: IndexedDataset, found: Survey, card: dict[str, Any] | None)
     }
 
 
-def _print_counts(dataset: IndexedDataset, found: Survey) -> None:
+def _print_counts(dataset: IndexedDataset, found: DatasetStatistics) -> None:
     print(dataset.prefix)
     print(f"documents {found.documents:,} ({found.empty:,} of them empty)")
     print(f"sequences {found.sequences:,}")
@@ -243,20 +243,20 @@ def check_merge(options: argparse.Namespace) -> None:
 
 
 def _run_merge(options: argparse.Namespace) -> int:
-    from megalith.data.dataset_tools import merge, pairs_in
+    from megalith.data.dataset_tools import dataset_prefixes, merge
     from megalith.data.shares import find_shares
 
     check_merge(options)
     if options.shares:
         wanted = find_shares(options.output_prefix)
     else:
-        wanted = {options.output_prefix: options.prefixes or pairs_in(options.input)}
+        wanted = {options.output_prefix: options.prefixes or dataset_prefixes(options.input)}
     for output_prefix, prefixes in wanted.items():
         merged = merge(
             prefixes,
             output_prefix,
             multimodal=options.multimodal,
-            advanced=lambda prefix: print(f"adding {prefix}", flush=True),
+            on_progress=lambda prefix: print(f"adding {prefix}", flush=True),
         )
         print(f"Wrote {merged.prefix}.bin and .idx: {merged.num_documents} documents, {merged.num_tokens} tokens")
         if options.remove:

@@ -16,7 +16,7 @@ from megalith.config.tokenizer_flags import add_import_flag, add_tokenizer_flags
 from megalith.config.values import local_name
 from megalith.data.encoding import SentenceSettings
 from megalith.data.preprocess import PreprocessOptions, PreprocessReport, find_violations, preprocess
-from megalith.data.preprocess_options import Progress, Standing
+from megalith.data.preprocess_options import ProgressListener, ProgressSnapshot
 from megalith.data.shares import Share, read_share
 from megalith.data.sources import END_OF_TEXT_SEPARATOR, FORMATS, Limits, SourceOptions
 from megalith.errors import ConfigError
@@ -362,7 +362,7 @@ def _positive_int(flag: str, text: str | None, violations: list[str]) -> int | N
     return number
 
 
-class ConsoleProgress(Progress):
+class ConsoleProgress(ProgressListener):
     """Progress on the console: inputs and start-up on stdout, progress lines on stderr."""
 
     def __init__(self, log_interval: int) -> None:
@@ -380,11 +380,11 @@ class ConsoleProgress(Progress):
     def started(self, seconds: float, workers: int) -> None:
         print(f"Time to startup: {seconds}", flush=True)
 
-    def advanced(self, standing: Standing) -> None:
-        if standing.documents - self._last_documents >= self._interval and standing.seconds >= self._next_line_at:
-            self._next_line_at = standing.seconds + _SECONDS_BETWEEN_LINES
-            self._last_documents = standing.documents
-            warn(f"{_progress_line(standing)} {_remaining(standing)}")
+    def advanced(self, snapshot: ProgressSnapshot) -> None:
+        if snapshot.documents - self._last_documents >= self._interval and snapshot.seconds >= self._next_line_at:
+            self._next_line_at = snapshot.seconds + _SECONDS_BETWEEN_LINES
+            self._last_documents = snapshot.documents
+            warn(f"{_progress_line(snapshot)} {_remaining(snapshot)}")
 
     def skipped(self, place: str, reason: str, count: int) -> None:
         if count <= _SHOWN_BAD_LINES:
@@ -392,8 +392,8 @@ class ConsoleProgress(Progress):
         elif count == _SHOWN_BAD_LINES + 1:
             warn("left out: more, listed in the file that the last lines name")
 
-    def finished(self, standing: Standing) -> None:
-        warn(_progress_line(standing))
+    def finished(self, snapshot: ProgressSnapshot) -> None:
+        warn(_progress_line(snapshot))
 
 
 def summary(report: PreprocessReport) -> str:
@@ -412,16 +412,16 @@ def summary(report: PreprocessReport) -> str:
     return "\n".join(lines)
 
 
-def _progress_line(standing: Standing) -> str:
+def _progress_line(snapshot: ProgressSnapshot) -> str:
     """Return Megatron's progress line; speeds count the work of this process only."""
-    documents = standing.documents - standing.documents_before
-    speed = (standing.bytes - standing.bytes_before) / standing.seconds / _MEGABYTE
-    return f"Processed {standing.documents} documents ({documents / standing.seconds} docs/s, {speed} MB/s)."
+    documents = snapshot.documents - snapshot.documents_before
+    speed = (snapshot.bytes - snapshot.bytes_before) / snapshot.seconds / _MEGABYTE
+    return f"Processed {snapshot.documents} documents ({documents / snapshot.seconds} docs/s, {speed} MB/s)."
 
 
-def _remaining(standing: Standing) -> str:
-    done = standing.disk - standing.disk_before
-    seconds = standing.seconds * (standing.disk_total - standing.disk) / max(1, done)
+def _remaining(snapshot: ProgressSnapshot) -> str:
+    done = snapshot.disk - snapshot.disk_before
+    seconds = snapshot.seconds * (snapshot.disk_total - snapshot.disk) / max(1, done)
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{standing.disk / max(1, standing.disk_total):.1%} done, {hours}:{minutes:02}:{rest:02} left"
+    return f"{snapshot.disk / max(1, snapshot.disk_total):.1%} done, {hours}:{minutes:02}:{rest:02} left"

@@ -1,4 +1,4 @@
-"""From text files to batches of tokens: .bin/.idx files, sample indices, loaders, preprocessing.
+"""Datasets: .bin/.idx files, sample indices, data loaders, and preprocessing of text into them.
 
 Only `loader` imports torch; preprocessing never does.
 """

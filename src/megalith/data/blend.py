@@ -1,15 +1,15 @@
-"""Several datasets as one: sample i comes from one of them, in Megatron's greedy order, which keeps to the weights.
+"""Blends of datasets: Megatron's greedy choice of a dataset for each sample.
 
-Sample n goes to the dataset d whose share is furthest behind, the first of equals:
+Sample n goes to the dataset whose share lags most, the first of equals:
 
-    d(n) = argmax_d  w_d * max(n, 1) - c_d(n)         c_d(n): samples that d has given before n
+    d(n) = argmax_d  w_d * max(n, 1) - c_d(n)         c_d(n): samples taken from d before n
 
-Each choice depends on all before it, and the shares of three and more datasets have no closed form. But two runs of
-the recursion that start from different counts (of the same sum) come together: where their choices differ, the one that
-is ahead in a dataset takes less of it. So the samples are cut into blocks of equal length that are computed at once,
-side by side, each from counts that are guessed to be w_d * n; then each block whose guess was not what the block before
-it ended with is computed again from that, until all agree. The result is that of the recursion by construction, in the
-same double-precision arithmetic; mostly the second round settles it. The index cache keeps it, if the run has one.
+Each choice depends on all earlier ones, and with three or more datasets the shares have no closed form. But two runs
+of the recursion that start from different counts (of equal sum) converge: where their choices differ, the run that is
+ahead in a dataset takes less of it. The samples are therefore cut into blocks of equal length. All blocks are computed
+at once, each from the guess that its starting counts are w_d * n. A block whose guess differs from the counts at the
+end of the block before it is computed again, until all blocks agree; usually the second round is the last. The result
+is that of the recursion by construction, in the same double-precision arithmetic. The index cache stores it.
 
 Source:  Megatron-LM `BlendedDataset`; `helpers.cpp`, `build_blending_indices`, `build_exhaustive_blending_indices`.
 """
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.data.index_cache import Arrays, Recipe, load_or_build
+from megalith.data.index_cache import Arrays, IndexSpec, load_or_build
 from megalith.data.samples import SplitDataset
 from megalith.errors import DataError
 
@@ -42,22 +42,22 @@ _ARRAYS = ("dataset_index", "dataset_sample_index")
 
 
 def build_blending_index(weights: NDArray[np.float64], size: int) -> Blending:
-    """The first `size` samples of a blend by weights that add up to 1; a dataset of weight 0 gives none."""
-    return _numbered(_choose(weights, size, None), len(weights))
+    """Return the blend of `size` samples for weights that sum to 1; a dataset of weight 0 is never chosen."""
+    return _number_samples(_choose_datasets(weights, size, None), len(weights))
 
 
 def build_exhaustive_blending_index(sizes: NDArray[np.int64]) -> Blending:
-    """Every sample of every dataset once, in proportion to the sizes for as long as the datasets last."""
+    """Return the blend that takes every sample of every dataset once, interleaved in proportion to the sizes."""
     total = int(sizes.sum())
-    return _numbered(_choose(sizes / max(total, 1), total, sizes), len(sizes))
+    return _number_samples(_choose_datasets(sizes / max(total, 1), total, sizes), len(sizes))
 
 
-def _choose(weights: NDArray[np.float64], size: int, limits: NDArray[np.int64] | None) -> NDArray[np.int16]:
-    """The dataset of each of `size` samples, no more of each than `limits` says."""
+def _choose_datasets(weights: NDArray[np.float64], size: int, limits: NDArray[np.int64] | None) -> NDArray[np.int16]:
+    """Return the dataset number of each of `size` samples [size]; `limits` bounds the samples of each dataset."""
     length = max(_SHORTEST_BLOCK, math.isqrt(size))
     starts = np.arange(0, size, length, dtype=np.int64)
     chosen = np.empty((length, len(starts)), np.int16)
-    counts = _guess(weights, starts, limits)
+    counts = _guess_counts(weights, starts, limits)
     ends = np.empty_like(counts)
     wrong = np.ones(len(starts), bool)
     while wrong.any():
@@ -68,10 +68,10 @@ def _choose(weights: NDArray[np.float64], size: int, limits: NDArray[np.int64] |
     return chosen.T.reshape(-1)[:size]
 
 
-def _guess(
+def _guess_counts(
     weights: NDArray[np.float64], starts: NDArray[np.int64], limits: NDArray[np.int64] | None
 ) -> NDArray[np.float64]:
-    """Counts near w_d * n that add up to n, [datasets, starts]: the largest remainders are rounded up."""
+    """Estimate the counts before each start: near w_d * n, summing to n; [datasets, starts]."""
     shares = weights[:, None] * starts
     counts = np.floor(shares)
     if limits is not None:
@@ -90,7 +90,7 @@ def _run_blocks(
     length: int,
     limits: NDArray[np.int64] | None,
 ) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
-    """The recursion over `length` samples of every block: choices [length, blocks], counts at the ends."""
+    """Run the recursion over `length` samples of every block; return choices [length, blocks] and final counts."""
     counts = counts.copy()
     chosen = np.empty((length, len(starts)), np.int16)
     blocks = np.arange(len(starts))
@@ -115,8 +115,8 @@ def _run_blocks(
     return chosen, counts
 
 
-def _numbered(dataset_index: NDArray[np.int16], num_datasets: int) -> Blending:
-    """Count the samples of each dataset in the order in which they come."""
+def _number_samples(dataset_index: NDArray[np.int16], num_datasets: int) -> Blending:
+    """Number the samples of each dataset in the order in which the blend takes them."""
     order = np.argsort(dataset_index, kind="stable")
     counts = np.bincount(dataset_index, minlength=num_datasets)
     firsts = np.repeat(np.cumsum(counts) - counts, counts)
@@ -126,14 +126,14 @@ def _numbered(dataset_index: NDArray[np.int16], num_datasets: int) -> Blending:
 
 
 def normalise(weights: Sequence[float]) -> list[float]:
-    """Weights that add up to 1, rounded as Megatron rounds them: the hashed description of a blend shows them."""
+    """Return weights that sum to 1, rounded as Megatron rounds them: the hashed description of a blend holds them."""
     array = np.array(weights, np.float64)
     normalised: list[float] = (array / np.sum(array)).tolist()
     return normalised
 
 
 class BlendedDataset:
-    """Samples of several datasets of one split; they say in `dataset_id` (i64) which one they are of."""
+    """Blend of several datasets of one split; `dataset_id` (i64) of a sample is the number of its dataset."""
 
     def __init__(
         self,
@@ -154,7 +154,9 @@ class BlendedDataset:
         Raises:  DataError if a dataset has fewer samples than the blend takes of it.
         """
         if len(datasets) > MOST_DATASETS:
-            raise DataError(f"a blend of {len(datasets)} datasets: at most {MOST_DATASETS} can be told apart")
+            raise DataError(
+                f"a blend of {len(datasets)} datasets is too large: at most {MOST_DATASETS}; merge some of them"
+            )
         self.datasets, self.requested, self.name = tuple(datasets), size, datasets[0].name
         self.weights = list(weights) if size is None or not sum(weights) else normalise(weights)
         self.identity = {
@@ -164,8 +166,8 @@ class BlendedDataset:
             "weights": self.weights,
             "size": size,
         }
-        recipe = Recipe(f"BlendedDataset-{self.name}", self.description, _ARRAYS, self._build)
-        cached = load_or_build(cache_folder, recipe, written_ns, is_checked=cache_is_checked)
+        spec = IndexSpec(f"BlendedDataset-{self.name}", self.description, _ARRAYS, self._build)
+        cached = load_or_build(cache_folder, spec, written_ns, is_checked=cache_is_checked)
         self.dataset_index: NDArray[np.int16] = cached.arrays["dataset_index"]
         self.dataset_sample_index: NDArray[np.int64] = cached.arrays["dataset_sample_index"]
         problems = [cached.problem, *(dataset.cache_problem for dataset in datasets)]
@@ -174,18 +176,18 @@ class BlendedDataset:
 
     @cached_property
     def description(self) -> str:
-        """The text whose md5 names the cache files."""
+        """Return the JSON text whose md5 names the cache files."""
         return json.dumps(self.identity, indent=4)
 
     @property
-    def built_for(self) -> str:
-        """What was asked of it, and what that is made of."""
-        asked = "every sample once" if self.requested is None else f"{self.requested} samples"
-        return f"{asked} of a blend of {len(self.datasets)} datasets"
+    def request_text(self) -> str:
+        """Describe the requested samples and the datasets they come from, for messages."""
+        requested = "every sample once" if self.requested is None else f"{self.requested} samples"
+        return f"{requested} of a blend of {len(self.datasets)} datasets"
 
     @property
     def summary(self) -> str:
-        """How much of it there is, and what it is made of: a line for each dataset."""
+        """Describe the size of the blend and, on one line each, of its datasets."""
         parts = zip(self.datasets, self.counts.tolist(), self.weights, strict=True)
         of_each = [
             f"{count} of {dataset.prefix}, which has {dataset.summary}"
@@ -196,7 +198,7 @@ class BlendedDataset:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """A name for each dataset: its prefix, with its place in the blend where another one has the same."""
+        """Return a unique name for each dataset: its prefix, with its place in the blend if the prefix repeats."""
         prefixes = [str(dataset.prefix) for dataset in self.datasets]
         return tuple(
             prefix if prefixes.count(prefix) == 1 else f"{prefix} ({number})"
@@ -205,14 +207,14 @@ class BlendedDataset:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """Samples taken of each dataset."""
+        """Return the number of samples taken from each dataset; [datasets]."""
         return np.bincount(self.dataset_index, minlength=len(self.datasets))
 
     def __len__(self) -> int:
         return len(self.dataset_index)
 
     def __getitem__(self, item: int) -> dict[str, NDArray[Any]]:
-        """Sample `item`: that of a `GPTDataset`, and its dataset."""
+        """Return sample `item`: the sample of the chosen dataset with the dataset's number as `dataset_id`."""
         if not 0 <= item < len(self):
             raise IndexError(f"sample {item} of {len(self)}")
         number = self.dataset_index[item]
@@ -228,7 +230,7 @@ class BlendedDataset:
 
     def _refuse_too_few(self) -> None:
         problems = [
-            f"{dataset.prefix} has {len(dataset)} samples, and the blend takes {count}"
+            f"{dataset.prefix} has {len(dataset)} samples, the blend takes {count}"
             for dataset, count in zip(self.datasets, self.counts.tolist(), strict=True)
             if count > len(dataset)
         ]
@@ -236,7 +238,7 @@ class BlendedDataset:
             raise DataError(
                 "\n  ".join(
                     [
-                        f"the {self.name} blend takes more samples of a dataset than it was built with; give a larger "
+                        f"the {self.name} blend takes more samples of a dataset than were built; give a larger "
                         "--mid-level-dataset-surplus:",
                         *problems,
                     ]

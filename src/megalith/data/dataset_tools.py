@@ -1,6 +1,6 @@
-"""Merge, survey and verify datasets in bounded memory.
+"""Tools for .bin/.idx datasets: merge, statistics and verification, in bounded memory.
 
-Merging does what Megatron's tools/merge_datasets.py does; a survey counts lengths, ids and ends of documents.
+Merging repeats Megatron's tools/merge_datasets.py.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ _AT_ONCE = 1 << 20  # entries or tokens
 
 
 @dataclass(frozen=True)
-class Merged:
-    """What was put together."""
+class MergeReport:
+    """Size of a merged dataset."""
 
     prefix: str
     num_documents: int
     num_tokens: int
 
 
-def pairs_in(folder: Path) -> list[str]:
-    """Prefixes of all pairs of a folder, by name. Raises ConfigError if there is none, or a file is half of one."""
+def dataset_prefixes(folder: Path) -> list[str]:
+    """Return the prefixes of all pairs in a folder, sorted. Raises ConfigError if there is none or a half lacks."""
     if not folder.is_dir():
         raise ConfigError(f"--input {folder}: no such folder")
     files = [path for path in folder.iterdir() if path.is_file() and path.suffix not in _SIDE_FILES]
     halves = [path for path in files if path.suffix in (".bin", ".idx")]
-    problems = [f"--input {folder}: {path.name} is no half of a .bin/.idx pair" for path in files if path not in halves]
+    problems = [f"--input {folder}: {path.name} is neither .bin nor .idx" for path in files if path not in halves]
     prefixes = sorted({str(path.with_suffix("")) for path in halves})
     for prefix in prefixes:
         missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
-        problems += [f"--input {folder}: {path.name} is missing, its other half is there" for path in missing]
+        problems += [
+            f"--input {folder}: {path.name} is missing, but the other file of its pair exists" for path in missing
+        ]
     if problems:
         raise ConfigError(problems)
     if not prefixes:
-        raise ConfigError(f"--input {folder}: there is no .bin/.idx pair in it")
+        raise ConfigError(f"--input {folder}: the folder has no .bin/.idx pair")
     return prefixes
 
 
@@ -53,30 +55,30 @@ def merge(
     output_prefix: str,
     *,
     multimodal: bool = False,
-    advanced: Callable[[str], None] = lambda prefix: None,
-) -> Merged:
-    """Put datasets together, in the order given; `advanced` is told of each part before it is copied.
+    on_progress: Callable[[str], None] = lambda prefix: None,
+) -> MergeReport:
+    """Concatenate datasets in the given order; `on_progress` receives each prefix before it is copied.
 
     Raises:
-        ConfigError: the whole is one of its parts.
-        DataError: a part is damaged, has another dtype or was made with another tokenizer; the disk is full.
+        ConfigError: the output is one of the inputs.
+        DataError: an input is damaged, has another dtype or was made with another tokenizer; the disk is full.
     """
     whole = Path(output_prefix).absolute()
     if any(Path(prefix).absolute() == whole for prefix in prefixes):
-        raise ConfigError(f"--output-prefix {output_prefix} is one of the parts; give another one")
-    # All parts are looked at before anything is written.
+        raise ConfigError(f"--output-prefix {output_prefix} is one of the inputs; give another prefix")
+    # All parts are checked before anything is written.
     first = IndexedDataset(prefixes[0], multimodal=multimodal)
     cards = {prefix: card for prefix in prefixes if (card := read_card(prefix)) is not None}
     for prefix, card in cards.items():
         start = next(iter(cards))
-        require_same((start, prefix), cards[start], card, "merge only what one tokenizer made")
+        require_same((start, prefix), cards[start], card, "merge only datasets made with the same tokenizer")
     whole.parent.mkdir(parents=True, exist_ok=True)
     with IndexedWriter(output_prefix, first.dtype, multimodal=multimodal) as writer:
         for prefix in prefixes:
-            advanced(prefix)
+            on_progress(prefix)
             writer.add_index(prefix)
         writer.finalize()
-        merged = Merged(output_prefix, writer.num_documents, writer.num_tokens)
+        merged = MergeReport(output_prefix, writer.num_documents, writer.num_tokens)
     if len(cards) == len(prefixes):
         write_card(output_prefix, cards[prefixes[0]])
     return merged
@@ -93,8 +95,8 @@ class LengthBin:
 
 
 @dataclass(frozen=True)
-class Survey:
-    """Counts of a dataset.
+class DatasetStatistics:
+    """Number and lengths of the documents of a dataset.
 
     Attributes:
         documents: documents, empty ones included.
@@ -113,8 +115,8 @@ class Survey:
     histogram: tuple[LengthBin, ...]
 
 
-def survey(dataset: IndexedDataset) -> Survey:
-    """Count documents and tokens by length."""
+def dataset_statistics(dataset: IndexedDataset) -> DatasetStatistics:
+    """Count documents, sequences and tokens, and build the histogram of document lengths."""
     counts, sums = np.zeros(64, np.int64), np.zeros(64, np.int64)
     shortest, longest = 0, 0
     for lengths in _document_lengths(dataset):
@@ -133,7 +135,7 @@ def survey(dataset: IndexedDataset) -> Survey:
         for number in range(1, 64)
         if counts[number]
     )
-    return Survey(
+    return DatasetStatistics(
         documents=dataset.num_documents,
         empty=int(counts[0]),
         sequences=len(dataset),
@@ -144,8 +146,10 @@ def survey(dataset: IndexedDataset) -> Survey:
     )
 
 
-def verify_tokens(dataset: IndexedDataset, vocab_size: int, advanced: Callable[[int], None] = lambda done: None) -> int:
-    """Compare every token with the vocabulary and return the largest; `advanced` is told how many have been read.
+def verify_tokens(
+    dataset: IndexedDataset, vocab_size: int, on_progress: Callable[[int], None] = lambda done: None
+) -> int:
+    """Check every token against the vocabulary and return the largest; `on_progress` receives the tokens read so far.
 
     Raises:  DataError naming the first id outside the vocabulary, its sequence and its byte in the .bin.
     """
@@ -161,12 +165,12 @@ def verify_tokens(dataset: IndexedDataset, vocab_size: int, advanced: Callable[[
                 f"the vocabulary of {vocab_size}; the file is damaged or was made with another tokenizer"
             )
         largest, done = max(largest, high), done + len(tokens)
-        advanced(done)
+        on_progress(done)
     return largest
 
 
 def documents_without_end(dataset: IndexedDataset, eod: int) -> int:
-    """Documents that are not empty and whose last token is not the end of a document."""
+    """Count the non-empty documents whose last token is not `eod`."""
     missing, size = 0, dataset.dtype.itemsize
     for start in range(0, dataset.num_documents, _AT_ONCE):
         bounds = dataset.document_index[start : start + _AT_ONCE + 1]
@@ -180,7 +184,7 @@ def documents_without_end(dataset: IndexedDataset, eod: int) -> int:
 
 
 def _document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
-    """Tokens of each document, part by part."""
+    """Yield the tokens of each document, in blocks of at most `_AT_ONCE` documents."""
     for start in range(0, dataset.num_documents, _AT_ONCE):
         bounds = dataset.document_index[start : start + _AT_ONCE + 1]
         first = int(bounds[0])

@@ -1,4 +1,4 @@
-"""Chunks of text into tokens: what a worker process of the preprocessing does."""
+"""Encoding of text chunks into token ids: the work of one preprocessing worker."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from megalith.config import TokenizerConfig
 from megalith.data.indexed import smallest_dtype
-from megalith.data.sentences import MarksSplitter, SentenceSplitter, find_parameters
-from megalith.data.sources import BadDocument, Part, Payload
+from megalith.data.sentences import PunctuationSplitter, SentenceSplitter, find_parameters
+from megalith.data.sources import BadDocument, ChunkDocuments, Payload
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.fast_bpe import SURE_IDS, ArrayEncoder, array_encoder
@@ -35,17 +35,17 @@ class SentenceSettings:
     nltk_folders: tuple[str, ...] = ()
     by_marks: bool = False
 
-    def splitter(self) -> SentenceSplitter | MarksSplitter:
-        """Make the splitter. Raises DataError where there are no parameters of this language."""
+    def splitter(self) -> SentenceSplitter | PunctuationSplitter:
+        """Build the splitter. Raises DataError if there are no Punkt parameters for the language."""
         if self.by_marks:
-            return MarksSplitter()
+            return PunctuationSplitter()
         parameters = find_parameters(self.language, self.parameters_file, self.nltk_folders)
         return SentenceSplitter(parameters, keep_newlines=self.keep_newlines)
 
 
 @dataclass(frozen=True)
 class EncodeSettings:
-    """What decides the tokens of a chunk; small, and the same for all chunks.
+    """Settings that decide the tokens of a chunk; small and the same for all chunks.
 
     Attributes:
         keys: keys of the JSON objects, or columns; for a txt there is one.
@@ -64,19 +64,19 @@ class EncodeSettings:
 
 
 @dataclass(frozen=True)
-class Structure:
-    """How the tokens of a chunk under one key are divided: lengths of sequences [S], and sequences of documents [D]."""
+class DocumentLengths:
+    """Division of a chunk's tokens under one key: sequence lengths [S], sequences of each document [D]."""
 
     lengths: NDArray[np.int32]
     sequences_per_document: NDArray[np.int64]
 
-    def tokens_of(self, documents: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which tokens belong to some of the documents."""
+    def token_mask(self, documents: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return the mask [tokens] of the tokens that belong to the selected documents; `documents` is a mask [D]."""
         return np.repeat(self._sequences_of(documents), self.lengths)
 
-    def of(self, documents: NDArray[np.bool_]) -> Structure:
-        """Some of the documents."""
-        return Structure(self.lengths[self._sequences_of(documents)], self.sequences_per_document[documents])
+    def select(self, documents: NDArray[np.bool_]) -> DocumentLengths:
+        """Return the lengths of the selected documents only; `documents` is a mask [D]."""
+        return DocumentLengths(self.lengths[self._sequences_of(documents)], self.sequences_per_document[documents])
 
     def _sequences_of(self, documents: NDArray[np.bool_]) -> NDArray[np.bool_]:
         return np.repeat(documents, self.sequences_per_document)
@@ -84,7 +84,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class ChunkReport:
-    """What came out of a chunk, without its tokens.
+    """Result of encoding a chunk, without its tokens.
 
     Attributes:
         num_documents: documents, empty ones included.
@@ -92,7 +92,7 @@ class ChunkReport:
         problems: the bad documents, as number among the units and reason.
     """
 
-    by_key: tuple[Structure, ...]
+    by_key: tuple[DocumentLengths, ...]
     num_documents: int
     num_units: int
     num_bytes: int
@@ -101,14 +101,14 @@ class ChunkReport:
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    """A chunk as tokens: those of each key in the stored type, one document after the other."""
+    """Tokens of a chunk, one array for each key in the stored dtype, documents back to back."""
 
     tokens: tuple[NDArray[Any], ...]
     report: ChunkReport
 
 
 class ChunkEncoder:
-    """Turns chunks into tokens. Raises DataError if a file of the tokenizer or the language is missing or damaged."""
+    """Encoder of chunks. Raises DataError if a file of the tokenizer or the language is missing or damaged."""
 
     def __init__(self, settings: EncodeSettings, tokenizer: Tokenizer | None = None) -> None:
         self._settings = settings
@@ -119,15 +119,15 @@ class ChunkEncoder:
         self._splitter = settings.sentences.splitter() if settings.sentences else None
 
     def encode(self, payload: Payload) -> EncodedChunk:
-        """Tokens of a chunk. Raises DataError if its file cannot be read any more."""
+        """Read and encode a chunk. Raises DataError if its file can no longer be read."""
         part = payload.read(self._settings.keys)
-        return self._encode_by_batches(part) or self._encode_one_by_one(part)
+        return self._encode_batches(part) or self._encode_one_by_one(part)
 
-    def _encode_by_batches(self, part: Part) -> EncodedChunk | None:
-        """Many documents at a time; None where one of them needs a closer look."""
+    def _encode_batches(self, part: ChunkDocuments) -> EncodedChunk | None:
+        """Encode many documents at a time; return None if one of them needs the path document by document."""
         if part.batches is None or self._splitter is not None:
             return None
-        columns = self._columns(part)
+        columns = self._new_buffers(part)
         num_documents = 0
         try:
             for batch in part.batches:
@@ -138,10 +138,10 @@ class ChunkEncoder:
                 num_documents += len(batch[0])
         except DataError:
             return None
-        return _encoded(columns, part, num_documents, [])
+        return _encoded_chunk(columns, part, num_documents, [])
 
-    def _encode_one_by_one(self, part: Part) -> EncodedChunk:
-        columns, num_documents = self._columns(part), 0
+    def _encode_one_by_one(self, part: ChunkDocuments) -> EncodedChunk:
+        columns, num_documents = self._new_buffers(part), 0
         problems: list[tuple[int, str]] = []
         for number, document in part.documents:
             reason = document.reason if isinstance(document, BadDocument) else self._add(columns, document)
@@ -151,13 +151,13 @@ class ChunkEncoder:
             problems.append((number, reason))
             if not self._settings.skip_bad:
                 break
-        return _encoded(columns, part, num_documents, problems)
+        return _encoded_chunk(columns, part, num_documents, problems)
 
-    def _columns(self, part: Part) -> list[_Column]:
-        return [_Column(self._encode, self._eod, self._dtype, part.num_bytes) for _ in self._settings.keys]
+    def _new_buffers(self, part: ChunkDocuments) -> list[_TokenBuffer]:
+        return [_TokenBuffer(self._encode, self._eod, self._dtype, part.num_bytes) for _ in self._settings.keys]
 
-    def _add(self, columns: list[_Column], document: list[str | list[str]]) -> str | None:
-        """Append a document to its columns; to none of them, with the reason, if one cannot hold it."""
+    def _add(self, columns: list[_TokenBuffer], document: list[str | list[str]]) -> str | None:
+        """Append a document to its buffers; if one buffer cannot hold it, undo all and return the reason."""
         ends = [column.end() for column in columns]
         try:
             for column, texts in zip(columns, document, strict=True):
@@ -171,7 +171,9 @@ class ChunkEncoder:
         return None
 
 
-def _encoded(columns: list[_Column], part: Part, num_documents: int, problems: list[tuple[int, str]]) -> EncodedChunk:
+def _encoded_chunk(
+    columns: list[_TokenBuffer], part: ChunkDocuments, num_documents: int, problems: list[tuple[int, str]]
+) -> EncodedChunk:
     report = ChunkReport(
         by_key=tuple(column.structure() for column in columns),
         num_documents=num_documents,
@@ -182,10 +184,10 @@ def _encoded(columns: list[_Column], part: Part, num_documents: int, problems: l
     return EncodedChunk(tuple(column.tokens() for column in columns), report)
 
 
-class _Column:
-    """Tokens of one key, growing document by document.
+class _TokenBuffer:
+    """Growing array of the tokens of one key.
 
-    They are put into the stored type text by text or a few at a time, while their ids are still in the cache.
+    Ids are cast to the stored dtype text by text or a few at a time, while they are still in the CPU cache.
     """
 
     def __init__(self, encode: ArrayEncoder, eod: int | None, dtype: np.dtype[Any], num_bytes: int) -> None:
@@ -207,8 +209,8 @@ class _Column:
             if not len(ids):
                 continue
             if ids.dtype != SURE_IDS:
-                _check(ids, self._limits)
-            end = self._room(len(ids) + 1)
+                _require_fit(ids, self._limits)
+            end = self._grow(len(ids) + 1)
             self._tokens[self._used : end] = ids
             self._used = end
             self._lengths.append(len(ids))
@@ -224,7 +226,7 @@ class _Column:
         arrays = self._encode(texts)
         for ids in arrays:
             if ids.dtype != SURE_IDS:
-                _check(ids, self._limits)
+                _require_fit(ids, self._limits)
         lengths = list(map(len, arrays))
         self._sequences += [1 if length else 0 for length in lengths]
         if self._eod is not None:
@@ -232,27 +234,27 @@ class _Column:
             lengths = [length and length + 1 for length in lengths]
         self._lengths += filter(None, lengths)
         if arrays:
-            stop = self._room(sum(lengths) + 1)
+            stop = self._grow(sum(lengths) + 1)
             np.concatenate(arrays, out=self._tokens[self._used : stop], casting="unsafe")
             self._used = stop
 
     def end(self) -> tuple[int, int, int]:
-        """How much it holds: tokens, sequences, documents."""
+        """Return the numbers of tokens, sequences and documents held."""
         return self._used, len(self._lengths), len(self._sequences)
 
     def cut(self, end: tuple[int, int, int]) -> None:
-        """Forget what came after an `end`."""
+        """Truncate to an earlier `end`."""
         self._used = end[0]
         del self._lengths[end[1] :], self._sequences[end[2] :]
 
     def tokens(self) -> NDArray[Any]:
         return self._tokens[: self._used]
 
-    def structure(self) -> Structure:
-        return Structure(np.array(self._lengths, np.int32), np.array(self._sequences, np.int64))
+    def structure(self) -> DocumentLengths:
+        return DocumentLengths(np.array(self._lengths, np.int32), np.array(self._sequences, np.int64))
 
-    def _room(self, count: int) -> int:
-        """Where all but one of `count` more tokens end; makes room for them."""
+    def _grow(self, count: int) -> int:
+        """Make room for `count` more tokens and return the position after all but the last of them."""
         if self._used + count > len(self._tokens):
             more = np.empty(2 * (self._used + count), self._tokens.dtype)
             more[: self._used] = self._tokens[: self._used]
@@ -260,7 +262,7 @@ class _Column:
         return self._used + count - 1
 
 
-def _check(ids: NDArray[Any], limits: np.iinfo[Any]) -> None:
+def _require_fit(ids: NDArray[Any], limits: np.iinfo[Any]) -> None:
     if not len(ids):
         return
     low, high = int(ids.min()), int(ids.max())

@@ -1,8 +1,8 @@
-"""Samples of fixed length for a GPT, cut from a stream of shuffled documents as Megatron's GPTDataset does.
+"""GPT datasets: samples of fixed length cut from a stream of shuffled documents, as Megatron's GPTDataset does.
 
-A dataset is a pure function of its documents, its options and the number of samples asked for; the index arrays
-that it needs are kept in an `IndexCache`. No item edits a mask that others share (Megatron does, so that padding in the
-first item read masks the same positions in all others; that is a bug, not repeated).
+A dataset is a pure function of its documents, its options and the number of requested samples. Its index arrays are
+kept in an `IndexCache`. Samples never modify a shared mask. (Megatron does: padding in the first item read masks the
+same positions in all others; that bug is not repeated.)
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.data import gpt_index
-from megalith.data.gpt_index import EpochPlan, document_ids, numbers_of_parts, restarted_positions
-from megalith.data.index_cache import Arrays, Recipe
-from megalith.data.samples import Portion
+from megalith.data.gpt_index import EpochPlan, document_ids, part_ids, reset_positions
+from megalith.data.index_cache import Arrays, IndexSpec
+from megalith.data.samples import SplitSpec
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
 
@@ -29,14 +29,14 @@ _ARRAYS = ("document_index", "sample_index", "shuffle_index")
 
 
 class Documents(Protocol):
-    """Token sequences by number: an `IndexedDataset` or made-up ones."""
+    """Token sequences by number: an `IndexedDataset` or mock documents."""
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Tokens of each document."""
+        """Return the tokens of each sequence; [sequences]."""
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """`length` tokens of a document from `offset` on; to its end by default."""
+        """Return `length` tokens of a sequence from `offset` on; up to its end by default."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class GPTDatasetOptions:
     drop_last_partial_validation: bool = True
 
     @property
-    def looks_for_documents(self) -> bool:
-        """Whether it matters where the documents in a sample begin."""
+    def needs_document_ids(self) -> bool:
+        """Return whether positions or masks depend on where the documents of a sample begin."""
         return self.reset_position_ids or self.reset_attention_mask or self.mask_between_documents
 
 
@@ -84,32 +84,32 @@ class GPTDataset:
     def __init__(
         self,
         documents: Documents,
-        portion: Portion,
+        spec: SplitSpec,
         *,
         options: GPTDatasetOptions,
         tokenizer: Tokenizer,
         class_name: str = "GPTDataset",
     ) -> None:
         """Load the index arrays or build and save them. Raises DataError if the split has too few tokens."""
-        self.name, self.prefix, self.requested = portion.name, portion.path, portion.requested
-        self.documents_of_split = portion.documents(len(documents.lengths))
-        self._documents, self._options, self._portion = documents, options, portion
+        self.name, self.prefix, self.requested = spec.name, spec.path, spec.requested
+        self.documents_of_split = spec.documents(len(documents.lengths))
+        self._documents, self._options, self._spec = documents, options, spec
         self._eod, self._vocab_size = tokenizer.eod, tokenizer.vocab_size
         # Padding that is also a mark in the text would take the loss from its every use, as Megatron before 2026 did.
         self._pad = -1 if tokenizer.pad is None or tokenizer.pad == tokenizer.eod else tokenizer.pad
         self._extra = 1 if options.add_extra_token else 0
         self._needed = options.sequence_length + self._extra
         self._is_plain = (
-            self._pad < 0 and options.add_extra_token and not options.eod_mask_loss and not options.looks_for_documents
+            self._pad < 0 and options.add_extra_token and not options.eod_mask_loss and not options.needs_document_ids
         )
-        self._ones = _shared(np.ones(options.sequence_length, np.float32))
-        self._positions = _shared(np.arange(options.sequence_length, dtype=np.int64))
+        self._ones = _read_only(np.ones(options.sequence_length, np.float32))
+        self._positions = _read_only(np.arange(options.sequence_length, dtype=np.int64))
         self.plan = self._plan()
-        self.identity = portion.identity(class_name, options.seed, options.sequence_length, tokenizer)
-        recipe = Recipe(
-            f"{class_name}-{self.name}", self.description, _ARRAYS, self._build, self._source, self._is_sound
+        self.identity = spec.identity(class_name, options.seed, options.sequence_length, tokenizer)
+        index_spec = IndexSpec(
+            f"{class_name}-{self.name}", self.description, _ARRAYS, self._build, self._source_digest, self._is_valid
         )
-        cached = portion.load_or_build(recipe)
+        cached = spec.load_or_build(index_spec)
         self.cache_problem, arrays = cached.problem, cached.arrays
         logger.info("> total number of samples: %d", len(self))
         logger.info("> total number of epochs: %d", self.num_epochs)
@@ -118,22 +118,22 @@ class GPTDataset:
         self.shuffle_index: NDArray[Any] = arrays["shuffle_index"]
 
     def __len__(self) -> int:
-        """Number of samples: all that the epochs hold, which may be more than were requested."""
+        """Return the number of samples in whole epochs, which may exceed the requested number."""
         return self.plan.num_samples
 
     @property
     def description(self) -> str:
-        """The text whose md5 names the cache files."""
+        """Return the JSON text whose md5 names the cache files."""
         return json.dumps(self.identity, indent=4)
 
     @property
-    def built_for(self) -> str:
-        """What was asked of it, and what that needs."""
+    def request_text(self) -> str:
+        """Describe the requested samples and the epochs they need, for messages."""
         return f"{self.requested} samples ({self.num_epochs} epochs)"
 
     @property
     def summary(self) -> str:
-        """How much of it there is, in one line."""
+        """Describe the size of the dataset in one line."""
         return f"{len(self)} samples in {self.num_epochs} epochs of its text"
 
     @property
@@ -141,10 +141,10 @@ class GPTDataset:
         return self.plan.num_epochs
 
     def __getitem__(self, item: int) -> dict[str, NDArray[Any]]:
-        """Sample `item` in the order of training."""
+        """Return sample `item` in training order."""
         if not 0 <= item < self.plan.num_samples:
             raise IndexError(f"sample {item} of {len(self)}")
-        text, parts, num_missing = self._text(int(self.shuffle_index[item]))
+        text, parts, num_missing = self._read_tokens(int(self.shuffle_index[item]))
         options, length = self._options, self._options.sequence_length
         # Most samples are views of what was read and of the arrays that all share, none of which can be written to.
         tokens = text[:length]
@@ -155,12 +155,12 @@ class GPTDataset:
         loss_mask = self._ones.copy()
         if options.eod_mask_loss:
             loss_mask[tokens == self._eod] = 0.0
-        if options.looks_for_documents:
+        if options.needs_document_ids:
             between = options.mask_between_documents
             lengths = [len(part) for part in parts]
-            documents = numbers_of_parts(lengths, length) if between else document_ids(tokens, self._eod)
+            documents = part_ids(lengths, length) if between else document_ids(tokens, self._eod)
             if options.reset_position_ids or between:
-                sample["position_ids"] = restarted_positions(documents)
+                sample["position_ids"] = reset_positions(documents)
             if options.reset_attention_mask or between:
                 sample["document_ids"] = documents
         if self._pad >= 0 or not self._extra or num_missing:  # else there is no padding in it
@@ -170,15 +170,15 @@ class GPTDataset:
             labels[labels == self._pad] = 0
         return {**sample, "tokens": tokens, "labels": labels, "loss_mask": loss_mask}
 
-    def _text(self, sample: int) -> tuple[NDArray[np.int64], list[NDArray[Any]], int]:
-        """Tokens of a sample before shuffling, filled up with padding, [sequence_length + extra] i64, read-only.
+    def _read_tokens(self, sample: int) -> tuple[NDArray[np.int64], list[NDArray[Any]], int]:
+        """Return the padded tokens of a sample before shuffling, [sequence_length + extra] i64, read-only.
 
-        With them the parts of documents that they are from, and how many are padding.
+        The second value holds the parts of documents that they come from, the third the number of padding tokens.
 
-        Raises:  DataError if the documents cannot give them, or hold tokens outside the vocabulary.
+        Raises:  DataError if the documents cannot be read, or hold tokens outside the vocabulary.
         """
         try:
-            parts = self._parts(sample)
+            parts = self._read_parts(sample)
             if len(parts) == 1:
                 text = parts[0].astype(np.int64)
             else:
@@ -187,16 +187,16 @@ class GPTDataset:
             if num_missing < 0:
                 raise ValueError(f"its documents give {len(text)} tokens instead of {self._needed}")
         except (IndexError, ValueError) as error:
-            raise self._portion.unreadable(sample, error) from error
+            raise self._spec.unreadable(sample, error) from error
         if len(text) and np.maximum.reduce(text.view(np.uint64)) >= self._vocab_size:  # those below 0 are huge in it
-            raise self._portion.outside_vocabulary(text, self._vocab_size)
+            raise self._spec.outside_vocabulary(text, self._vocab_size)
         if num_missing:
             text = np.concatenate([text, np.full(num_missing, self._pad)])
         text.setflags(write=False)
         return text, parts, num_missing
 
-    def _parts(self, sample: int) -> list[NDArray[Any]]:
-        """The pieces of documents that make a sample."""
+    def _read_parts(self, sample: int) -> list[NDArray[Any]]:
+        """Read the parts of documents that make up a sample."""
         (first, begin), (last, end) = self.sample_index[sample : sample + 2].tolist()
         get, end = self._documents.get, end + self._extra
         if first == last:
@@ -232,22 +232,22 @@ class GPTDataset:
         )
         if plan.num_epochs * len(split) >= 2**31:
             raise DataError(
-                f"{self._asked()} of the {self.name} split of {self.prefix} would repeat its {tokens} tokens "
-                f"{plan.num_epochs} times; give it more text"
+                f"{self._describe_request()} of the {self.name} split of {self.prefix} would repeat its {tokens} "
+                f"tokens {plan.num_epochs} times; give it more text"
             )
         return plan
 
-    def _asked(self) -> str:
+    def _describe_request(self) -> str:
         length = self._options.sequence_length
         return f"{self.requested} samples of {length} + {self._extra} tokens"
 
     def _too_small(self, tokens: int) -> str:
-        """Explain why a split without a token cannot serve samples."""
-        where = self._portion.said(len(self._documents.lengths))
-        remedy = "Add documents" if self._portion.shares.matrix is None else "Give it a larger share, add documents"
+        """Explain why a split without tokens cannot serve samples."""
+        where = self._spec.describe_documents(len(self._documents.lengths))
+        remedy = "Add documents" if self._spec.ratios.matrix is None else "Give it a larger share, add documents"
         return (
-            f"the {self.name} split of {self.prefix} has {tokens} tokens, but {self._asked()} are asked of it: {where}"
-            f". {remedy}, or ask for no samples (--eval-iters 0)"
+            f"the {self.name} split of {self.prefix} has {tokens} tokens, but the run needs "
+            f"{self._describe_request()}: {where}. {remedy}, or request no samples (--eval-iters 0)"
         )
 
     def _build(self) -> Arrays:
@@ -264,14 +264,14 @@ class GPTDataset:
         shuffle_index = gpt_index.build_shuffle_index(self.plan, rng)
         return dict(zip(_ARRAYS, (document_index, sample_index, shuffle_index), strict=True))
 
-    def _source(self) -> str:
-        """Digest of what the indices depend on besides their description."""
+    def _source_digest(self) -> str:
+        """Digest the inputs of the indices that are not in their description."""
         lengths, options = np.ascontiguousarray(self._documents.lengths), self._options
         partial = self.name == "valid" and not options.drop_last_partial_validation
         return f"{len(lengths)} lengths {zlib.crc32(lengths.data):08x}, extra {self._extra}, partial {int(partial)}"
 
-    def _is_sound(self, arrays: Arrays) -> bool:
-        """Check every entry of arrays of unknown origin: all but the order of documents and samples is determined."""
+    def _is_valid(self, arrays: Arrays) -> bool:
+        """Check every entry of arrays of unknown origin: only the order of documents and samples is free."""
         document_index, sample_index, shuffle_index = (arrays[name] for name in _ARRAYS)
         return (
             gpt_index.document_index_fits(document_index, self.documents_of_split, self.plan)
@@ -287,6 +287,6 @@ class GPTDataset:
         )
 
 
-def _shared(array: NDArray[Any]) -> NDArray[Any]:
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
     array.setflags(write=False)
     return array

@@ -1,19 +1,19 @@
-"""Which tokens make sample i: the three index arrays of Megatron's GPTDataset, as pure functions of numbers.
+"""Index arrays of a GPT dataset: the three arrays of Megatron's GPTDataset, as pure functions.
 
-The documents of a split, repeated for as many epochs as are asked for and shuffled, are one long stream of tokens.
-Sample k takes the tokens from k * L on and one more (`extra`, the last label), so that neighbours share one token:
+The documents of a split, repeated for the requested epochs and shuffled, form one long stream of tokens. Sample k takes
+L tokens from k * L on and one more (`extra`, the last label), so that neighbours share one token:
 
-    document index   3       0          2    ...      documents in the order of the stream
+    document index   3       0          2    ...      documents in stream order
     stream           |-------|----------|----|...
     samples          |--0--|--1--|--2--|--3--|...     sample index: (position in the document index, token offset)
-    shuffle index    2 0 3 1 ...                      the order in which a run sees the samples
+    shuffle index    2 0 3 1 ...                      samples in training order
 
-Everything is vectorised: the start of sample k is found by bisection in the running sums of document lengths.
+Everything is vectorised: bisection in the running sums of document lengths finds the start of sample k.
 
 Inside a sample, a document ends with its end-of-document token, which still belongs to it:
 
     tokens         5 7 eod 3 eod 2 2
-    document_ids   0 0 0   1 1   2 2       attention looks only at tokens of the same number
+    document_ids   0 0 0   1 1   2 2       attention is limited to tokens of the same number
     positions      0 1 2   0 1   0 1
 
 Source:  Megatron-LM `gpt_dataset.py` and `helpers.cpp`, whose results these functions repeat exactly;
@@ -39,7 +39,7 @@ _SEPARATE_BELOW = 0.80
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How often the documents are repeated.
+    """Number of epochs and samples, and which of them are shuffled together.
 
     Attributes:
         shuffled_first: samples shuffled among themselves before the rest; equals `num_samples` unless the last
@@ -55,12 +55,12 @@ class EpochPlan:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Epochs whose documents are shuffled together."""
+        """Return the numbers of epochs whose documents are shuffled together."""
         return (self.num_epochs - 1, 1) if self.separate_last else (self.num_epochs,)
 
 
 def plan_epochs(tokens: int, sequence_length: int, requested: int | None, *, extra: int, drop_last: bool) -> EpochPlan:
-    """Number of epochs and samples that serve `requested` samples (None: one epoch) of a split of `tokens` tokens.
+    """Compute the epochs and samples that serve `requested` samples (None: one epoch) of a split of `tokens` tokens.
 
     `tokens` must be above 0 when samples are requested.
     """
@@ -86,7 +86,7 @@ def plan_epochs(tokens: int, sequence_length: int, requested: int | None, *, ext
 
 
 def build_document_index(documents: range, plan: EpochPlan, rng: np.random.RandomState) -> NDArray[np.int32]:
-    """The documents of the split in stream order, [num_epochs * len(documents)] i32."""
+    """Return the documents of the split in stream order, [num_epochs * len(documents)] i32."""
     once = np.arange(documents.start, documents.stop, dtype=np.int32)
     shuffled = []
     for epochs in plan.parts:
@@ -97,20 +97,20 @@ def build_document_index(documents: range, plan: EpochPlan, rng: np.random.Rando
 
 
 def document_index_fits(document_index: NDArray[Any], documents: range, plan: EpochPlan) -> bool:
-    """Whether `build_document_index` can return this: each part holds every document once per epoch."""
+    """Return whether `build_document_index` can return this: each part holds every document once per epoch."""
     if document_index.shape != (plan.num_epochs * len(documents),) or document_index.dtype != np.int32:
         return False
     done = 0
     for epochs in plan.parts:
         part = document_index[done : done + epochs * len(documents)]
-        if not _holds_each(part, documents.start, len(documents), epochs):
+        if not _contains_each(part, documents.start, len(documents), epochs):
             return False
         done += len(part)
     return True
 
 
-def _holds_each(values: NDArray[Any], start: int, count: int, times: int) -> bool:
-    """Whether `values`, `times` * `count` numbers, are start to start + count - 1, each so many times, in any order."""
+def _contains_each(values: NDArray[Any], start: int, count: int, times: int) -> bool:
+    """Return whether `values` holds each of `start` to `start + count - 1` exactly `times` times, in any order."""
     if not len(values):
         return True
     if int(values.min()) < start or int(values.max()) >= start + count:
@@ -126,7 +126,7 @@ def _holds_each(values: NDArray[Any], start: int, count: int, times: int) -> boo
 def build_sample_index(
     lengths: NDArray[np.int32], document_index: NDArray[np.int32], num_samples: int, sequence_length: int, *, extra: int
 ) -> NDArray[Any]:
-    """Start of each sample and of the one after the last; `extra` is 1 for one more token as the last label, else 0.
+    """Return the start of each sample and the end of the last; `extra` is 1 if samples have one more token, else 0.
 
     Returns:
         [num_samples + 1, 2]: position in `document_index` and token offset; i32 where it suffices, else i64.
@@ -144,7 +144,7 @@ def build_sample_index(
 def _sample_starts(
     samples: NDArray[np.int64], ends: NDArray[np.int64], sequence_length: int, extra: int
 ) -> NDArray[np.int64]:
-    """(position, offset) of samples after the first, from the last stream position of each document.
+    """Return (position, offset) of samples after the first, given the stream position where each document ends.
 
     A sample starts `extra` before the end of the one before it, in the document where that one ended; a sample that
     ends exactly with a document ended there. Past the end of the stream it is the end of the last document.
@@ -166,7 +166,7 @@ def sample_index_fits(
     *,
     extra: int,
 ) -> bool:
-    """Whether `build_sample_index` returns this. `document_index` must hold numbers of documents."""
+    """Return whether `build_sample_index` returns this. `document_index` must hold valid document numbers."""
     if sample_index.shape != (num_samples + 1, 2) or sample_index.dtype not in (np.int32, np.int64):
         return False
     if sample_index[0].any():
@@ -181,7 +181,7 @@ def sample_index_fits(
 
 
 def build_shuffle_index(plan: EpochPlan, rng: np.random.RandomState) -> NDArray[Any]:
-    """The order of the samples, [num_samples] u32 where it suffices, else i64."""
+    """Return the samples in training order, [num_samples] u32 where it suffices, else i64."""
     dtype = np.uint32 if plan.num_samples < _UINT32_LIMIT else np.int64
     first = np.arange(plan.shuffled_first, dtype=dtype)
     rng.shuffle(first)
@@ -193,34 +193,34 @@ def build_shuffle_index(plan: EpochPlan, rng: np.random.RandomState) -> NDArray[
 
 
 def shuffle_index_fits(shuffle_index: NDArray[Any], plan: EpochPlan) -> bool:
-    """Whether `build_shuffle_index` can return this: both parts are permutations."""
+    """Return whether `build_shuffle_index` can return this: both parts are permutations."""
     dtype = np.uint32 if plan.num_samples < _UINT32_LIMIT else np.int64
     if shuffle_index.shape != (plan.num_samples,) or shuffle_index.dtype != dtype:
         return False
     boundary = plan.shuffled_first
-    return _holds_each(shuffle_index[:boundary], 0, boundary, 1) and _holds_each(
+    return _contains_each(shuffle_index[:boundary], 0, boundary, 1) and _contains_each(
         shuffle_index[boundary:], boundary, plan.num_samples - boundary, 1
     )
 
 
 def document_ids(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int32]:
-    """The number of the document, counted from 0 within the sample, that each token belongs to. [S] -> [S]."""
+    """Number the documents of a sample from 0; each token gets the number of its document. [S] -> [S]."""
     ends = tokens == eod
     return np.asarray(np.cumsum(ends) - ends, np.int32)
 
 
-def numbers_of_parts(lengths: Sequence[int], size: int) -> NDArray[np.int32]:
-    """The number of the part, of parts of these lengths, that each of the first `size` tokens belongs to.
+def part_ids(lengths: Sequence[int], size: int) -> NDArray[np.int32]:
+    """Number the parts of a sample from 0, given their lengths; each of the first `size` tokens gets its part. [size].
 
-    Padding behind the last part counts to it, parts without tokens do not count.
+    Padding after the last part counts as part of it; parts without tokens are not numbered.
     """
     there = [length for length in lengths if length]
     numbers = np.repeat(np.arange(len(there), dtype=np.int32), there)[:size]
     return np.pad(numbers, (0, size - len(numbers)), mode="edge")
 
 
-def restarted_positions(documents: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Positions that start at 0 with each document. [S] -> [S]."""
+def reset_positions(documents: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return positions that restart at 0 with each document. [S] -> [S]."""
     places = np.arange(len(documents), dtype=np.int64)
     starts = np.flatnonzero(np.diff(documents, prepend=-1))
     return places - starts[documents]

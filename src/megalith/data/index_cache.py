@@ -1,18 +1,18 @@
-"""Index arrays cached on disk under Megatron's names, so that the second run loads what the first one built.
+"""Disk cache of index arrays under Megatron's file names.
 
-A set of arrays is one entry: `{md5}-{class}-{split}-{name}.npy` for each array and `...-description.txt`, the text
+One entry is a set of arrays: `{md5}-{class}-{split}-{name}.npy` for each array, and `...-description.txt`, the text
 whose md5 names them. Arrays are loaded without pickle, as memory maps.
 
-`...-checksums.json` beside them is ours: the CRC-32 of each file and a digest of the documents that the arrays were
-built from. Every start verifies both, on one rank; the other ranks of that start rely on the size and time of the files
-that it verified, which the same file records. An entry without checksums, written by Megatron or by an older version,
-is checked exactly where arrays can be checked without being built, else built anew; then it has checksums. Megatron
-reads entries of ours and ignores the checksums.
+`...-checksums.json` beside them is Megalith's own: the CRC-32 of each file and a digest of the documents that the
+arrays were built from. One rank of every start verifies both; the other ranks rely on the size and time of the verified
+files, which the same file records. An entry without checksums (from Megatron or an older version) is checked exactly
+where its arrays can be checked without being built, else it is built anew; then it has checksums. Megatron reads our
+entries and ignores the checksums.
 
-Several processes may build the same entry at the same time. On one machine, or a file system with locks across
-machines, the first of them builds while the others wait and then load. Elsewhere each builds the same arrays, and the
-last rename wins. Either way a file appears at once and whole under its name; what a killed process has left under
-temporary names the next builder of the entry removes, and its lock went with it.
+Several processes may need the same entry at once. On one machine, or on a file system with locks across machines, the
+first one builds while the others wait and then load. Elsewhere each builds the same arrays and the last rename wins. In
+both cases a file appears whole under its final name. Temporary files of a killed process are removed by the next
+builder of the entry; its lock ended with it.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ _TEMPORARY = "partial"
 _ABANDONED_SECONDS = 3600.0  # a temporary file that has not grown for so long belongs to no one
 _RECORD_FORMAT = 1
 _BLOCK = 1 << 24  # bytes that are read at once for a checksum
-_TELL_SECONDS = 10.0
+_LOG_INTERVAL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Cached:
-    """Arrays from the cache or just built; `problem` says why they could not be saved, if they had to be."""
+class CachedIndex:
+    """Arrays that were loaded or built; `problem` says why built arrays could not be saved."""
 
     arrays: Arrays
     problem: str | None = None
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How the arrays of an entry are made.
+class IndexSpec:
+    """Description of an entry and the function that builds it.
 
     Attributes:
         label: class and split, such as `GPTDataset-train`.
         description: the text whose md5 names the entry, Megatron's.
         source: digest of everything else that they depend on, above all the lengths of the documents.
-        is_sound: whether arrays of unknown origin can be the ones that `build` makes, checked entry by entry; None if
+        is_valid: whether arrays of unknown origin can be the ones that `build` makes, checked entry by entry; None if
             only building them tells.
     """
 
@@ -72,18 +72,18 @@ class Recipe:
     names: tuple[str, ...]
     build: Callable[[], Arrays]
     source: Callable[[], str] = lambda: ""
-    is_sound: Callable[[Arrays], bool] | None = None
+    is_valid: Callable[[Arrays], bool] | None = None
 
     @property
     def title(self) -> str:
-        """For the log."""
+        """Return the name of the entry in log lines."""
         return f"{self.label.replace('-', ' ')} indices"
 
 
 def load_or_build(
-    folder: Path | None, recipe: Recipe, written_ns: int | None = None, *, is_checked: bool = False
-) -> Cached:
-    """Load the arrays of an entry if they are intact; else build them, once over all processes, and save them.
+    folder: Path | None, spec: IndexSpec, written_ns: int | None = None, *, is_checked: bool = False
+) -> CachedIndex:
+    """Load the arrays of an entry if they are intact; else build them once over all processes, and save them.
 
     Args:
         folder: of the cache, None to keep nothing.
@@ -92,31 +92,31 @@ def load_or_build(
             those that were checked last.
     """
     if folder is None:
-        return Cached(_built(recipe))
-    cache, problem = IndexCache(folder, recipe.label, recipe.description), None
-    arrays = cache.load(recipe, written_ns, is_checked=is_checked)
+        return CachedIndex(_build(spec))
+    cache, problem = IndexCache(folder, spec.label, spec.description), None
+    arrays = cache.load(spec, written_ns, is_checked=is_checked)
     if arrays is not None:
-        return Cached(arrays)
-    with cache.claim() as waited:
-        arrays = cache.load(recipe, written_ns, is_checked=is_checked) if waited else None
+        return CachedIndex(arrays)
+    with cache.lock() as waited:
+        arrays = cache.load(spec, written_ns, is_checked=is_checked) if waited else None
         if arrays is None:
-            arrays = _built(recipe)
+            arrays = _build(spec)
             try:
-                cache.save(arrays, recipe.source(), written_ns)
+                cache.save(arrays, spec.source(), written_ns)
             except OSError as error:
                 problem = f"{cache.stem.parent}: {error.strerror}"
-    return Cached(arrays, problem)
+    return CachedIndex(arrays, problem)
 
 
-def _built(recipe: Recipe) -> Arrays:
-    logger.info("Build and save the %s", recipe.title)
-    with _reported(f"build the {recipe.title}"):
-        return recipe.build()
+def _build(spec: IndexSpec) -> Arrays:
+    logger.info("Build and save the %s", spec.title)
+    with _log_progress(f"build the {spec.title}"):
+        return spec.build()
 
 
 @dataclass(frozen=True)
-class _Record:
-    """What the checksum file of an entry says.
+class _Checksums:
+    """Content of the checksum file of an entry.
 
     Attributes:
         crc32: of each file, by the name of its array.
@@ -129,8 +129,8 @@ class _Record:
     checked: dict[str, Any]
 
     @classmethod
-    def read(cls, path: Path, names: tuple[str, ...] | None = None) -> _Record | None:
-        """Return the record, or None if the file is missing, damaged or about other arrays than `names`."""
+    def read(cls, path: Path, names: tuple[str, ...] | None = None) -> _Checksums | None:
+        """Read a checksum file; return None if it is missing, damaged or about other arrays than `names`."""
         if not path.is_file():  # to open a pipe may wait for ever
             return None
         try:
@@ -142,12 +142,13 @@ class _Record:
         return record if is_known else None
 
     def content(self) -> bytes:
+        """Serialise to the JSON of the checksum file."""
         fields = {"format": _RECORD_FORMAT, "crc32": self.crc32, "source": self.source, "checked": self.checked}
         return json.dumps(fields, indent=1).encode() + b"\n"
 
 
 class IndexCache:
-    """One entry of a cache folder; `stem` is the path of its files up to the last part of their names."""
+    """Entry of a cache folder; `stem` is the path of its files up to the last part of their names."""
 
     def __init__(self, folder: Path, label: str, description: str) -> None:
         """Name the entry; the folder need not exist."""
@@ -158,101 +159,101 @@ class IndexCache:
         self._record_path = folder / f"{self.stem.name}-checksums.json"
 
     def path(self, name: str) -> Path:
-        """File of an array."""
+        """Return the path of an array's file."""
         return self.stem.with_name(f"{self.stem.name}-{name}.npy")
 
-    def complete(self, names: tuple[str, ...]) -> bool:
-        """Whether all files of the entry that Megatron needs exist."""
+    def exists(self, names: tuple[str, ...]) -> bool:
+        """Return whether all files of the entry that Megatron needs exist."""
         return self._description_path.is_file() and all(self.path(name).is_file() for name in names)
 
-    def load(self, recipe: Recipe, written_ns: int | None = None, *, is_checked: bool = False) -> Arrays | None:
-        """The arrays of the entry; None where a file is missing, damaged or of other documents. See `load_or_build`."""
-        if not self.complete(recipe.names):
+    def load(self, spec: IndexSpec, written_ns: int | None = None, *, is_checked: bool = False) -> Arrays | None:
+        """Map the arrays of the entry; None if files are missing, damaged or of other documents (`load_or_build`)."""
+        if not self.exists(spec.names):
             return None
         try:
-            with _reported(f"check the {recipe.title} in {self.stem.parent}"):
-                problem = self._problem(recipe, written_ns, is_checked=is_checked)
+            with _log_progress(f"check the {spec.title} in {self.stem.parent}"):
+                problem = self._problem(spec, written_ns, is_checked=is_checked)
             if problem is None:
-                logger.info("Load the %s", recipe.title)
-                return self._mapped(recipe.names)
+                logger.info("Load the %s", spec.title)
+                return self._load_mapped(spec.names)
         except Exception as error:  # numpy's reader of damaged headers raises whatever Python's tokenizer does
             problem = f"damaged ({type(error).__name__}: {error})"
-        logger.warning("index cache %s-*: %s, built again", self.stem, problem)
+        logger.warning("index cache %s-*: %s; building it again", self.stem, problem)
         return None
 
     def save(self, arrays: Mapping[str, NDArray[Any]], source: str = "", written_ns: int | None = None) -> None:
-        """Write the entry; files that hold the arrays already stay. Raises OSError if the folder cannot be written."""
+        """Write the entry, except files that already hold its arrays. Raises OSError if the folder is not writable."""
         self.stem.parent.mkdir(parents=True, exist_ok=True)
         for path in (self._description_path, self._record_path):  # no entry until all of it is replaced
             path.unlink(missing_ok=True)
         for name, array in arrays.items():
-            if not self._holds(name, array):
+            if not self._is_saved(name, array):
                 _write(self.path(name), partial(np.save, arr=array, allow_pickle=False))
         self._record(tuple(arrays), source, written_ns)
         _write(self._description_path, lambda file: file.write(self._description.encode()))
 
-    def _holds(self, name: str, array: NDArray[Any]) -> bool:
-        """Whether the file of an array is there and sound: another run may have it mapped, and loses it over NFS."""
+    def _is_saved(self, name: str, array: NDArray[Any]) -> bool:
+        """Return whether a file already holds the array: another run may have it mapped, and would lose it over NFS."""
         try:
             found = np.load(self.path(name), mmap_mode="r", allow_pickle=False)
             return bool(found.dtype == array.dtype and np.array_equal(found, array))
         except Exception:  # as in `load`
             return False
 
-    def _problem(self, recipe: Recipe, written_ns: int | None, *, is_checked: bool) -> str | None:
-        """Why the files cannot be used, None if they can."""
-        record = _Record.read(self._record_path, recipe.names)
+    def _problem(self, spec: IndexSpec, written_ns: int | None, *, is_checked: bool) -> str | None:
+        """Return why the files cannot be used, None if they can."""
+        record = _Checksums.read(self._record_path, spec.names)
         if record is None:
-            return self._problem_without_checksums(recipe, written_ns)
-        state = self._state(recipe.names, written_ns)
+            return self._problem_without_checksums(spec, written_ns)
+        state = self._file_stats(spec.names, written_ns)
         if is_checked and record.checked == state:
             return None
-        if damaged := self._damaged(record):
+        if damaged := self._damaged_files(record):
             return f"{', '.join(damaged)} damaged (another checksum)"
-        if record.source != recipe.source():
+        if record.source != spec.source():
             return "built from other documents"
         if record.checked != state:
-            self._write_record(_Record(record.crc32, record.source, state))
+            self._write_record(_Checksums(record.crc32, record.source, state))
         return None
 
-    def _problem_without_checksums(self, recipe: Recipe, written_ns: int | None) -> str | None:
-        if recipe.is_sound is None:
+    def _problem_without_checksums(self, spec: IndexSpec, written_ns: int | None) -> str | None:
+        if spec.is_valid is None:
             return "without checksums"
-        if not recipe.is_sound(self._mapped(recipe.names)):
+        if not spec.is_valid(self._load_mapped(spec.names)):
             return "damaged, or built from other documents"
         with contextlib.suppress(OSError):
-            self._record(recipe.names, recipe.source(), written_ns)
+            self._record(spec.names, spec.source(), written_ns)
         return None
 
-    def _mapped(self, names: tuple[str, ...]) -> Arrays:
+    def _load_mapped(self, names: tuple[str, ...]) -> Arrays:
         return {name: np.load(self.path(name), mmap_mode="r", allow_pickle=False) for name in names}
 
-    def _damaged(self, record: _Record) -> list[str]:
+    def _damaged_files(self, record: _Checksums) -> list[str]:
         return [self.path(name).name for name, crc32 in record.crc32.items() if _crc32(self.path(name)) != crc32]
 
     def _record(self, names: tuple[str, ...], source: str, written_ns: int | None) -> None:
-        state = self._state(names, written_ns)
-        self._write_record(_Record({name: _crc32(self.path(name)) for name in names}, source, state))
+        state = self._file_stats(names, written_ns)
+        self._write_record(_Checksums({name: _crc32(self.path(name)) for name in names}, source, state))
 
-    def _write_record(self, record: _Record) -> None:
+    def _write_record(self, record: _Checksums) -> None:
         with contextlib.suppress(OSError):
             _write(self._record_path, lambda file: file.write(record.content()))
 
-    def _state(self, names: tuple[str, ...], written_ns: int | None) -> dict[str, Any]:
-        """What the files are known by once they have been checked."""
+    def _file_stats(self, names: tuple[str, ...], written_ns: int | None) -> dict[str, Any]:
+        """Return sizes and times that identify the files after a check."""
         found = {name: self.path(name).stat() for name in names}
         return {**{name: [one.st_size, one.st_mtime_ns] for name, one in found.items()}, "documents": written_ns}
 
     @contextlib.contextmanager
-    def claim(self) -> Iterator[bool]:
-        """Keep other processes from building this entry; tells whether one was waited for.
+    def lock(self) -> Iterator[bool]:
+        """Lock the entry against other builders; yield whether another process held the lock first.
 
         Where the folder cannot be written to or its file system has no locks, all may build at once.
         """
         path, waited, file = self.stem.with_name(f".{self.stem.name}.lock"), False, None
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            file, waited = _locked(path)
+            file, waited = _open_locked(path)
             self._remove_abandoned()
         try:
             yield waited
@@ -269,7 +270,7 @@ class IndexCache:
 
 @dataclass(frozen=True)
 class CacheReport:
-    """What the entries of a cache folder are worth.
+    """Result of verifying a cache folder.
 
     Attributes:
         intact: entries whose files agree with their checksums.
@@ -287,7 +288,7 @@ def verify_caches(folder: Path) -> CacheReport:
     intact, without, damaged = 0, 0, list[Path]()
     for description in sorted(folder.glob("*-description.txt")):
         stem = description.name.removesuffix("description.txt")
-        record = _Record.read(folder / f"{stem}checksums.json")
+        record = _Checksums.read(folder / f"{stem}checksums.json")
         recorded = {} if record is None else {folder / f"{stem}{name}.npy": crc for name, crc in record.crc32.items()}
         changed = [path for path, crc32 in recorded.items() if not path.is_file() or _crc32(path) != crc32]
         without += record is None
@@ -305,12 +306,12 @@ def _crc32(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def _reported(what: str) -> Iterator[None]:
-    """Log what a block does at intervals, should it take long."""
+def _log_progress(what: str) -> Iterator[None]:
+    """Log at intervals how long a block has been running."""
     done, started = threading.Event(), time.monotonic()
 
     def report() -> None:
-        while not done.wait(_TELL_SECONDS):
+        while not done.wait(_LOG_INTERVAL_SECONDS):
             logger.warning("%s: %.0f s so far", what, time.monotonic() - started)
 
     thread = threading.Thread(target=report, name="megalith-index-progress", daemon=True)
@@ -322,8 +323,8 @@ def _reported(what: str) -> Iterator[None]:
         thread.join()
 
 
-def _locked(path: Path) -> tuple[IO[bytes], bool]:
-    """The lock file, held by this process alone until it is closed, and whether another one held it before.
+def _open_locked(path: Path) -> tuple[IO[bytes], bool]:
+    """Open and lock the lock file; return it and whether another process held the lock first.
 
     Raises:  OSError if it cannot be made or locked.
     """
@@ -332,7 +333,7 @@ def _locked(path: Path) -> tuple[IO[bytes], bool]:
         file = path.open("ab")
         try:
             if not _try_to_lock(file, path):
-                logger.warning("another process builds %s: waiting for it", path.with_suffix("").name[1:])
+                logger.warning("another process is building %s: waiting for it", path.with_suffix("").name[1:])
                 waited = True
                 fcntl.flock(file, fcntl.LOCK_EX)
             # Whoever held it has removed the name; the lock that counts is the one of the file that has it now.
@@ -346,7 +347,7 @@ def _locked(path: Path) -> tuple[IO[bytes], bool]:
 
 
 def _try_to_lock(file: IO[bytes], path: Path) -> bool:
-    """Whether the lock was free; the file goes again where there are no locks, which raises OSError."""
+    """Return whether the lock was free. Where locks do not exist, remove the file and raise OSError."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,10 +1,10 @@
-"""Micro-batches of torch tensors in the order of the samples, read ahead by threads.
+"""Data loader: micro-batches of torch tensors in sampling order, read ahead by threads.
 
-An order is a pure function of the number of samples consumed so far, over all ranks, so that a checkpoint need hold no
-more than that number. `rank` and `num_ranks` are those of the data-parallel axis.
+A sampling order is a pure function of the number of samples consumed so far over all ranks, so a checkpoint needs no
+more than that number. `rank` and `num_ranks` are those of the data-parallel group.
 
-The order and the content never depend on the number of workers. Threads suffice: a sample is a copy out of a memory
-map, during which numpy lets other threads run; unlike processes they need no shared memory and cannot be orphaned.
+Neither order nor content depends on the number of workers. Threads suffice: a sample is a copy out of a memory map,
+during which numpy releases the GIL; unlike processes they need no shared memory and cannot be orphaned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalith.data.samples import Samples
+from megalith.data.samples import MapDataset
 from megalith.errors import DataError
 
 _READ_AHEAD = 2  # micro-batches per worker
@@ -29,20 +29,20 @@ _READ_AHEAD = 2  # micro-batches per worker
 Batch = dict[str, Tensor]
 
 
-class Order(Protocol):
-    """The micro-batches of a split, forever or until its samples are used up."""
+class BatchSampler(Protocol):
+    """Sampling order: the samples of each micro-batch, forever or until the split is used up."""
 
     def micro_batches(self, consumed: int, rank: int, num_ranks: int) -> Iterator[Sequence[int | None]]:
-        """Samples of each micro-batch of a rank after `consumed` samples; None fills up a batch and carries no loss."""
+        """Yield the samples of each micro-batch of a rank after `consumed` samples; None is padding without a loss."""
         ...
 
 
 @dataclass(frozen=True)
-class Sequential:
-    """`--dataloader-type single`: in the order of the dataset, once.
+class SequentialSampler:
+    """`--dataloader-type single`: dataset order, once.
 
-    The samples from `consumed` on are dealt in blocks of `micro_batch_size * num_ranks`; rank r takes the r-th
-    `micro_batch_size` of each block, and a last block that is not full is left out. A run that resumes with another
+    Samples from `consumed` on are dealt in blocks of `micro_batch_size * num_ranks`. Rank r takes the r-th
+    `micro_batch_size` of each block; a last block that is not full is dropped. A run that resumes with another
     micro-batch size or number of ranks keeps the order of the samples, because only their number counts.
 
     Source:  Megatron-LM `MegatronPretrainingSampler`.
@@ -59,11 +59,12 @@ class Sequential:
 
 
 @dataclass(frozen=True)
-class Cyclic:
-    """`--dataloader-type cyclic`: epoch after epoch, each in an order of its own.
+class CyclicSampler:
+    """`--dataloader-type cyclic`: endless epochs, each shuffled anew.
 
-    An epoch ends with the last block that is full on all ranks; the samples behind it wait for another order. The order
-    of an epoch is a permutation whose seed is the number of the epoch; every rank permutes the samples of its own part.
+    An epoch ends with the last block that is full on all ranks; the samples after it are skipped in this epoch. The
+    order of an epoch is a permutation seeded with the number of the epoch; every rank permutes its own part of the
+    samples.
 
     Source:  Megatron-LM `MegatronPretrainingRandomSampler`.
     """
@@ -76,9 +77,9 @@ class Cyclic:
         per_epoch = self.total - self.total % block
         if per_epoch and consumed % per_epoch % block:
             raise DataError(
-                f"the run stands {consumed % per_epoch} samples into an epoch of --dataloader-type cyclic, which is no "
+                f"the run is {consumed % per_epoch} samples into an epoch of --dataloader-type cyclic, which is not a "
                 f"multiple of --micro-batch-size {self.micro_batch_size} x data-parallel size {num_ranks} = {block}: "
-                "the order of an epoch depends on both, so resume with those that the run had"
+                "the order of an epoch depends on both, so resume with the same values"
             )
         return self._epochs(consumed, rank, num_ranks) if per_epoch else iter(())
 
@@ -95,10 +96,10 @@ class Cyclic:
 
 
 @dataclass(frozen=True)
-class WholePasses:
-    """`--full-validation`: every sample once, in the order of the dataset, then all of them again for the next time.
+class FullValidationSampler:
+    """`--full-validation`: every sample once in dataset order, repeated for every evaluation.
 
-    The last global batch is filled up with None. What was consumed before does not count: a pass begins with sample 0.
+    The last global batch is padded with None. Earlier consumption does not count: an evaluation begins with sample 0.
     """
 
     total: int
@@ -106,7 +107,7 @@ class WholePasses:
     num_micro_batches: int  # of a global batch, for each rank
 
     def iterations(self, num_ranks: int) -> int:
-        """Global batches of a pass."""
+        """Return the global batches of one evaluation."""
         return -(-self.total // (self.micro_batch_size * self.num_micro_batches * num_ranks))
 
     def micro_batches(self, consumed: int, rank: int, num_ranks: int) -> Iterator[Sequence[int | None]]:
@@ -128,27 +129,27 @@ class BatchLoader:
 
     def __init__(
         self,
-        dataset: Samples,
+        dataset: MapDataset,
         micro_batch_size: int,
         consumed_samples: int,
         *,
         num_workers: int = 0,
         rank: int = 0,
         num_ranks: int = 1,
-        order: Order | None = None,
+        sampler: BatchSampler | None = None,
     ) -> None:
         """Start after `consumed_samples`.
 
         Args:
             consumed_samples: samples that the run has used, over all ranks.
-            num_workers: threads that read ahead; with 0 each micro-batch is read when it is asked for.
+            num_workers: threads that read ahead; with 0 each micro-batch is read when it is requested.
             order: in which the samples come; that of the dataset, once, by default.
         """
         self._dataset = dataset
         self._block = micro_batch_size * num_ranks
         self._consumed = consumed_samples
-        order = order or Sequential(len(dataset), micro_batch_size)
-        self._plan = order.micro_batches(consumed_samples, rank, num_ranks)
+        sampler = sampler or SequentialSampler(len(dataset), micro_batch_size)
+        self._batches = sampler.micro_batches(consumed_samples, rank, num_ranks)
         self._threads = ThreadPoolExecutor(num_workers, "megalith-data") if num_workers else None
         self._depth = max(1, num_workers * _READ_AHEAD)
         self._ahead: deque[Callable[[], Batch]] = deque()
@@ -157,10 +158,10 @@ class BatchLoader:
         return self
 
     def __next__(self) -> Batch:
-        """The next micro-batch. Raises DataError if the dataset has no full block of samples left."""
+        """Return the next micro-batch. Raises DataError if the dataset has no full block of samples left."""
         self._read_ahead()
         if not self._ahead:
-            raise self._exhausted()
+            raise self._exhausted_error()
         batch = self._ahead.popleft()()
         if self._threads is not None:
             self._read_ahead()
@@ -168,31 +169,31 @@ class BatchLoader:
         return batch
 
     def close(self) -> None:
-        """Stop the threads. The loader is of no use afterwards."""
+        """Stop the threads. The loader cannot be used afterwards."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
 
     def _read_ahead(self) -> None:
-        while len(self._ahead) < self._depth and (samples := next(self._plan, None)) is not None:
+        while len(self._ahead) < self._depth and (samples := next(self._batches, None)) is not None:
             read = partial(self._collate, samples)
             self._ahead.append(read if self._threads is None else self._threads.submit(read).result)
 
     def _collate(self, samples: Sequence[int | None]) -> Batch:
-        rows = [self._dataset[sample] if sample is not None else self._filling() for sample in samples]
+        rows = [self._dataset[sample] if sample is not None else self._padding_sample() for sample in samples]
         return {field: torch.from_numpy(np.stack([row[field] for row in rows])) for field in rows[0]}
 
-    def _filling(self) -> dict[str, NDArray[Any]]:
-        """A sample that fills up a batch: the first one, without a loss; BERT's has two of them."""
+    def _padding_sample(self) -> dict[str, NDArray[Any]]:
+        """Return a sample that pads a batch: the first sample with its losses (two of them in BERT) masked out."""
         sample = self._dataset[0]
         without = {"loss_mask": np.zeros_like(sample["loss_mask"])}
         if "is_random" in sample:
             without["is_random"] = np.full_like(sample["is_random"], -1)
         return {**sample, **without}
 
-    def _exhausted(self) -> DataError:
+    def _exhausted_error(self) -> DataError:
         dataset = self._dataset
         return DataError(
             f"the {dataset.name} data is used up: {self._consumed} of its {len(dataset)} samples are consumed and the "
-            f"next step needs {self._block} more; it was built for {dataset.built_for}, so ask for more when building "
-            "it (--train-iters or --train-samples) or start anew"
+            f"next step needs {self._block} more; it was built for {dataset.request_text}: raise --train-iters or "
+            "--train-samples, or start a new run"
         )

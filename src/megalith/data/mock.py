@@ -1,4 +1,4 @@
-"""Made-up documents, to try a configuration without data: Megatron's `--mock-data`.
+"""Mock documents of Megatron's `--mock-data`, to try a configuration without data.
 
 Source:  Megatron-LM `MockGPTLowLevelDataset`.
 """
@@ -18,14 +18,14 @@ _LONGEST = 4096
 
 
 class MockDocuments:
-    """100,000 documents that count from 1 to their length, 1 to 4095, and end with the end-of-document id."""
+    """100,000 documents of 1 to 4095 tokens: 1, 2, 3 and so on, then the end-of-document id."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.lengths: NDArray[np.int32] = np.random.default_rng(0).integers(1, _LONGEST, NUM_DOCUMENTS, np.int32)
         self._vocab_size, self._eod = tokenizer.vocab_size, tokenizer.eod
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """`length` tokens of a document from `offset` on; to its end by default."""
+        """Return `length` tokens of a document from `offset` on; up to its end by default."""
         total = int(self.lengths[sequence])
         stop = total if length is None else offset + length
         tokens = np.arange(offset + 1, stop + 1) % self._vocab_size

@@ -1,11 +1,11 @@
-"""What a run of the preprocessing writes: a dataset for each key, their partitions, the skipped list, the journal.
+"""Output of a preprocessing run: a dataset for each key, their partitions, the skipped list, the journal.
 
-The process that leads only decides where the tokens of a chunk belong, as soon as it knows how many all chunks before
-have. So tokens cross no border between processes, and every process may write at once.
+The parent process only reserves where the tokens of a chunk are written, as soon as it knows the number of tokens of
+all earlier chunks. So tokens never pass between processes, and all processes write at once.
 
-The journal says how far an unfinished run is, so that the same command goes on from there after a kill or a power cut.
-It names lengths of the partial files; whatever they hold beyond was written after it and is cut off. It is replaced as
-a whole, after what it names has reached the disk.
+The journal records the progress of an unfinished run, so that the same command continues after a kill or a power cut.
+It holds lengths of the partial files; later bytes in them are cut off. It is replaced as a whole, after the bytes that
+it counts have reached the disk.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Partitions:
-    """How Megatron's `--partitions` deal documents out before they are merged in the order of the partitions."""
+    """Megatron's `--partitions`: how documents are dealt to partitions, which are then merged in order."""
 
     count: int = 1
     size: int | None = None  # documents of each with `--keep-sequential-samples`; None deals them out in turn
 
-    def of(self, first: int, count: int) -> NDArray[np.int64]:
-        """The partitions of documents `first`, `first` + 1, ..."""
+    def partition_of(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return the partition numbers of `count` documents from `first` on; [count]."""
         numbers = np.arange(first, first + count)
         if self.size is None:
             return numbers % self.count
@@ -44,37 +44,37 @@ class Partitions:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where the tokens of a chunk belong: for each key the byte at which they begin in the file of each partition."""
+class ChunkOffsets:
+    """Reserved space of a chunk: for each key the first byte in the .bin of each partition."""
 
     first_document: int  # its number decides the partitions
-    offsets: tuple[tuple[int, ...], ...]
+    by_key: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A .bin that is being written: the name that it gets, for messages, and the descriptor in this process."""
+    """Open .bin: its final name, for messages, and its file descriptor in this process."""
 
     name: str
     descriptor: int
 
 
 class TokenFiles:
-    """The .bin files of a run: for each key those of its partitions. Several processes may write to them."""
+    """The .bin files of a run, for each key one per partition. Several processes may write to them."""
 
     def __init__(self, files: Sequence[Sequence[TokenFile]], partitions: Partitions) -> None:
         self.files, self.partitions = files, partitions
 
-    def write(self, chunk: EncodedChunk, placement: Placement) -> None:
-        """Write the tokens of a chunk. Raises DataError if the disk is full."""
-        keys = zip(self.files, chunk.tokens, chunk.report.by_key, placement.offsets, strict=True)
-        for files, tokens, structure, offsets in keys:
+    def write(self, chunk: EncodedChunk, offsets: ChunkOffsets) -> None:
+        """Write the tokens of a chunk to its reserved space. Raises DataError if the disk is full."""
+        keys = zip(self.files, chunk.tokens, chunk.report.by_key, offsets.by_key, strict=True)
+        for files, tokens, lengths, starts in keys:
             if len(files) == 1:
-                _write(files[0], tokens, offsets[0])
+                _write(files[0], tokens, starts[0])
                 continue
-            parts = self.partitions.of(placement.first_document, chunk.report.num_documents)
-            for number, (file, offset) in enumerate(zip(files, offsets, strict=True)):
-                _write(file, tokens[structure.tokens_of(parts == number)], offset)
+            parts = self.partitions.partition_of(offsets.first_document, chunk.report.num_documents)
+            for number, (file, start) in enumerate(zip(files, starts, strict=True)):
+                _write(file, tokens[lengths.token_mask(parts == number)], start)
 
 
 def _write(file: TokenFile, tokens: NDArray[Any], offset: int) -> None:
@@ -88,17 +88,17 @@ def _write(file: TokenFile, tokens: NDArray[Any], offset: int) -> None:
 
 
 @dataclass(frozen=True)
-class State:
-    """A moment between two chunks.
+class RunState:
+    """Progress of a run between two chunks, as the journal stores it.
 
     Attributes:
-        source: number of the source that is being read.
-        place: where to go on in it, counted as it counts.
-        units: units of it before that place, None where that is not known.
+        source: number of the source being read.
+        place: where to continue in it, in the source's own unit (`Chunk.start`).
+        units: units of the source before that place, None if unknown.
         disk: bytes of the input read, over all sources.
-        skipped_bytes: length of the list of what was left out.
-        encoded: whether all text is encoded and only names are missing.
-        written: what the writers hold, by prefix.
+        skipped_bytes: length of the skipped list.
+        encoded: whether all text is encoded and only the renaming is left.
+        written: bytes held by the writers, by prefix.
     """
 
     source: int = 0
@@ -114,14 +114,14 @@ class State:
 
 
 class Journal:
-    """The journal of one output prefix; a run with other `settings`, by name, does not go on with it."""
+    """Journal of one output prefix; a run whose `settings` differ does not continue from it."""
 
     def __init__(self, prefix: str, settings: Mapping[str, str]) -> None:
         self.path = Path(prefix + ".unfinished")
         self._settings = dict(settings)
 
-    def read(self) -> tuple[State | None, str | None]:
-        """Where to go on, and what the user should hear; no state where there is nothing to go on with."""
+    def read(self) -> tuple[RunState | None, str | None]:
+        """Return the state to continue from, None if there is none, and a note for the user, None if not needed."""
         try:
             found = json.loads(self.path.read_bytes())
         except FileNotFoundError:
@@ -138,12 +138,12 @@ class Journal:
         try:
             state = dict(found["state"])
             written = {prefix: Written(**sizes) for prefix, sizes in state.pop("written").items()}
-            return State(**state, written=written), None
+            return RunState(**state, written=written), None
         except (KeyError, TypeError, ValueError):
             return None, f"{self.path} is damaged: starting from the beginning"
 
-    def write(self, state: State) -> None:
-        """Note a moment. What it names must have been flushed. Raises DataError if the disk is full."""
+    def write(self, state: RunState) -> None:
+        """Record a state whose bytes have been flushed. Raises DataError if the disk is full."""
         partial = self.path.with_name(self.path.name + ".partial")
         content: dict[str, Any] = {"version": _VERSION, "settings": self._settings, "state": asdict(state)}
         try:
@@ -156,12 +156,12 @@ class Journal:
             raise DataError(f"cannot write {partial}: {error.strerror}") from error
 
     def remove(self) -> None:
-        """The run is finished, or its state is not wanted."""
+        """Remove the journal: the run is finished, or its state is not wanted."""
         self.path.unlink(missing_ok=True)
 
 
-class Output:
-    """The writers of a run; a context manager. Leaving it early removes what was written, unless `keep` was called."""
+class OutputWriters:
+    """Writers of a run; a context manager. An early exit removes the partial files unless `keep` was called."""
 
     def __init__(
         self,
@@ -182,8 +182,8 @@ class Output:
             raise
 
     @staticmethod
-    def is_there(kept: Mapping[str, Written]) -> bool:
-        """Whether the files of an earlier run still hold what it noted."""
+    def is_intact(kept: Mapping[str, Written]) -> bool:
+        """Return whether the files of an earlier run still hold what its journal recorded."""
         for prefix, held in kept.items():
             named = bin_path(prefix)
             finished = named.exists() and not _partial(named).exists() and named.stat().st_size == held.tokens
@@ -195,49 +195,49 @@ class Output:
                 return False
         return True
 
-    def __enter__(self) -> Output:
+    def __enter__(self) -> OutputWriters:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def place(self, report: ChunkReport, first_document: int) -> Placement:
-        """Append a chunk whose first document has this number; where its tokens are to be written."""
+    def reserve(self, report: ChunkReport, first_document: int) -> ChunkOffsets:
+        """Append the lengths of a chunk whose first document has this number; return where its tokens go."""
         offsets = []
-        for writers, structure in zip(self._writers.values(), report.by_key, strict=True):
-            shares = [structure]
+        for writers, lengths in zip(self._writers.values(), report.by_key, strict=True):
+            by_partition = [lengths]
             if len(writers) > 1:
-                parts = self._partitions.of(first_document, report.num_documents)
-                shares = [structure.of(parts == number) for number in range(len(writers))]
+                parts = self._partitions.partition_of(first_document, report.num_documents)
+                by_partition = [lengths.select(parts == number) for number in range(len(writers))]
             row = []
-            for writer, share in zip(writers, shares, strict=True):
+            for writer, part in zip(writers, by_partition, strict=True):
                 assert writer is not None
-                row.append(writer.reserve(share.lengths, share.sequences_per_document))
+                row.append(writer.reserve(part.lengths, part.sequences_per_document))
             offsets.append(tuple(row))
-        return Placement(first_document, tuple(offsets))
+        return ChunkOffsets(first_document, tuple(offsets))
 
     def token_files(self) -> TokenFiles:
-        """Where `place` has the tokens written."""
+        """Return the files that `reserve` refers to."""
         rows = [[writer for writer in writers if writer is not None] for writers in self._writers.values()]
         files = [[TokenFile(str(bin_path(writer.prefix)), writer.bin_descriptor) for writer in row] for row in rows]
         return TokenFiles(files, self._partitions)
 
     def flush(self) -> None:
-        """Bring all to the disk."""
+        """Flush all files to the disk."""
         for writer in self._all():
             writer.flush()
 
     def written(self) -> dict[str, Written]:
-        """What the writers hold, by prefix."""
+        """Return the bytes held by the writers, by prefix."""
         return {**self._done, **{writer.prefix: writer.written() for writer in self._all()}}
 
     def keep(self) -> None:
-        """Leave the partial files for a later run."""
+        """Keep the partial files on exit, for a later run."""
         for writer in self._all():
             writer.keep()
 
     def finish(self) -> dict[str, int]:
-        """Give the datasets their names, partitions merged; the number of tokens of each key."""
+        """Rename the datasets to their final names, merging partitions; return the tokens of each key."""
         for writer in self._all():
             writer.finalize()
         if self._partitions.count > 1:
@@ -255,7 +255,7 @@ class Output:
         return [writer for writers in self._writers.values() for writer in writers if writer is not None]
 
     def _writer(self, prefix: str, kept: Mapping[str, Written]) -> IndexedWriter | None:
-        """A writer that goes on with what is kept; None where the pair is complete already."""
+        """Open a writer that continues from what is kept; None if the pair is already complete."""
         held = kept.get(prefix)
         if held is not None and not _partial(bin_path(prefix)).exists():
             if idx_path(prefix).exists():
@@ -266,7 +266,7 @@ class Output:
 
 
 class SkippedList:
-    """The list of documents that were left out: place and reason, one a line; no file while there are none."""
+    """File of skipped documents: place and reason, one per line; it exists only if there are any."""
 
     def __init__(self, path: Path, kept: int) -> None:
         self.path, self.num_bytes = path, kept
@@ -277,7 +277,7 @@ class SkippedList:
             path.unlink(missing_ok=True)
 
     def add(self, place: str, reason: str) -> None:
-        """Note a document. Raises DataError if the disk is full."""
+        """Append a document. Raises DataError if the disk is full."""
         line = " ".join(f"{place}: {reason}".split("\n")).encode("utf-8", "backslashreplace") + b"\n"
         try:
             self._opened().write(line)

@@ -1,4 +1,4 @@
-"""What a preprocessing run is asked for, what keeps it from working, and who hears how far it is."""
+"""Options of a preprocessing run, their validation, and the listener for its progress."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from megalith.config import TokenizerConfig
 from megalith.data.encoding import SentenceSettings
 from megalith.data.shares import Share
-from megalith.data.sources import FORMATS, Plan, SourceOptions, find_sources
+from megalith.data.sources import FORMATS, SourceOptions, SourcePlan, find_sources
 from megalith.errors import DataError
 from megalith.tokenizers.build import tokenizer_violations
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How far a run is, and what an earlier run had done (`..._before`); `disk` counts bytes of the input."""
+class ProgressSnapshot:
+    """Progress of a run; `..._before` counts the work of an earlier run, `disk` bytes of the input."""
 
     documents: int
     bytes: int
@@ -28,46 +28,45 @@ class Standing:
     disk_before: int = 0
 
 
-class Progress:
-    """A listener to a run, which overrides what it wants to hear."""
+class ProgressListener:
+    """Callbacks of a run; override those of interest."""
 
     def note(self, text: str) -> None:
-        """Something about the inputs or the run that the user should hear."""
+        """Handle a message about the inputs or the run that the user should see."""
 
     def opening(self, path: str, about: str) -> None:
-        """A source is about to be read; what it was found to be."""
+        """Handle the start of a source; `about` describes its format."""
 
     def started(self, seconds: float, workers: int) -> None:
-        """Tokenizer and workers are there, `seconds` after the call."""
+        """Handle the end of start-up: tokenizer and workers are ready, `seconds` after the call."""
 
-    def advanced(self, standing: Standing) -> None:
-        """A chunk has been written."""
+    def advanced(self, snapshot: ProgressSnapshot) -> None:
+        """Handle a written chunk."""
 
     def skipped(self, place: str, reason: str, count: int) -> None:
-        """A document cannot be read and is left out; the how many-th it is."""
+        """Handle a document that is left out because it cannot be read; `count` such documents so far."""
 
-    def finished(self, standing: Standing) -> None:
-        """All text is encoded; the files get their names next."""
+    def finished(self, snapshot: ProgressSnapshot) -> None:
+        """Handle the end of encoding; the files are renamed next."""
 
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """What to turn into tokens, and how.
+    """Inputs, output and settings of a preprocessing run.
 
     Attributes:
         output_prefix: beginning of the output paths; `_{key}_document.bin` and `.idx` are added.
-        source: how the inputs are read; its keys each make a dataset.
+        source: how the inputs are read; each of its keys makes a dataset.
         append_eod: end each document with the end-of-document id.
-        sentences: how texts are split into sentences, None to leave them whole; the level in the names is then
-            `sentence`.
+        sentences: how texts are split into sentences, None to leave them whole; with it output names end in `sentence`.
         workers: processes that encode; the output is the same for any number.
-        partitions: Megatron's partitions; above 1 they change the order of the documents, and their files stay.
-        keep_sequential: let partitions be contiguous, so that the order stays.
-        share: the part of the input that this process takes.
-        skip_bad: leave documents out that cannot be read, instead of stopping at the first.
-        restart: begin anew even where an unfinished run could be gone on with.
-        seconds_between_notes: how often it is noted how far the run is; the disk takes what is written meanwhile, so
-            that little is left for the end.
+        partitions: Megatron's partitions; above 1 they change the order of the documents, and their files are kept.
+        keep_sequential: make partitions contiguous, so that the order is kept.
+        share: part of the input that this process takes.
+        skip_bad: skip unreadable documents instead of stopping at the first.
+        restart: start from the beginning even if an unfinished run could be continued.
+        journal_interval: seconds between journal writes. They flush the output meanwhile, so that little is left for
+            the end.
     """
 
     inputs: tuple[str, ...]
@@ -82,21 +81,21 @@ class PreprocessOptions:
     share: Share = Share()
     skip_bad: bool = False
     restart: bool = False
-    seconds_between_notes: float = 1.0
+    journal_interval: float = 1.0
 
     @property
     def stem(self) -> str:
-        """The output prefix with the ending of the share."""
-        return self.output_prefix + self.share.ending
+        """Return the output prefix with the suffix of the share."""
+        return self.output_prefix + self.share.suffix
 
     def output_prefixes(self, partition: str = "") -> dict[str, str]:
-        """Key to the prefix of its dataset, or of one of its partitions."""
+        """Return the prefix of the dataset of each key, or of one of its partitions."""
         level = "sentence" if self.sentences else "document"
         return {key: f"{self.stem}{partition}_{key}_{level}" for key in self.source.keys}
 
 
 def find_violations(options: PreprocessOptions, *, files: bool = True) -> list[str]:
-    """What keeps these options from working, as far as it shows without reading all of the text.
+    """Return why these options cannot work, as far as can be told without reading all of the text.
 
     Without `files` no file is looked at: those of a script may lie on another machine.
     """
@@ -105,16 +104,16 @@ def find_violations(options: PreprocessOptions, *, files: bool = True) -> list[s
     return option_violations(options) + plan_sources(options).violations
 
 
-def plan_sources(options: PreprocessOptions) -> Plan:
+def plan_sources(options: PreprocessOptions) -> SourcePlan:
     """Find and open the inputs."""
     source = options.source
     if not options.inputs or _source_violations(source):
-        return Plan()
+        return SourcePlan()
     return find_sources(options.inputs, source)
 
 
 def option_violations(options: PreprocessOptions) -> list[str]:
-    """What keeps these options from working, the inputs aside."""
+    """Return why these options cannot work, apart from the inputs."""
     violations = _value_violations(options)
     for name, file in options.tokenizer.named_files.items():
         flag = "--" + name.replace("_", "-")
@@ -130,12 +129,12 @@ def option_violations(options: PreprocessOptions) -> list[str]:
     folder = Path(options.output_prefix).absolute().parent
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        violations.append(f"--output-prefix {options.output_prefix}: the folder {existing} cannot be written")
+        violations.append(f"--output-prefix {options.output_prefix}: the folder {existing} is not writable")
     return violations
 
 
 def _value_violations(options: PreprocessOptions) -> list[str]:
-    """What keeps these options from working, whatever files there are."""
+    """Return why these options cannot work whatever files exist."""
     violations = tokenizer_violations(options.tokenizer) + _source_violations(options.source)
     if options.workers < 1:
         violations.append(f"--workers {options.workers} is below 1")
@@ -143,8 +142,8 @@ def _value_violations(options: PreprocessOptions) -> list[str]:
         violations.append(f"--partitions {options.partitions} is below 1")
     if options.partitions > 1 and options.share.count > 1:
         violations.append(
-            f"--partitions {options.partitions} together with a share of the input ({options.share.reason}): each "
-            "share keeps the order of its documents; leave out --partitions"
+            f"--partitions {options.partitions} cannot be combined with a share of the input ({options.share.reason}), "
+            "which keeps the order of its documents; leave out --partitions"
         )
     return violations
 
@@ -155,12 +154,14 @@ def _source_violations(source: SourceOptions) -> list[str]:
     if not source.keys or len(set(source.keys)) < len(source.keys):
         violations.append(f"--json-keys {keys}: give at least one key, each once")
     violations += [
-        f"--json-keys {key}: a key names a file, so it has no {os.sep}" for key in source.keys if os.sep in key
+        f"--json-keys {key}: the key becomes part of a file name, so it cannot have {os.sep}"
+        for key in source.keys
+        if os.sep in key
     ]
     if source.text_column is not None and len(source.keys) > 1:
-        violations.append(f"--text-column {source.text_column}: one column cannot be several keys ({keys})")
+        violations.append(f"--text-column {source.text_column}: one column cannot serve several --json-keys ({keys})")
     if source.document_separator == "":
-        violations.append("--document-separator is empty; leave it out to find the separator")
+        violations.append("--document-separator is empty; leave it out to detect the separator")
     if source.document_separator is not None and source.one_document_per_file:
         violations.append("--document-separator and --one-document-per-file contradict each other; leave out one")
     if source.input_format not in ("auto", *FORMATS):

@@ -1,4 +1,4 @@
-"""What the datasets of all families of models have in common: splits, their sizes, and how a dataset is made."""
+"""Dataset interfaces of all model families: splits, their sizes, and factories."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from megalith.data.index_cache import Cached, Recipe, load_or_build
+from megalith.data.index_cache import CachedIndex, IndexSpec, load_or_build
 from megalith.data.indexed import IndexedDataset
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer
@@ -22,11 +22,11 @@ Sizes = tuple[int | None, int | None, int | None]
 
 
 def parse_split(split: str) -> SplitMatrix:
-    """Shares such as "949,50,1" as intervals of [0, 1], None for a share of zero.
+    """Return shares such as "949,50,1" as intervals of [0, 1], None for a share of zero.
 
     Numbers may be separated by anything; missing ones are 0.
 
-    Raises:  ConfigError if there are no or more than three numbers, or they are all 0.
+    Raises:  ConfigError if there are no numbers or more than three, or they are all 0.
     Source:  Megatron-LM `parse_and_normalize_split`, `convert_split_vector_to_split_matrix`.
     """
     numbers = re.findall(r"[.0-9]+", split)
@@ -46,7 +46,7 @@ def parse_split(split: str) -> SplitMatrix:
 
 
 def interval_range(interval: Interval, count: int) -> range:
-    """The elements of 0 to `count` - 1 that an interval takes; halves round to even, as in Megatron."""
+    """Return the elements of 0 to `count` - 1 in an interval; halves round to even, as in Megatron."""
     low, high = interval
     return range(round(low * count), round(high * count))
 
@@ -60,7 +60,7 @@ def target_sizes(
     global_batch_size: int,
     eval_batch_size: int | None = None,
 ) -> tuple[int, int, int]:
-    """Samples that a run draws for training, validation and test.
+    """Compute the samples that a run draws for training, validation and test.
 
     Args:
         train_iters: iterations of the whole run, also where `train_samples` limits it.
@@ -75,8 +75,8 @@ def target_sizes(
 
 
 @dataclass(frozen=True)
-class Shares:
-    """How a dataset is divided into training, validation and test.
+class SplitRatios:
+    """Division of a dataset into training, validation and test.
 
     Attributes:
         text: as the user wrote it; None where a split takes all of it.
@@ -87,33 +87,33 @@ class Shares:
     matrix: SplitMatrix | None
 
     @classmethod
-    def parse(cls, text: str | None) -> Shares:
-        """Those of a --split. Raises ConfigError as of `parse_split`."""
+    def parse(cls, text: str | None) -> SplitRatios:
+        """Parse a --split; None gives each split all documents. Raises ConfigError as `parse_split` does."""
         return cls(text, None if text is None else parse_split(text))
 
     def interval(self, split: int) -> Interval:
-        """The share of a split, 0 train, 1 valid, 2 test, which is above zero."""
+        """Return the interval of a split (0 train, 1 valid, 2 test), whose share must be above zero."""
         interval = (0.0, 1.0) if self.matrix is None else self.matrix[split]
         assert interval is not None, "a split without a share is not built"
         return interval
 
 
 @dataclass(frozen=True)
-class Portion:
-    """One split of one dataset, and what a run draws from it.
+class SplitSpec:
+    """One split of one dataset, and the samples that a run draws from it.
 
     Attributes:
         split: 0 train, 1 valid, 2 test; its share is above zero.
         requested: samples that the run draws, None for one epoch.
-        path: prefix of the files as the user wrote it, None for made-up data.
-        cache_folder: of the index cache, None to keep nothing.
-        written_ns: when the documents were written, as `st_mtime_ns`. None if they never change.
-        cache_is_checked: another rank of this start has checked the index cache.
+        path: prefix of the files as the user wrote it, None for mock data.
+        cache_folder: folder of the index cache, None to keep nothing.
+        written_ns: when the documents were written, as `st_mtime_ns`; None if they never change.
+        cache_is_checked: whether another rank of this start has checked the index cache.
     """
 
     split: int
     requested: int | None
-    shares: Shares
+    ratios: SplitRatios
     path: str | None = None
     cache_folder: Path | None = None
     written_ns: int | None = None
@@ -121,15 +121,15 @@ class Portion:
 
     @property
     def name(self) -> str:
-        """train, valid or test."""
+        """Return train, valid or test."""
         return SPLIT_NAMES[self.split]
 
-    def documents(self, whole: int) -> range:
-        """Which of `whole` documents it takes."""
-        return interval_range(self.shares.interval(self.split), whole)
+    def documents(self, num_documents: int) -> range:
+        """Return the documents of this split, as a range of 0 to `num_documents` - 1."""
+        return interval_range(self.ratios.interval(self.split), num_documents)
 
     def identity(self, class_name: str, seed: int, sequence_length: int, tokenizer: Tokenizer) -> dict[str, Any]:
-        """What all samples depend on, by Megatron's names, in the order in which it hashes them."""
+        """Return all that the samples depend on, under Megatron's names and in the order in which it hashes them."""
         return {
             "class": class_name,
             "dataset_path": self.path,
@@ -137,63 +137,64 @@ class Portion:
             "index_split": self.name,
             "random_seed": seed,
             "sequence_length": sequence_length,
-            "split": self.shares.text,
-            "split_matrix": self.shares.matrix,
+            "split": self.ratios.text,
+            "split_matrix": self.ratios.matrix,
             "tokenizer": tokenizer.identity(),
         }
 
-    def load_or_build(self, recipe: Recipe) -> Cached:
-        """Load the index arrays from the cache of this portion, or build them and save them there."""
-        return load_or_build(self.cache_folder, recipe, self.written_ns, is_checked=self.cache_is_checked)
+    def load_or_build(self, spec: IndexSpec) -> CachedIndex:
+        """Load the index arrays from the cache, or build and save them."""
+        return load_or_build(self.cache_folder, spec, self.written_ns, is_checked=self.cache_is_checked)
 
     def unreadable(self, sample: int, error: Exception) -> DataError:
-        """Explain why the documents do not hold a sample of the index."""
+        """Return the error for a sample of the index that cannot be read from the documents."""
         return DataError(
             f"sample {sample} of the {self.name} split cannot be read from {self.path} ({error}): the files changed "
-            "under the run, or are damaged; start again, and if it stays so prepare them anew"
+            "during the run or are damaged; start again, and if the error remains preprocess the text again"
         )
 
     def outside_vocabulary(self, tokens: NDArray[Any], vocab_size: int) -> DataError:
-        """Explain that tokens, of which at least one is outside the vocabulary, are of another tokenizer."""
+        """Return the error for tokens of which at least one lies outside the vocabulary."""
         low, high = int(tokens.min()), int(tokens.max())
         return DataError(
             f"{self.path} holds token {low if low < 0 else high}, outside the vocabulary of {vocab_size}: it was made "
-            "with another tokenizer"
+            "with another tokenizer; give that tokenizer, or preprocess the text again"
         )
 
-    def said(self, whole: int) -> str:
-        """The arithmetic of its share of `whole` documents, for an error message."""
-        if self.shares.matrix is None:
-            return f"it holds {whole} documents"
-        (low, high), own = self.shares.interval(self.split), self.documents(whole)
+    def describe_documents(self, num_documents: int) -> str:
+        """Describe how the documents of this split follow from `num_documents`, for an error message."""
+        if self.ratios.matrix is None:
+            return f"it holds {num_documents} documents"
+        (low, high), taken = self.ratios.interval(self.split), self.documents(num_documents)
         return (
-            f"--split {self.shares.text} gives {self.name} documents round({low:.6g} * {whole}) = {own.start} to "
-            f"round({high:.6g} * {whole}) = {own.stop}, which is {len(own)} of {whole}"
+            f"--split {self.ratios.text} gives {self.name} documents round({low:.6g} * {num_documents}) = "
+            f"{taken.start} to round({high:.6g} * {num_documents}) = {taken.stop}, which is {len(taken)} of "
+            f"{num_documents}"
         )
 
 
-class Samples(Protocol):
-    """The samples of one split (train, valid or test), as loaders ask for them; `requested` is None for one epoch."""
+class MapDataset(Protocol):
+    """Map-style dataset of one split (train, valid or test); `requested` is None for one epoch."""
 
     name: str
     requested: int | None
 
     @property
-    def built_for(self) -> str: ...
+    def request_text(self) -> str: ...
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, item: int, /) -> dict[str, NDArray[Any]]: ...
 
 
-class SplitDataset(Samples, Protocol):
-    """The samples of one split of one dataset: what a blend and the screen ask too.
+class SplitDataset(MapDataset, Protocol):
+    """Samples of one split of one dataset, as blends and the console use it.
 
     Attributes:
-        prefix: of its files, None for made-up data.
-        identity: what its cache files depend on.
+        prefix: prefix of its files, None for mock data.
+        identity: all that its cache files depend on.
         cache_problem: why the indices could not be saved, None if they were or need not be.
-        summary: how much of it there is, in one line.
+        summary: its size, in one line.
     """
 
     prefix: str | None
@@ -204,14 +205,14 @@ class SplitDataset(Samples, Protocol):
     def summary(self) -> str: ...
 
 
-class SampleRule(Protocol):
-    """How the samples of a family of models are made of the sequences of a dataset."""
+class DatasetFactory(Protocol):
+    """Factory of the datasets of one model family, from the sequences of an indexed dataset."""
 
     @property
     def class_name(self) -> str:
-        """Megatron's name of this kind of dataset; index caches have it in their names."""
+        """Return Megatron's class name of the datasets, which the names of index caches contain."""
         ...
 
-    def dataset(self, documents: IndexedDataset, portion: Portion) -> SplitDataset:
-        """The samples of a portion of `documents`, which are those of every split."""
+    def build(self, documents: IndexedDataset, spec: SplitSpec) -> SplitDataset:
+        """Build the dataset of one split; `documents` holds the sequences of all splits."""
         ...

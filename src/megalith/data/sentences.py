@@ -1,15 +1,15 @@
-"""Sentences of a text: by the Punkt algorithm, with the decisions of nltk's implementation, or by marks alone.
+"""Sentence splitters: the Punkt algorithm with the decisions of nltk's implementation, and punctuation rules.
 
-Punkt, which Megatron uses: a full stop ends a sentence unless it belongs to an abbreviation, an initial or a number.
-Which words are abbreviations, which words start sentences and how words are written inside them is learnt from text
-beforehand, and read from nltk's data or a JSON file. '?' and '!' always end one. Other languages' marks, such as those
-of Chinese, are not known to it. nltk's older data (`punkt`) are pickles, which are not read: loading one runs code. Its
-newer ones (`punkt_tab`) are text. Nothing is downloaded.
+Punkt (used by Megatron): a full stop ends a sentence unless it belongs to an abbreviation, an initial or a number.
+Which words are abbreviations, which words start sentences and how words are written inside them are learnt from text
+beforehand and read from nltk's data or a JSON file. '?' and '!' always end a sentence. Marks of other scripts, such as
+Chinese, are unknown to it. nltk's older data (`punkt`) are pickles, which are not read because loading one runs code;
+its newer data (`punkt_tab`) are text. Nothing is downloaded.
 
-By marks alone, for Chinese and for machines without nltk's data: an ideographic full stop, a wide `!`, `?` or `;`, or
-an ellipsis ends a sentence wherever it stands, and so does the end of a line. A full stop, `?` or `!` ends one where a
-blank follows and then no small letter; a full stop behind a capital alone or one of a few abbreviations does not.
-Closing quotes and brackets belong to the sentence that they close.
+Punctuation rules (`--sentence-splitter marks`), for Chinese and for machines without nltk's data: an ideographic full
+stop, a wide `!`, `?` or `;`, or an ellipsis ends a sentence wherever it stands, and so does the end of a line. A full
+stop, `?` or `!` ends one where white space follows and then no small letter, except for a full stop after a lone
+capital or one of a few abbreviations. Closing quotes and brackets belong to the sentence that they close.
 
 Source:  Kiss and Strunk 2006, Unsupervised Multilingual Sentence Boundary Detection, Computational Linguistics 32(4),
 section 4 for the decisions; nltk 3.8 for what the paper leaves open (tokens, contexts, realignment).
@@ -35,8 +35,8 @@ _SMALL_AT_START = 1 << 4
 _SMALL = 1 << 4 | 1 << 5 | 1 << 6
 _PUNCTUATION = tuple(";:,.!?")
 _NUMBER = "##number##"
-_PIECE = 1_000_000  # characters; Megatron hands a text to the splitter in such pieces
-_BLANKS = " \t\n\r\x0b\x0c"
+_CHARACTERS_AT_ONCE = 1_000_000  # characters; Megatron hands a text to the splitter in such pieces
+_WHITESPACE = " \t\n\r\x0b\x0c"
 
 _NON_WORD = r"(?:[)\";}\]*:@'({\[?!])"
 _REPEATED = r"(?:-{2,}|\.{2,}|(?:\.\s){2,}\.)"
@@ -57,7 +57,7 @@ _WIDE = "\u3002\uff01\uff1f\uff1b\u2026\uff0e\uff61"
 _CLOSING_MARKS = "\"')\\]}\u201d\u2019\u300d\u300f\u3011\uff09\u300b\u3009"
 _ABBREVIATIONS = "mr mrs ms dr prof st mt jr sr vs etc e.g i.e cf fig no vol pp inc ltd co corp dept gov gen rep sen"
 # Look-behinds let a run of marks or a long word be tried once, from its beginning, not from each of its characters.
-_END_BY_MARKS = re.compile(
+_PUNCTUATION_END = re.compile(
     rf"(?P<wide>[{_WIDE}]+[{_CLOSING_MARKS}]*)"
     rf"|(?<![.?!])(?P<mark>[.?!]+)[{_CLOSING_MARKS}]*(?=\s+(?P<next>\S)|\s*$)"
     r"|(?P<line>\n\s*)"
@@ -68,7 +68,7 @@ _OPENING_MARKS = "\"'([{\u201c\u2018\u300c\u300e\u3010\uff08"
 
 @dataclass(frozen=True)
 class PunktParameters:
-    """What has been learnt of a language.
+    """Learnt parameters of one language.
 
     Attributes:
         abbreviations: words that end with a full stop of their own, in small letters without it.
@@ -84,43 +84,44 @@ class PunktParameters:
 
 
 @dataclass
-class _Word:
+class _Token:
     text: str
-    kind: str
+    type: str
     """In small letters, numbers replaced by a sign for all of them."""
     ends: bool = False
     abbreviates: bool = False
     is_ellipsis: bool = False
 
     @property
-    def has_stop(self) -> bool:
+    def has_period(self) -> bool:
         return self.text.endswith(".")
 
     @property
-    def bare(self) -> str:
-        return self.kind[:-1] if len(self.kind) > 1 and self.kind.endswith(".") else self.kind
+    def type_without_period(self) -> str:
+        """Return the type without a final period, unless it is the period alone."""
+        return self.type[:-1] if len(self.type) > 1 and self.type.endswith(".") else self.type
 
     @property
-    def of_sentence(self) -> str:
-        """The word without the stop of its sentence."""
-        return self.bare if self.ends else self.kind
+    def type_without_final_period(self) -> str:
+        """Return the type without the period of its sentence, if it ends one."""
+        return self.type_without_period if self.ends else self.type
 
 
 class SentenceSplitter:
-    """Splits texts into sentences; with `keep_newlines` (the flag) blanks and line breaks behind one are part of it."""
+    """Punkt splitter; with `keep_newlines` (the flag) white space after a sentence belongs to it."""
 
     def __init__(self, parameters: PunktParameters, *, keep_newlines: bool) -> None:
         self._parameters = parameters
         self._possible_end = _POSSIBLE_END_WITH_BLANKS if keep_newlines else _POSSIBLE_END
 
     def split(self, text: str) -> list[str]:
-        """The sentences of a text."""
-        pieces = (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
-        return [piece[start:stop] for piece in pieces for start, stop in self._realigned(piece)]
+        """Return the sentences of a text."""
+        pieces = (text[at : at + _CHARACTERS_AT_ONCE] for at in range(0, len(text), _CHARACTERS_AT_ONCE))
+        return [piece[start:stop] for piece in pieces for start, stop in self._realign(piece)]
 
-    def _realigned(self, text: str) -> Iterator[tuple[int, int]]:
-        """Sentences as ranges; quotes and brackets that close one are moved to its end."""
-        ranges = list(self._ranges(text))
+    def _realign(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield sentences as ranges, with closing quotes and brackets moved to the end of theirs."""
+        ranges = list(self._raw_ranges(text))
         moved = 0
         for (start, stop), following in zip(ranges, [*ranges[1:], None], strict=True):
             begin = start + moved
@@ -133,44 +134,44 @@ class SentenceSplitter:
             if text[begin:stop]:
                 yield begin, stop
 
-    def _ranges(self, text: str) -> Iterator[tuple[int, int]]:
+    def _raw_ranges(self, text: str) -> Iterator[tuple[int, int]]:
         begin = 0
-        for match, context in self._contexts(text):
-            if self._has_end_inside(context):
+        for match, context in self._possible_ends(text):
+            if self._contains_sentence_end(context):
                 yield begin, match.end()
                 begin = match.start("next") if match.group("next") else match.end()
         yield begin, len(text.rstrip())
 
-    def _contexts(self, text: str) -> Iterator[tuple[re.Match[str], str]]:
-        """Each possible end with the word before it and what comes after.
+    def _possible_ends(self, text: str) -> Iterator[tuple[re.Match[str], str]]:
+        """Yield each possible end with its context: the word before it and what follows.
 
-        Of possible ends in one word, as in 'e.g.', only the last is looked at.
+        Of several possible ends in one word, as in 'e.g.', only the last counts.
         """
         last: re.Match[str] | None = None
         word = (0, 0)
         for match in self._possible_end.finditer(text):
-            start = _after_last_blank(text, word[1], match.start(), word[0])
+            start = _last_word_start(text, word[1], match.start(), word[0])
             if last is not None and word[1] <= start:
                 yield last, text[word[0] : word[1]] + last.group() + last.group("after")
             last, word = match, (start, match.start())
         if last is not None:
             yield last, text[word[0] : word[1]] + last.group() + last.group("after")
 
-    def _has_end_inside(self, context: str) -> bool:
+    def _contains_sentence_end(self, context: str) -> bool:
         words = [
-            _Word(found, _NUMERIC.sub(_NUMBER, found.lower()))
+            _Token(found, _NUMERIC.sub(_NUMBER, found.lower()))
             for line in context.split("\n")
             if line.strip()
             for found in _WORDS.findall(line)
         ]
         for word in words:
-            self._judge(word)
+            self._classify(word)
         for word, following in pairwise(words):
-            self._judge_again(word, following)
+            self._reclassify(word, following)
         return any(word.ends for word in words[:-1])
 
-    def _judge(self, word: _Word) -> None:
-        """Each word for itself."""
+    def _classify(self, word: _Token) -> None:
+        """Classify a token by itself: sentence end, abbreviation or ellipsis."""
         text = word.text
         if text in ENDS:
             word.ends = True
@@ -182,31 +183,31 @@ class SentenceSplitter:
             word.abbreviates = stem in known or stem.split("-")[-1] in known
             word.ends = not word.abbreviates
 
-    def _judge_again(self, word: _Word, following: _Word) -> None:
-        """A word with a full stop, by the word that follows."""
-        if not word.has_stop:
+    def _reclassify(self, word: _Token, following: _Token) -> None:
+        """Reclassify a token with a period by the token that follows."""
+        if not word.has_period:
             return
-        kind, next_kind = word.bare, following.of_sentence
+        word_type, next_word_type = word.type_without_period, following.type_without_final_period
         is_initial = _INITIAL.match(word.text) is not None
-        if (kind, next_kind) in self._parameters.collocations:
+        if (word_type, next_word_type) in self._parameters.collocations:
             word.ends, word.abbreviates = False, True
             return
-        starts = self._starts_sentence(following)
+        starts = self._is_sentence_starter(following)
         capital = following.text[0].isupper()
-        likely = starts is True or (capital and next_kind in self._parameters.starters)
+        likely = starts is True or (capital and next_word_type in self._parameters.starters)
         if (word.abbreviates or word.is_ellipsis) and not is_initial and likely:
             word.ends = True
             return
-        if is_initial or kind == _NUMBER:
-            always_capital = not self._parameters.orthography.get(next_kind, 0) & _SMALL
+        if is_initial or word_type == _NUMBER:
+            always_capital = not self._parameters.orthography.get(next_word_type, 0) & _SMALL
             if starts is False or (starts is None and is_initial and capital and always_capital):
                 word.ends, word.abbreviates = False, True
 
-    def _starts_sentence(self, word: _Word) -> bool | None:
-        """Whether a word starts a sentence, by how it is written here and elsewhere; None if that does not tell."""
+    def _is_sentence_starter(self, word: _Token) -> bool | None:
+        """Return whether a word starts a sentence, by its capitalisation here and elsewhere; None if undecided."""
         if word.text in _PUNCTUATION:
             return False
-        seen = self._parameters.orthography.get(word.of_sentence, 0)
+        seen = self._parameters.orthography.get(word.type_without_final_period, 0)
         if word.text[0].isupper() and seen & _SMALL and not seen & _CAPITAL_INSIDE:
             return True
         if word.text[0].islower() and (seen & _CAPITALS or not seen & _SMALL_AT_START):
@@ -214,14 +215,14 @@ class SentenceSplitter:
         return None
 
 
-def _after_last_blank(text: str, start: int, stop: int, otherwise: int) -> int:
-    """Where the last word of a range begins; as in nltk, a blank in the first place of the range does not count."""
-    at = max(text.rfind(blank, start, stop) for blank in _BLANKS)
+def _last_word_start(text: str, start: int, stop: int, otherwise: int) -> int:
+    """Return where the last word of a range begins; as in nltk, a blank at the first place of the range is ignored."""
+    at = max(text.rfind(blank, start, stop) for blank in _WHITESPACE)
     return at + 1 if at > start else otherwise
 
 
 def find_parameters(language: str, file: str | None, folders: Sequence[str] = ()) -> PunktParameters:
-    """The parameters of a language.
+    """Load the Punkt parameters of a language.
 
     Args:
         file: a JSON file, or a folder with nltk's tables, that the user names; None looks where nltk looks.
@@ -232,7 +233,7 @@ def find_parameters(language: str, file: str | None, folders: Sequence[str] = ()
     if file is not None:
         path = Path(file)
         return _from_tables(path) if path.is_dir() else _from_json(path)
-    for folder in _places(folders):
+    for folder in _nltk_data_folders(folders):
         tables = folder / "tokenizers" / "punkt_tab" / language
         if tables.is_dir():
             return _from_tables(tables)
@@ -244,26 +245,26 @@ def find_parameters(language: str, file: str | None, folders: Sequence[str] = ()
                 raise DataError(f"{archive} is damaged: {error}") from error
             if (packed / _TABLES[0]).exists():
                 return _from_tables(packed)
-    raise DataError(_missing(language, folders))
+    raise DataError(_missing_data_message(language, folders))
 
 
-def _places(folders: Sequence[str]) -> Iterator[Path]:
-    """Where nltk looks for its data."""
+def _nltk_data_folders(folders: Sequence[str]) -> Iterator[Path]:
+    """Yield the folders where nltk looks for its data."""
     yield from map(Path, folders)
     yield Path.home() / "nltk_data"
     for base in (Path(sys.prefix), Path("/usr"), Path("/usr/local")):
         yield from (base / part / "nltk_data" for part in ("", "share", "lib"))
 
 
-def _missing(language: str, folders: Sequence[str]) -> str:
-    pickles = [folder / "tokenizers" / "punkt" for folder in _places(folders)]
+def _missing_data_message(language: str, folders: Sequence[str]) -> str:
+    pickles = [folder / "tokenizers" / "punkt" for folder in _nltk_data_folders(folders)]
     old = next((str(folder) for folder in pickles if folder.is_dir()), None)
     found = f" ({old} is nltk's older format, a pickle, which is not loaded)" if old else ""
     return (
-        f"--split-sentences needs nltk's punkt_tab data for {language} (--lang), and they are not on this "
-        f"machine{found}. On one with a network: pip install nltk && python -m nltk.downloader -d DIR punkt_tab; bring "
-        "DIR here and set NLTK_DATA=DIR. Or give parameters of your own with --punkt-parameters FILE, or "
-        "--sentence-splitter marks, which goes by punctuation alone (and is the one for Chinese)"
+        f"--split-sentences needs nltk's punkt_tab data for {language} (--lang), which is not on this machine{found}. "
+        "On a machine with network access: pip install nltk && python -m nltk.downloader -d DIR punkt_tab; copy DIR "
+        "here and set NLTK_DATA=DIR. Or give your own parameters with --punkt-parameters FILE, or --sentence-splitter "
+        "marks, which uses punctuation only (recommended for Chinese)"
     )
 
 
@@ -299,14 +300,14 @@ def _from_json(path: Path) -> PunktParameters:
         ) from error
 
 
-class MarksSplitter:
-    """Splits texts into sentences; blanks between them belong to none."""
+class PunctuationSplitter:
+    """Splitter by punctuation rules; white space between sentences belongs to none."""
 
     def split(self, text: str) -> list[str]:
-        """The sentences of a text."""
+        """Return the sentences of a text."""
         found, begin = list[str](), 0
-        for match in _END_BY_MARKS.finditer(text):
-            if match["mark"] is not None and not _ends(match, text[begin : match.start()]):
+        for match in _PUNCTUATION_END.finditer(text):
+            if match["mark"] is not None and not _is_sentence_end(match, text[begin : match.start()]):
                 continue
             found.append(text[begin : match.end()])
             begin = match.end()
@@ -314,8 +315,8 @@ class MarksSplitter:
         return [sentence for part in found if (sentence := part.strip())]
 
 
-def _ends(match: re.Match[str], before: str) -> bool:
-    """Whether a mark with a blank behind it ends the sentence that it stands in."""
+def _is_sentence_end(match: re.Match[str], before: str) -> bool:
+    """Return whether a punctuation mark before white space ends its sentence."""
     if match["next"] is not None and match["next"].islower():
         return False
     if match["mark"] != ".":

@@ -1,4 +1,4 @@
-"""Which part of the input this process takes when several machines run the same command."""
+"""Shares of the input: the part that each process takes when several machines run the same command."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _NAME = re.compile(r"_share(?P<number>\d+)of(?P<count>\d+)(?P<rest>_.+)\.idx")
 
 @dataclass(frozen=True)
 class Share:
-    """Part `number`, counted from 0, of `count` equal parts of the input, by bytes on the disk; `reason` is shown."""
+    """Part `number`, counted from 0, of `count` equal parts of the input, by bytes on disk; messages show `reason`."""
 
     number: int = 0
     count: int = 1
     reason: str = ""
 
     @property
-    def ending(self) -> str:
-        """What the output prefix gets."""
+    def suffix(self) -> str:
+        """Return the suffix of the output prefix, empty if there is one share."""
         return f"_share{self.number:05d}of{self.count:05d}" if self.count > 1 else ""
 
     def bounds(self, total: int) -> tuple[int, int]:
-        """The bytes of the input, its files put together, that this part takes the chunks from."""
+        """Return the range of bytes, in all files put together, in which the chunks of this share begin."""
         return total * self.number // self.count, total * (self.number + 1) // self.count
 
 
 def read_share(text: str | None, environ: Mapping[str, str]) -> Share:
-    """The share that `--share K/N` or the launcher tells, else all. Raises ConfigError if it is none, or two differ."""
+    """Return the share set by `--share K/N` or the launcher, else all. Raises ConfigError if invalid or ambiguous."""
     if text is not None:
         match = re.fullmatch(r"(\d+)/(\d+)", text)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
@@ -42,19 +42,19 @@ def read_share(text: str | None, environ: Mapping[str, str]) -> Share:
         return Share(int(match[1]) - 1, int(match[2]), f"--share {text}")
     launch = read_launch(environ)
     rank, world = int(launch.get("RANK", 0)), int(launch.get("WORLD_SIZE", 1))
-    task, tasks = _array_task(environ)
+    task, tasks = _slurm_array_task(environ)
     if world > 1 and tasks > 1:
         raise ConfigError(
-            f"rank {rank} of {world} (RANK, WORLD_SIZE) within task {task} of {tasks} of a SLURM array: which of the "
-            "two divides the input? Say it with --share K/N"
+            f"rank {rank} of {world} (RANK, WORLD_SIZE) within task {task} of {tasks} of a SLURM array: it is unclear "
+            "which of the two divides the input; set --share K/N"
         )
     if world > 1:
         return Share(rank, world, f"RANK={rank}, WORLD_SIZE={world}")
     return Share(task, tasks, f"SLURM array task {task + 1} of {tasks}" if tasks > 1 else "")
 
 
-def _array_task(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Number, from 0, and count of the tasks of a SLURM array, whatever its ids are."""
+def _slurm_array_task(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the number, from 0, and the count of the tasks of a SLURM array, whatever its ids are."""
     names = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP")
     task, count, least, step = (environ.get(name, "") for name in names)
     if not (task.isdigit() and count.isdigit()) or int(count) < 2:
@@ -66,12 +66,13 @@ def _array_task(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Located:
-    """A chunk, placed.
+class LocatedChunk:
+    """Chunk with its position in the input.
 
     Attributes:
-        disk: where it ends in all sources put together, in bytes on the disk.
-        units: units of its source before it, None where the chunks do not tell.
+        source: number of its source.
+        disk: where it ends in all sources put together, in bytes on disk.
+        units: units of its source before it, None if the chunks do not tell.
     """
 
     source: int
@@ -80,11 +81,11 @@ class Located:
     units: int | None
 
 
-def chunks_of_share(sources: Sequence[Source], share: Share, start: tuple[int, int]) -> Iterator[Located]:
-    """The chunks of all sources that belong to a share, in order.
+def chunks_of_share(sources: Sequence[Source], share: Share, start: tuple[int, int]) -> Iterator[LocatedChunk]:
+    """Yield the chunks of all sources that belong to a share, in order, from `start` (source, place) on.
 
-    A chunk belongs to the share that its first byte lies in. As chunks are cut in the same way by every process, each
-    belongs to exactly one share, and the shares put together are the whole.
+    A chunk belongs to the share in which its first byte lies. All processes cut chunks alike, so that each chunk
+    belongs to exactly one share and the shares together are the whole input.
     """
     before = [0, *accumulate(source.disk_bytes for source in sources)]
     low, high = share.bounds(before[-1])
@@ -99,12 +100,12 @@ def chunks_of_share(sources: Sequence[Source], share: Share, start: tuple[int, i
             if position >= high:
                 break
             if position >= low:
-                yield Located(number, chunk, before[number] + chunk.disk_end, units)
+                yield LocatedChunk(number, chunk, before[number] + chunk.disk_end, units)
             units = None if units is None or chunk.num_units is None else units + chunk.num_units
 
 
 def find_shares(prefix: str) -> dict[str, list[str]]:
-    """The finished shares of a prefix: for each dataset (such as `PREFIX_text_document`) their prefixes in order.
+    """Return the prefixes of the finished shares, in order, for each dataset of an output prefix.
 
     Raises:  ConfigError if there are none, some are missing, or there are shares of different counts.
     """
@@ -116,20 +117,20 @@ def find_shares(prefix: str) -> dict[str, list[str]]:
             counts = found.setdefault(prefix + match["rest"], {})
             counts.setdefault(int(match["count"]), {})[int(match["number"])] = str(path)[: -len(".idx")]
     if not found:
-        raise ConfigError(f"{prefix}: there are no shares of this output prefix ({prefix}_share...)")
-    return {dataset: _complete(dataset, counts) for dataset, counts in sorted(found.items())}
+        raise ConfigError(f"{prefix}: no share of this output prefix exists ({prefix}_share...)")
+    return {dataset: _require_complete(dataset, counts) for dataset, counts in sorted(found.items())}
 
 
-def _complete(dataset: str, counts: dict[int, dict[int, str]]) -> list[str]:
+def _require_complete(dataset: str, counts: dict[int, dict[int, str]]) -> list[str]:
     if len(counts) > 1:
         kinds = " and ".join(str(count) for count in sorted(counts))
-        raise ConfigError(f"{dataset}: there are shares of {kinds} parts; remove those of the run that does not count")
+        raise ConfigError(f"{dataset}: shares of {kinds} parts exist; remove those of the outdated run")
     ((count, shares),) = counts.items()
     missing = [number + 1 for number in range(count) if number not in shares]
     if missing:
         shown = ", ".join(map(str, missing[:20]))
         raise ConfigError(
             f"{dataset}: of {count} shares, {len(missing)} are missing ({shown}): their runs are not finished; run the "
-            "same command again for them (--share K/N), it goes on where it was"
+            "same command again for them (--share K/N), which continues where it stopped"
         )
     return [shares[number] for number in range(count)]

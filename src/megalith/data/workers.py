@@ -1,11 +1,11 @@
-"""Chunks of text into tokens, in this process or in several, and the tokens into their files.
+"""Encoding of chunks and writing of their tokens, in this process or in several.
 
-A chunk has two moments: it is encoded, and how long it became is told; then, when its turn comes, its place is given
-and the process that has its tokens writes them. Until then a process works on the chunks that follow.
+A chunk is handled in two steps: a process encodes it and reports its length; when all earlier chunks are known, the
+parent reserves its place and the same process writes the tokens. Meanwhile processes encode later chunks.
 
-Each worker has a pipe of its own: when it dies, even in the middle of a message, its end closes and the reader sees
-the end of the file. (The pool of the standard library shares one pipe among all workers; a worker killed while it
-writes leaves half a message there, and the reader waits for the other half for ever.)
+Each worker has its own pipe: when it dies, even within a message, its end closes and the reader sees the end of the
+file. (The pool of the standard library shares one pipe among all workers: a worker killed while writing leaves half a
+message there, and the reader waits for the other half for ever.)
 """
 
 from __future__ import annotations
@@ -25,59 +25,59 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from megalith.data.encoding import ChunkEncoder, ChunkReport, EncodedChunk, EncodeSettings
-from megalith.data.output import Partitions, Placement, TokenFile, TokenFiles
-from megalith.data.shares import Located
+from megalith.data.output import ChunkOffsets, Partitions, TokenFile, TokenFiles
+from megalith.data.shares import LocatedChunk
 from megalith.data.sources import Payload
 from megalith.errors import DataError, MegalithError
 
-_SECONDS_TO_END = 10.0  # a worker that is told to end and does not is killed
-_QUEUED = 2  # chunks that a worker has and has not encoded: one at work, one that it need not wait for
-_HELD = 4  # chunks that a worker has and has not been given a place for
+_SECONDS_TO_END = 10.0  # then a worker that should exit is killed
+_QUEUED_CHUNKS = 2  # chunks that a worker has and has not encoded: one at work, one that it need not wait for
+_UNWRITTEN_CHUNKS = 4  # chunks that a worker has and has not been given a place for
 _SWITCH_SECONDS = 0.0005  # until the thread of a worker that takes chunks from the pipe may do so
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A chunk that is encoded and waits for its place; `write` has its tokens written by the end of `settle`."""
+class PendingChunk:
+    """Encoded chunk that waits for its place; `write` has its tokens written by the end of `wait_until_written`."""
 
-    located: Located
+    located: LocatedChunk
     report: ChunkReport
-    write: Callable[[Placement], None]
+    write: Callable[[ChunkOffsets], None]
 
 
-class ThisProcess:
-    """One process that does it all."""
+class InProcessEncoder:
+    """Encoder in this process."""
 
     def __init__(self, encoder: ChunkEncoder) -> None:
         self._encoder = encoder
 
-    def turns(self, chunks: Iterable[Located], files: TokenFiles) -> Iterator[Turn]:
+    def encode_all(self, chunks: Iterable[LocatedChunk], files: TokenFiles) -> Iterator[PendingChunk]:
         for located in chunks:
             chunk = self._encoder.encode(located.chunk.payload)
 
-            def write(placement: Placement, chunk: EncodedChunk = chunk) -> None:
-                files.write(chunk, placement)
+            def write(offsets: ChunkOffsets, chunk: EncodedChunk = chunk) -> None:
+                files.write(chunk, offsets)
 
-            yield Turn(located, chunk.report, write)
+            yield PendingChunk(located, chunk.report, write)
 
-    def settle(self) -> None:
-        """What has been placed is written already."""
+    def wait_until_written(self) -> None:
+        """Return at once: reserved chunks are already written."""
 
 
-class Processes:
-    """Worker processes, which begin to start when this is made."""
+class WorkerPool:
+    """Worker processes, which start when the pool is made."""
 
     def __init__(self, settings: EncodeSettings, workers: int) -> None:
         self._pool = [_Worker(settings) for _ in range(workers)]
 
-    def turns(self, chunks: Iterable[Located], files: TokenFiles) -> Iterator[Turn]:
-        """The chunks in their order; each is given its place before the next is asked for.
+    def encode_all(self, chunks: Iterable[LocatedChunk], files: TokenFiles) -> Iterator[PendingChunk]:
+        """Yield the chunks in order; the place of each must be reserved before the next is requested.
 
         Raises:  MegalithError if a process dies, DataError if a file cannot be read or written.
         """
         for worker in self._pool:
             worker.give_files(files)
-        ahead: deque[tuple[Located, _Worker]] = deque()
+        ahead: deque[tuple[LocatedChunk, _Worker]] = deque()
         coming = iter(chunks)
         exhausted = False
         while True:
@@ -93,22 +93,22 @@ class Processes:
             located, worker = ahead[0]
             if worker.reports:
                 ahead.popleft()
-                yield Turn(located, worker.reports.popleft(), worker.write)
+                yield PendingChunk(located, worker.reports.popleft(), worker.write)
                 continue
             self._receive()
 
-    def settle(self) -> None:
-        """Wait until all is written. Raises what `turns` does."""
+    def wait_until_written(self) -> None:
+        """Wait until all reserved chunks are written. Raises what `encode_all` does."""
         for worker in self._pool:
-            worker.is_settled = False
-            worker.send(_Settled())
-        while not all(worker.is_settled for worker in self._pool):
+            worker.has_written = False
+            worker.send(_Written())
+        while not all(worker.has_written for worker in self._pool):
             self._receive()
 
     def close(self, *, finished: bool) -> None:
-        """End the processes, in peace if all is done."""
+        """Stop the processes, gracefully if all is done."""
         for worker in self._pool:
-            worker.end(_SECONDS_TO_END if finished else 0.0)
+            worker.stop(_SECONDS_TO_END if finished else 0.0)
 
     def _receive(self) -> None:
         by_connection: dict[Any, _Worker] = {worker.connection: worker for worker in self._pool}
@@ -116,15 +116,15 @@ class Processes:
             by_connection[ready].receive()
 
 
-Encoders: TypeAlias = ThisProcess | Processes
+Encoder: TypeAlias = InProcessEncoder | WorkerPool
 
 
-class _Settled:
-    """The answer of a worker that has done all it was asked for."""
+class _Written:
+    """Message of a worker: all requests before it are done."""
 
 
 class _Worker:
-    """A process that encodes and writes, seen from the process that started it."""
+    """Worker process, seen from its parent."""
 
     def __init__(self, settings: EncodeSettings) -> None:
         # Fresh interpreters: a fork would copy the threads' locks of this one in whatever state they are.
@@ -135,50 +135,50 @@ class _Worker:
         other_end.close()  # or this process would hold the pipe of a dead worker open
         self.reports: deque[ChunkReport] = deque()
         self.queued = self.held = 0
-        self.is_settled = True
+        self.has_written = True
 
     @property
     def has_room(self) -> bool:
-        """Whether it can be given one more chunk."""
-        return self.queued < _QUEUED and self.held < _HELD
+        """Return whether it can take one more chunk."""
+        return self.queued < _QUEUED_CHUNKS and self.held < _UNWRITTEN_CHUNKS
 
     def give_files(self, files: TokenFiles) -> None:
-        """Pass on the descriptors, and with them the locks of the files."""
+        """Send the file descriptors and, with them, the locks of the files."""
         self.send(([[file.name for file in row] for row in files.files], files.partitions))
         for row in files.files:
             for file in row:
                 try:
                     reduction.send_handle(self.connection, file.descriptor, self._process.pid)
                 except OSError as error:
-                    raise _dead() from error
+                    raise _worker_died() from error
 
     def encode(self, payload: Payload) -> None:
         self.send(payload)
         self.queued += 1
         self.held += 1
 
-    def write(self, placement: Placement) -> None:
-        """Let it write the oldest chunk that it holds."""
-        self.send(placement)
+    def write(self, offsets: ChunkOffsets) -> None:
+        """Request the oldest unwritten chunk to be written."""
+        self.send(offsets)
         self.held -= 1
 
     def receive(self) -> None:
-        """Take an answer. Raises MegalithError if the process died, DataError if it cannot read or write a file."""
+        """Receive an answer. Raises MegalithError if the process died, DataError if it cannot read or write a file."""
         try:
             answer = self.connection.recv()
         except (EOFError, OSError) as error:
-            raise _dead() from error
+            raise _worker_died() from error
         if isinstance(answer, str):
             raise DataError(answer)
-        if isinstance(answer, _Settled):
-            self.is_settled = True
+        if isinstance(answer, _Written):
+            self.has_written = True
             return
         assert isinstance(answer, ChunkReport)
         self.queued -= 1
         self.reports.append(answer)
 
-    def end(self, seconds: float) -> None:
-        """Let the process end by itself for so long, then kill it."""
+    def stop(self, seconds: float) -> None:
+        """Wait `seconds` for the process to exit by itself, then kill it."""
         self.connection.close()
         if seconds:
             self._process.join(seconds)
@@ -189,15 +189,15 @@ class _Worker:
         try:
             self.connection.send(message)
         except OSError as error:
-            raise _dead() from error
+            raise _worker_died() from error
 
 
-def _dead() -> MegalithError:
-    return MegalithError("a worker process died; if it was killed for its memory, give --workers 1")
+def _worker_died() -> MegalithError:
+    return MegalithError("a worker process died; if the kernel killed it for lack of memory, give --workers 1")
 
 
 def _serve(settings: EncodeSettings, parent: Connection[Any, Any]) -> None:
-    """What a worker process does: leave Ctrl-C to the parent, end with it, do what comes in the order it comes in."""
+    """Run a worker process: ignore Ctrl-C, exit with the parent, handle messages in order."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -206,12 +206,12 @@ def _serve(settings: EncodeSettings, parent: Connection[Any, Any]) -> None:
         # A thread empties the pipe, so that parent and worker never wait for each other to read.
         sys.setswitchinterval(_SWITCH_SECONDS)
         messages: SimpleQueue[Any] = SimpleQueue()
-        threading.Thread(target=_receive_all, args=(parent, messages), daemon=True).start()
+        threading.Thread(target=_receive_messages, args=(parent, messages), daemon=True).start()
         chunks: deque[EncodedChunk] = deque()
         while (message := messages.get()) is not None:
-            if isinstance(message, Placement):
+            if isinstance(message, ChunkOffsets):
                 files.write(chunks.popleft(), message)
-            elif isinstance(message, _Settled):
+            elif isinstance(message, _Written):
                 parent.send(message)
             else:
                 chunks.append(encoder.encode(message))
@@ -230,7 +230,7 @@ def _received_files(parent: Connection[Any, Any]) -> TokenFiles:
     return TokenFiles([[TokenFile(name, reduction.recv_handle(parent)) for name in row] for row in names], partitions)
 
 
-def _receive_all(parent: Connection[Any, Any], messages: SimpleQueue[Any]) -> None:
+def _receive_messages(parent: Connection[Any, Any], messages: SimpleQueue[Any]) -> None:
     while True:
         try:
             messages.put(parent.recv())
@@ -240,7 +240,7 @@ def _receive_all(parent: Connection[Any, Any], messages: SimpleQueue[Any]) -> No
 
 
 def _end_with_parent() -> None:
-    """Without this, workers of a killed parent that are busy would work on."""
+    """Exit when the parent is gone: a worker that is busy would otherwise continue."""
     parent = parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])

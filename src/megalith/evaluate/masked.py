@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.assemble.data import masked_samples
+from megalith.assemble.data import masked_dataset_factory
 from megalith.config import DataConfig, ModelConfig
 from megalith.data.build import build_datasets
 from megalith.data.indexed import IndexedWriter, idx_path, smallest_dtype
 from megalith.data.masked.dataset import MaskedDataset
 from megalith.data.masked.sample_index import LONGEST_SENTENCE
-from megalith.data.samples import Samples
-from megalith.data.sentences import MarksSplitter
+from megalith.data.samples import MapDataset
+from megalith.data.sentences import PunctuationSplitter
 from megalith.data.sources import JSONL, format_of
 from megalith.evaluate.score import BatchScorer, BatchWork, score_targets
 from megalith.evaluate.text import bounded_exp, read_documents
@@ -95,7 +95,7 @@ class MaskedScorer(BatchScorer[DenoisingModel]):
     """Asks a model for what is hidden in samples."""
 
     def __call__(
-        self, samples: Samples, count: int | None = None, on_batch: Callable[[int], None] = lambda number: None
+        self, samples: MapDataset, count: int | None = None, on_batch: Callable[[int], None] = lambda number: None
     ) -> MaskedResult:
         """Ask the first `count` samples, all of them if None; `on_batch` receives the number of each batch first."""
         count = len(samples) if count is None else min(count, len(samples))
@@ -125,7 +125,7 @@ class _Work(BatchWork):
     def __init__(
         self,
         model: DenoisingModel,
-        samples: Samples,
+        samples: MapDataset,
         batches: Sequence[range],
         on_batch: Callable[[int], None],
         first: int,
@@ -231,14 +231,14 @@ def open_samples(
         test_data_path=(prefix,),
         data_cache_path=str(scratch),
     )
-    built = build_datasets(data, masked_samples(data, model, tokenizer, _SEED), sizes=(0, 0, None))
+    built = build_datasets(data, masked_dataset_factory(data, model, tokenizer, _SEED), sizes=(0, 0, None))
     assert isinstance(built.test, MaskedDataset)
     return built.test, notes
 
 
 def _encode(path: Path, tokenizer: Tokenizer, prefix: str) -> None:
     dtype = smallest_dtype(tokenizer.vocab_size)
-    splitter = MarksSplitter()
+    splitter = PunctuationSplitter()
     with IndexedWriter(prefix, dtype) as writer:
         for text in _documents(path):
             sentences = [part for sentence in splitter.split(text) for part in _parts(tokenizer.encode(sentence))]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.data.masked.t5 import decoder_start
+from megalith.data.masked.t5 import decoder_start_token
 from megalith.distributed import comm, p2p
 from megalith.distributed.context import ParallelContext
 from megalith.errors import DataError, LayoutError, PeerError
@@ -336,7 +336,7 @@ def decoder_prompt_of(model: LanguageModel, tokenizer: Tokenizer) -> DecoderProm
     """Return the decoder prompt of an encoder-decoder model, or None. `ConfigError` without a start token."""
     if not model.config.family.encoder_decoder:
         return None
-    return DecoderPrompt(decoder_start(tokenizer), tokenizer.special.get("eos", tokenizer.eod))
+    return DecoderPrompt(decoder_start_token(tokenizer), tokenizer.special.get("eos", tokenizer.eod))
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -14,8 +14,8 @@ from megalith.tokenizers import sentence_piece, tik_token, word_piece
 from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
 from megalith.tokenizers.huggingface import HuggingFaceTokenizer, holds_tokenizer
 from megalith.tokenizers.null import NullTokenizer
-from megalith.tokenizers.own import OwnTokenizer
 from megalith.tokenizers.protocol import Tokenizer
+from megalith.tokenizers.registered import RegisteredTokenizer
 from megalith.tokenizers.sentence_piece import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer
 from megalith.tokenizers.tik_token import TikTokenizer
 from megalith.tokenizers.word_piece import WordPieceTokenizer
@@ -55,7 +55,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if violations:
         raise ConfigError(violations)
     kind = config.tokenizer_type
-    return OwnTokenizer(str(kind), kind(config)) if isinstance(kind, Registered) else _MAKERS[kind](config)
+    return RegisteredTokenizer(str(kind), kind(config)) if isinstance(kind, Registered) else _MAKERS[kind](config)
 
 
 def with_files_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:

@@ -199,7 +199,7 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
     return ids
 
 
-def continues_a_word(tokenizer: Tokenizer) -> tuple[bool, ...]:
+def is_word_continuation(tokenizer: Tokenizer) -> tuple[bool, ...]:
     """Of each id, whether it goes on the word before it: marked with ##; never where pieces are not marked so."""
     if not isinstance(tokenizer, WordPieceTokenizer):
         return (False,) * tokenizer.vocab_size

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from megalith.assemble import training
-from megalith.data.index_cache import Recipe, load_or_build
+from megalith.data.index_cache import IndexSpec, load_or_build
 
-RECIPE = Recipe("Kind-train", "what it is", ("order",), lambda: {"order": np.arange(1000)})
+RECIPE = IndexSpec("Kind-train", "what it is", ("order",), lambda: {"order": np.arange(1000)})
 
 
 class Barriers:

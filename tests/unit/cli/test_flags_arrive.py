@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from megalith.assemble import training
-from megalith.assemble.data import masked_samples
+from megalith.assemble.data import masked_dataset_factory
 from megalith.assemble.model import build_chunks, build_run_optimizer, draw_weights
 from megalith.cli import train_hooks
 from megalith.cli.train import set_deterministic
 from megalith.config import RunConfig, load
 from megalith.config.groups import LogConfig
-from megalith.data.masked.bert import BertSamples
-from megalith.data.masked.t5 import T5Samples
+from megalith.data.masked.bert import BertDatasetFactory
+from megalith.data.masked.t5 import T5DatasetFactory
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.optim.matrix_rules import Muon
@@ -56,8 +56,10 @@ def test_shares_of_hidden_words_and_short_samples(base: str) -> None:
     shares = []
     for flags in ("", "--mask-prob 0.4 --short-seq-prob 0.3"):
         run = _run(flags, base)
-        rule = cast("BertSamples | T5Samples", masked_samples(run.data, run.model, cast(Any, None), 1))
-        shares.append((rule.options.masking.probability, rule.options.short_probability))
+        factory = cast(
+            "BertDatasetFactory | T5DatasetFactory", masked_dataset_factory(run.data, run.model, cast(Any, None), 1)
+        )
+        shares.append((factory.options.masking.probability, factory.options.short_probability))
     assert shares == [(0.15, 0.1), (0.4, 0.3)]
 
 

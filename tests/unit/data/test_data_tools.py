@@ -13,7 +13,7 @@ from megalith.cli.main import main
 from megalith.cli.preprocess import parse
 from megalith.config import DataConfig
 from megalith.data.build import build_gpt_datasets
-from megalith.data.dataset_tools import survey
+from megalith.data.dataset_tools import dataset_statistics
 from megalith.data.encoding import SentenceSettings
 from megalith.data.indexed import IndexedDataset, IndexedWriter
 from megalith.data.sentences import SentenceSplitter, find_parameters
@@ -36,7 +36,7 @@ def write(prefix: Path, documents: list[list[int]], card: dict[str, object] | No
 
 def test_a_survey_counts_by_length(tmp_path: Path) -> None:
     lengths = [0, 1, 2, 3, 4, 7, 8, 100, 0, 1]
-    found = survey(IndexedDataset(write(tmp_path / "a", [[5] * length for length in lengths])))
+    found = dataset_statistics(IndexedDataset(write(tmp_path / "a", [[5] * length for length in lengths])))
     assert (found.documents, found.empty, found.sequences, found.tokens) == (10, 2, 8, sum(lengths))
     assert (found.shortest, found.longest) == (1, 100)
     bins = [(part.low, part.high, part.documents, part.tokens) for part in found.histogram]
@@ -131,7 +131,7 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "notes.txt").touch()
     assert main(["data", "merge", "--input", str(folder), "--output-prefix", whole]) == 2
     screen = capsys.readouterr().err
-    assert "c.bin is missing, its other half is there" in screen and "notes.txt is no half" in screen
+    assert "c.bin is missing" in screen and "notes.txt is neither" in screen
     assert not (tmp_path / "no.bin").exists()
 
 

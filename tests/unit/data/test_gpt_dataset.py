@@ -19,7 +19,7 @@ from megalith.config import DataConfig
 from megalith.data.build import build_gpt_datasets
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
 from megalith.data.indexed import IndexedWriter
-from megalith.data.samples import Portion, Shares
+from megalith.data.samples import SplitRatios, SplitSpec
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers.null import NullTokenizer
 
@@ -60,7 +60,7 @@ def dataset(
 ) -> GPTDataset:
     return GPTDataset(
         NumberedDocuments(lengths),
-        Portion(number, requested, Shares.parse(split), "data", cache_folder),
+        SplitSpec(number, requested, SplitRatios.parse(split), "data", cache_folder),
         options=GPTDatasetOptions(length, 7, **options),
         tokenizer=tokenizer or NullTokenizer(EOD),
     )
@@ -179,7 +179,7 @@ def test_a_damaged_cache_is_built_again(
         caplog.clear()
         built = dataset([30, 20], 4, 25, cache_folder=tmp_path)
         assert [built[item]["tokens"].tolist() for item in range(len(built))] == expected
-        assert ("built again" in caplog.text) == (run == "repairs")
+        assert ("building it again" in caplog.text) == (run == "repairs")
 
 
 def text_of(data: DataConfig, size: int) -> list[list[int]]:
@@ -259,9 +259,9 @@ def test_a_split_without_a_token_is_explained() -> None:
     with pytest.raises(DataError) as caught:
         dataset([10, 10, 0], 16, 8, split="2,0,1", number=2)
     assert str(caught.value) == (
-        "the test split of data has 0 tokens, but 8 samples of 16 + 1 tokens are asked of it: "
+        "the test split of data has 0 tokens, but the run needs 8 samples of 16 + 1 tokens: "
         "--split 2,0,1 gives test documents round(0.666667 * 3) = 2 to round(1 * 3) = 3, which is 1 of 3. Give it a "
-        "larger share, add documents, or ask for no samples (--eval-iters 0)"
+        "larger share, add documents, or request no samples (--eval-iters 0)"
     )
 
 

@@ -17,11 +17,11 @@ import pytest
 from megalith.data import index_cache
 from megalith.data.blend import BlendedDataset
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
-from megalith.data.index_cache import Arrays, IndexCache, Recipe, load_or_build
+from megalith.data.index_cache import Arrays, IndexCache, IndexSpec, load_or_build
 from megalith.data.indexed import IndexedDataset, IndexedWriter
 from megalith.data.masked.dataset import MaskedDataset, MaskedOptions, Masking
-from megalith.data.masked.t5 import T5Samples
-from megalith.data.samples import Portion, Shares
+from megalith.data.masked.t5 import T5DatasetFactory
+from megalith.data.samples import SplitRatios, SplitSpec
 from megalith.tokenizers.null import NullTokenizer
 
 NAMES = ("first", "second")
@@ -46,8 +46,8 @@ def get(folder: Path, build: Callable[[], Arrays]) -> Arrays:
     return load_or_build(folder / "cache", recipe(build)).arrays
 
 
-def recipe(build: Callable[[], Arrays] = arrays, source: str = "") -> Recipe:
-    return Recipe("Kind-train", "what it is", NAMES, build, lambda: source)
+def recipe(build: Callable[[], Arrays] = arrays, source: str = "") -> IndexSpec:
+    return IndexSpec("Kind-train", "what it is", NAMES, build, lambda: source)
 
 
 def _builder(folder: Path, ready: Any, go: Any) -> None:
@@ -132,7 +132,7 @@ def test_an_entry_that_is_replaced_is_none_meanwhile(tmp_path: Path, monkeypatch
 
     def watched(source: Any, target: Any) -> None:
         replace(source, target)
-        seen.append(cache.complete(NAMES))
+        seen.append(cache.exists(NAMES))
 
     monkeypatch.setattr(os, "replace", watched)
     cache.save({name: array + 1 for name, array in arrays().items()})
@@ -176,8 +176,8 @@ class Sentences(MaskedDataset):
 
 def _gpt(prefix: str, folder: Path, requested: int | None = 390, **place: Any) -> GPTDataset:
     # The run uses so little of the last epoch that it is shuffled apart.
-    portion = Portion(0, requested, Shares.parse("1"), prefix, folder, **place)
-    return GPTDataset(IndexedDataset(prefix), portion, options=GPTDatasetOptions(4, 7), tokenizer=NullTokenizer(99))
+    spec = SplitSpec(0, requested, SplitRatios.parse("1"), prefix, folder, **place)
+    return GPTDataset(IndexedDataset(prefix), spec, options=GPTDatasetOptions(4, 7), tokenizer=NullTokenizer(99))
 
 
 def _indices(kind: str, prefix: str, folder: Path) -> list[Any]:
@@ -185,11 +185,11 @@ def _indices(kind: str, prefix: str, folder: Path) -> list[Any]:
     if kind == "masked":
         sentences = Sentences(
             IndexedDataset(prefix),
-            Portion(0, 40, Shares.parse("1"), prefix, folder),
-            T5Samples(MaskedOptions(16, 7, Masking(0.15, 3)), NullTokenizer(99), decoder_length=8),
+            SplitSpec(0, 40, SplitRatios.parse("1"), prefix, folder),
+            T5DatasetFactory(MaskedOptions(16, 7, Masking(0.15, 3)), NullTokenizer(99), decoder_length=8),
             longest=14,
-            fewest_sentences=1,
-            further={},
+            min_sentences=1,
+            extra_identity={},
         )
         return [sentences.sample_index]
     gpt = _gpt(prefix, folder)
@@ -285,7 +285,7 @@ def test_ranks_after_the_first_rely_on_what_it_checked(tmp_path: Path, monkeypat
 def test_what_takes_long_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(index_cache, "_TELL_SECONDS", 0.01)
+    monkeypatch.setattr(index_cache, "_LOG_INTERVAL_SECONDS", 0.01)
 
     def build() -> Arrays:
         while not caplog.records:

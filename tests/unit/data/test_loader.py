@@ -9,14 +9,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from megalith.data.loader import BatchLoader, Sequential
+from megalith.data.loader import BatchLoader, SequentialSampler
 from megalith.errors import DataError
 
 
 class Numbers:
     """Stands for a GPTDataset: sample i consists of the number i."""
 
-    name, requested, built_for = "train", 20, "20 samples (1 epochs)"
+    name, requested, request_text = "train", 20, "20 samples (1 epochs)"
 
     def __len__(self) -> int:
         return 22
@@ -79,4 +79,4 @@ def test_an_error_comes_with_its_batch(num_workers: int) -> None:
 
 def test_more_consumed_than_there_is_gives_nothing() -> None:
     for consumed, left in ((12, []), (10, []), (7, [range(7, 9)])):
-        assert list(Sequential(10, 2).micro_batches(consumed, 0, 1)) == left
+        assert list(SequentialSampler(10, 2).micro_batches(consumed, 0, 1)) == left

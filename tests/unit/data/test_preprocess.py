@@ -11,7 +11,7 @@ import pytest
 from megalith.config import TokenizerConfig
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocess import PreprocessOptions, find_violations, preprocess
-from megalith.data.preprocess_options import Progress, Standing
+from megalith.data.preprocess_options import ProgressListener, ProgressSnapshot
 from megalith.data.sources import Limits, SourceOptions, find_sources, format_of
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import build_tokenizer, train_byte_level_bpe
@@ -141,9 +141,9 @@ def test_processes_that_have_nothing_to_do_are_not_started(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"{", "no JSON: "),
-        (b'{"text": "1"} {"text": "2"}', "no JSON: Extra data"),
-        (b"\xff", "byte 0 of the line is no UTF-8"),
+        (b"{", "JSON: "),
+        (b'{"text": "1"} {"text": "2"}', "JSON: Extra data"),
+        (b"\xff", "byte 0 of the line is not valid UTF-8"),
         (b'["1"]', "expected a JSON object, found an array: give one object per line"),
         (b'[{"text": "1"},', "it looks like a JSON array"),
         (b"7", "expected a JSON object, found a int"),
@@ -231,7 +231,7 @@ def test_all_violations_come_at_once(tmp_path: Path) -> None:
         "--json-keys a a b/c",
         "--json-keys b/c",
         "--text-column t",
-        "--document-separator is empty; leave it out to find the separator",
+        "--document-separator is empty; leave it out to detect the separator",
         "--input-format xml",
         "--csv-delimiter '",
         "--workers 0 is below 1",
@@ -263,18 +263,18 @@ def test_keys_of_plain_text_are_refused(tmp_path: Path) -> None:
 def test_progress_is_reported(tmp_path: Path) -> None:
     seen: list[tuple[Any, ...]] = []
 
-    class Watcher(Progress):
+    class Watcher(ProgressListener):
         def opening(self, path: str, about: str) -> None:
             seen.append(("opening", path, about))
 
         def started(self, seconds: float, workers: int) -> None:
             seen.append(("started", workers))
 
-        def advanced(self, standing: Standing) -> None:
-            seen.append((standing.documents, standing.bytes, standing.disk, standing.disk_total))
+        def advanced(self, snapshot: ProgressSnapshot) -> None:
+            seen.append((snapshot.documents, snapshot.bytes, snapshot.disk, snapshot.disk_total))
 
-        def finished(self, standing: Standing) -> None:
-            seen.append(("finished", standing.documents, standing.bytes))
+        def finished(self, snapshot: ProgressSnapshot) -> None:
+            seen.append(("finished", snapshot.documents, snapshot.bytes))
 
     content = lines({"text": "1"}, {"text": "2"})
     options = options_for(tmp_path / "in.jsonl", content, NUMBERS, chunk_bytes=14)

@@ -17,7 +17,7 @@ from megalith.cli.preprocess import parse
 from megalith.config import TokenizerConfig
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocess import PreprocessOptions, preprocess
-from megalith.data.preprocess_options import Progress, Standing
+from megalith.data.preprocess_options import ProgressListener, ProgressSnapshot
 from megalith.data.shares import Share, find_shares, read_share
 from megalith.data.sources import Limits, SourceOptions
 from megalith.errors import ConfigError, DataError
@@ -46,7 +46,7 @@ def files(folder: Path, name: str, *keys: str) -> list[bytes]:
     ]
 
 
-class Recorder(Progress):
+class Recorder(ProgressListener):
     """Notes what is said, and ends the run as a kill does after so many chunks."""
 
     def __init__(self, dies_after: int = 1 << 30, how: str = "exit") -> None:
@@ -60,7 +60,7 @@ class Recorder(Progress):
     def skipped(self, place: str, reason: str, count: int) -> None:
         self.places.append(f"{count} {place}: {reason}")
 
-    def advanced(self, standing: Standing) -> None:
+    def advanced(self, snapshot: ProgressSnapshot) -> None:
         self._left -= 1
         if self._left == 0:
             if self._how == "exit":
@@ -83,7 +83,7 @@ def test_a_killed_run_goes_on_where_it_was(kind: str, partitions: int, tmp_path:
     write(tmp_path / kind, 60)
     source = replace(SMALL, keys=("text", "id"))
     options = options_for(
-        tmp_path, inputs=(str(tmp_path / kind),), source=source, partitions=partitions, seconds_between_notes=0.0
+        tmp_path, inputs=(str(tmp_path / kind),), source=source, partitions=partitions, journal_interval=0.0
     )
     preprocess(replace(options, output_prefix=str(tmp_path / "clean")))
     expected = files(tmp_path, "clean", "text", "id")
@@ -105,7 +105,7 @@ def test_a_killed_run_goes_on_where_it_was(kind: str, partitions: int, tmp_path:
 
 def test_a_run_that_is_another_begins_anew_and_says_why(tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", 40)
-    options = options_for(tmp_path, seconds_between_notes=0.0)
+    options = options_for(tmp_path, journal_interval=0.0)
     for other, reason in (
         (
             replace(options, append_eod=False),
@@ -180,7 +180,7 @@ def test_shares_are_read(text: str | None, environ: dict[str, str], expected: tu
 
 def test_shares_that_contradict_are_refused() -> None:
     both = {"RANK": "0", "WORLD_SIZE": "2", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "2"}
-    with pytest.raises(ConfigError, match="which of the two divides the input"):
+    with pytest.raises(ConfigError, match="--share K/N"):
         read_share(None, both)
     for text in ("0/3", "4/3", "x"):
         with pytest.raises(ConfigError, match="give K/N"):
@@ -197,14 +197,14 @@ def test_an_empty_share_is_no_error(tmp_path: Path) -> None:
 
 
 BAD = [
-    (b"{", "no JSON"),
-    (b"\xff\xfe", "no UTF-8"),
+    (b"{", "JSON"),
+    (b"\xff\xfe", "valid UTF-8"),
     (b'{"text": null}', "not text but null"),
     (b'{"id": "1"}', 'no key "text"'),
     (b'{"text": "70000"}', "token 70000 does not fit uint16"),
     (b'{"text": "1", "text2": "' + b"x" * 7000 + b'"}', "more than 6000 (--max-document-bytes)"),
     (b'{"text": "a\\ud800"}', "NullTokenizer takes whole numbers"),
-    (b'{"text": "1"}\x00', "no JSON"),
+    (b'{"text": "1"}\x00', "JSON"),
 ]
 GOOD = [
     b'{"text": "1 2"}',

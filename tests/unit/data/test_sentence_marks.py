@@ -8,7 +8,7 @@ import pytest
 
 from megalith.cli.preprocess import parse
 from megalith.data.encoding import SentenceSettings
-from megalith.data.sentences import MarksSplitter
+from megalith.data.sentences import PunctuationSplitter
 
 
 @pytest.mark.parametrize(
@@ -42,18 +42,18 @@ from megalith.data.sentences import MarksSplitter
     ],
 )
 def test_sentences(text: str, sentences: list[str]) -> None:
-    assert MarksSplitter().split(text) == sentences
+    assert PunctuationSplitter().split(text) == sentences
 
 
 def test_nothing_but_blanks_is_lost() -> None:
     text = "A b. C? d e\nF! \u4e00\u4e8c\u3002\u4e09 etc. and so on."
-    assert "".join("".join(MarksSplitter().split(text)).split()) == "".join(text.split())
+    assert "".join("".join(PunctuationSplitter().split(text)).split()) == "".join(text.split())
 
 
 @pytest.mark.parametrize("text", ["." * 200_000 + "x", "a" + " " * 200_000 + "b", "x" * 200_000 + " y. B"])
 def test_a_long_run_is_looked_at_once(text: str) -> None:
     """Trying it from each of its characters would take minutes."""
-    assert "".join("".join(MarksSplitter().split(text)).split()) == "".join(text.split())
+    assert "".join("".join(PunctuationSplitter().split(text)).split()) == "".join(text.split())
 
 
 def test_the_flag_chooses_the_splitter(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_the_flag_chooses_the_splitter(tmp_path: Path) -> None:
     line = f"--input {tmp_path}/in.jsonl --output-prefix {tmp_path}/out --tokenizer-type NullTokenizer --vocab-size 9"
     by_marks = parse([*line.split(), "--split-sentences", "--sentence-splitter", "marks", "--lang", "german"], {})
     assert by_marks.options.sentences == SentenceSettings("german", by_marks=True)
-    assert isinstance(by_marks.options.sentences.splitter(), MarksSplitter)
+    assert isinstance(by_marks.options.sentences.splitter(), PunctuationSplitter)
     assert "--lang: has no effect with --sentence-splitter marks" in by_marks.notes
     idle = parse([*line.split(), "--sentence-splitter", "marks"], {})
     assert idle.options.sentences is None

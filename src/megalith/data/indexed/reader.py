@@ -1,12 +1,12 @@
-"""Layout of a .bin/.idx pair, and reading one.
+"""Reader and layout of a .bin/.idx pair.
 
 Layout of the .idx, little-endian, nothing aligned: 9 bytes magic, u64 version, u8 dtype code, u64 S (number of
 sequences), u64 D (length of the document index), i32[S] lengths, i64[S] byte offsets, i64[D] document index and,
 for multimodal files only, i8[S] modes. A document is a run of sequences; a document index entry is the number of
 its first sequence.
 
-Reading trusts nothing: the whole structure is checked at opening, so that a damaged file is an error that names the
-field instead of wrong text or a bus error later.
+The whole structure is checked on opening, so that a damaged file is an error that names the field instead of wrong text
+or a bus error later.
 Source:  Megatron-LM `megatron/core/datasets/indexed_dataset.py`.
 """
 
@@ -39,7 +39,7 @@ ENTRIES_AT_ONCE = 1 << 20
 
 
 def smallest_dtype(vocab_size: int | None) -> np.dtype[Any]:
-    """The dtype that Megatron stores a vocabulary in: uint16 below 65500 ids, else int32."""
+    """Return the dtype in which Megatron stores a vocabulary: uint16 below 65500 ids, else int32."""
     return np.dtype("<u2") if vocab_size is not None and vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -52,15 +52,15 @@ def idx_path(prefix: str) -> Path:
 
 
 def read_header(prefix: str, index: mmap.mmap | bytes, multimodal: bool) -> tuple[np.dtype[Any], int, int]:
-    """Dtype, S and D of a header whose numbers agree with the size of the file."""
+    """Return dtype, S and D. Raises DataError if the header is damaged or disagrees with the size of the file."""
     path = idx_path(prefix)
     if len(index) < HEADER_SIZE:
         raise DataError(
-            f"{path}: {len(index)} bytes are too few for the header of {HEADER_SIZE}; the file is cut short"
+            f"{path}: {len(index)} bytes are too few for the header of {HEADER_SIZE} bytes; the file is truncated"
         )
     magic, version, code, num_sequences, num_entries = HEADER.unpack(index[:HEADER_SIZE])
     if magic != MAGIC:
-        raise DataError(f"{path}: bytes 0 to 8 (magic) are {magic!r}, not {MAGIC!r}; this is no Megatron index")
+        raise DataError(f"{path}: bytes 0 to 8 (magic) are {magic!r}, not {MAGIC!r}; this is not a Megatron index")
     if version != VERSION:
         raise DataError(f"{path}: version (byte 9) is {version}, only version {VERSION} exists")
     if code not in DTYPE_OF_CODE:
@@ -84,7 +84,7 @@ def check_index(
     pointers: NDArray[np.int64],
     document_index: NDArray[np.int64],
 ) -> int:
-    """Check lengths, pointers, document index and the size of the .bin; returns the number of tokens."""
+    """Check lengths, pointers, document index and the size of the .bin; return the number of tokens."""
     path, itemsize = idx_path(prefix), dtype.itemsize
     total = 0
     for start in range(0, len(lengths), ENTRIES_AT_ONCE):
@@ -109,7 +109,7 @@ def check_index(
     if bin_size != total * itemsize:
         raise DataError(
             f"{bin_path(prefix)} has {bin_size} bytes, but {path} describes {total} tokens of {itemsize} bytes "
-            f"= {total * itemsize}; the two files do not belong together or one is cut short"
+            f"= {total * itemsize}; the two files do not belong together or one is truncated"
         )
     return total
 
@@ -167,7 +167,7 @@ class IndexedDataset:
         self._bin: _MappedBin | _ReadBin = (_MappedBin if mmap_bin else _ReadBin)(bin_path(prefix), self.dtype)
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return len(self.lengths)
 
     @property
@@ -175,7 +175,7 @@ class IndexedDataset:
         return len(self.document_index) - 1
 
     def __getitem__(self, item: int | slice) -> NDArray[Any] | list[NDArray[Any]]:
-        """Tokens of one sequence, or of each sequence of a contiguous slice."""
+        """Return the tokens of one sequence, or a list with those of each sequence of a contiguous slice."""
         if not isinstance(item, slice):
             return self.get(item)
         start, stop, step = item.indices(len(self))
@@ -188,7 +188,7 @@ class IndexedDataset:
         return np.split(tokens, np.cumsum(lengths[:-1], dtype=np.int64))
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """`length` tokens of a sequence from `offset` on; to its end by default."""
+        """Return `length` tokens of a sequence from `offset` on; up to its end by default."""
         available = int(self.lengths[sequence]) - offset
         if length is None:
             length = available
@@ -225,7 +225,7 @@ class _ReadBin:
         while len(content) < wanted:  # a single read may return less than asked, as above 2 GiB on Linux
             part = os.pread(self._file.fileno(), wanted - len(content), start + len(content))
             if not part:
-                raise DataError(f"{self._path} ends at byte {start + len(content)}: it was cut short after opening")
+                raise DataError(f"{self._path} ends at byte {start + len(content)}: it was truncated after opening")
             content += part
         return np.frombuffer(content, self._dtype)
 

@@ -1,7 +1,7 @@
-"""Writing a .bin/.idx pair, byte for byte as Megatron does, in memory that does not grow with it.
+"""Writer of a .bin/.idx pair, byte for byte as Megatron's, in memory that does not grow with the dataset.
 
-Tokens, lengths and document ends go to a `.partial` file each while the pair grows; `finalize` puts the index together
-from them. What the three hold at one moment (`Written`) is all that another process needs to go on from that moment.
+Tokens, lengths and document ends go to a `.partial` file each; `finalize` builds the index from them. The number of
+bytes in each at one moment (`Written`) is all that another process needs to continue from that moment.
 """
 
 from __future__ import annotations
@@ -46,17 +46,16 @@ class Written:
 
 
 class IndexedWriter:
-    """Writes a .bin/.idx pair; use it as a context manager.
+    """Writer of a .bin/.idx pair; a context manager.
 
-    The files carry the ending `.partial` until `finalize`. Leaving the `with` block early removes them unless `keep`
-    has been called, and a killed process leaves no more than the partial files, which the next writer of this prefix
-    replaces or goes on with.
+    The files have the suffix `.partial` until `finalize`. Leaving the `with` block early removes them unless `keep` was
+    called. A killed process leaves only partial files, which the next writer of this prefix replaces or continues.
     """
 
     def __init__(
         self, prefix: str, dtype: DTypeLike, *, multimodal: bool = False, resume: Written | None = None
     ) -> None:
-        """Start a pair, or go on with what `resume` keeps of its partial files; a `multimodal` index ends with modes.
+        """Start a pair, or continue from what `resume` keeps of its partial files; a `multimodal` index has modes.
 
         Raises:  DataError if the folder cannot be written, another process is writing this prefix, or the partial files
             hold less than is to be kept.
@@ -65,8 +64,8 @@ class IndexedWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = CODE_OF_DTYPE[self.dtype]
         self._multimodal = multimodal
-        self._discarded = True
-        self._is_behind = False  # what is reserved lies between the position in the .bin and its end
+        self._discard_on_exit = True
+        self._seek_needed = False  # what is reserved lies between the position in the .bin and its end
         kept = resume or Written()
         self._bin = _open_partial(bin_path(prefix), kept.tokens)
         try:
@@ -82,11 +81,11 @@ class IndexedWriter:
 
     @property
     def bin_descriptor(self) -> int:
-        """Of the file that the tokens go to. A process that gets it holds the lock of this writer as well."""
+        """Return the file descriptor of the .bin. A process that receives it holds this writer's lock as well."""
         return self._bin.fileno()
 
     def written(self) -> Written:
-        """What another process could go on from, once `flush` has brought it to the disk."""
+        """Return the state from which another process can continue, once `flush` has brought it to the disk."""
         return Written(
             tokens=self.num_tokens * self.dtype.itemsize,
             lengths=4 * self._num_sequences,
@@ -96,24 +95,24 @@ class IndexedWriter:
 
     def add_item(self, tokens: ArrayLike, mode: int = 0) -> None:
         """Append one sequence to the current document; `end_document` closes it."""
-        stored = self._stored(tokens)
+        stored = self._cast(tokens)
         self._append(stored, np.array([len(stored)], np.int32), [mode])
 
     def end_document(self) -> None:
-        """Close the current document. One without sequences counts as well."""
+        """Close the current document, which may be empty."""
         self._end_documents(np.array([self._num_sequences], np.int64))
 
     def add_document(self, tokens: ArrayLike, lengths: Sequence[int], modes: Sequence[int] | None = None) -> None:
-        """Append one document of `len(lengths)` sequences whose tokens stand back to back."""
-        self._append(self._stored(tokens), np.array(lengths, np.int32), modes)
+        """Append one document of `len(lengths)` sequences whose tokens are concatenated."""
+        self._append(self._cast(tokens), np.array(lengths, np.int32), modes)
         self.end_document()
 
     def reserve(self, lengths: NDArray[np.int32], sequences_per_document: NDArray[np.int64]) -> int:
-        """Append documents whose tokens somebody else writes; the byte of the .bin that the first begins at."""
+        """Append documents whose tokens another process writes; return the byte of the .bin where they begin."""
         first, start = self._num_sequences, self.num_tokens * self.dtype.itemsize
         self.num_tokens += int(lengths.sum(dtype=np.int64))
-        self._is_behind = True
-        self._note(lengths, None)
+        self._seek_needed = True
+        self._append_lengths(lengths, None)
         self._end_documents(first + np.cumsum(sequences_per_document, dtype=np.int64))
         return start
 
@@ -132,12 +131,12 @@ class IndexedWriter:
         self.num_tokens += other.num_tokens
         for start in range(0, len(other), ENTRIES_AT_ONCE):
             stop = start + ENTRIES_AT_ONCE
-            self._note(other.lengths[start:stop], None if other.modes is None else other.modes[start:stop])
+            self._append_lengths(other.lengths[start:stop], None if other.modes is None else other.modes[start:stop])
         for start in range(1, len(other.document_index), ENTRIES_AT_ONCE):
             self._end_documents(first + other.document_index[start : start + ENTRIES_AT_ONCE])
 
     def flush(self) -> None:
-        """Bring what has been written to the disk. Raises DataError if the disk is full."""
+        """Flush the files to the disk. Raises DataError if the disk is full."""
         for file in self._files():
             try:
                 file.flush()
@@ -146,11 +145,11 @@ class IndexedWriter:
                 raise DataError(f"cannot write {file.name}: {error.strerror}") from error
 
     def keep(self) -> None:
-        """Let the partial files stay when the block is left, for a later writer."""
-        self._discarded = False
+        """Keep the partial files on exit, for a later writer."""
+        self._discard_on_exit = False
 
     def finalize(self) -> None:
-        """Write the index and name both files. Raises DataError if the disk is full or the folder is gone."""
+        """Write the index and rename both files. Raises DataError if the disk is full or the folder is gone."""
         index = _open_partial(idx_path(self.prefix), 0)
         try:
             for file in self._files():
@@ -172,11 +171,11 @@ class IndexedWriter:
             _remove(file)
 
     def discard(self) -> None:
-        """Remove what has been written, unless `finalize` has named it or `keep` protects it."""
+        """Remove the partial files, unless `finalize` has renamed them or `keep` protects them."""
         for file in self._files():
             if file.closed:
                 continue
-            if self._discarded:
+            if self._discard_on_exit:
                 _remove(file)
             else:
                 with contextlib.suppress(OSError):
@@ -194,8 +193,8 @@ class IndexedWriter:
         found = (getattr(self, name, None) for name in ("_bin", "_lengths", "_documents", "_modes"))
         return [file for file in found if file is not None]
 
-    def _stored(self, tokens: ArrayLike) -> NDArray[Any]:
-        """Tokens in the stored dtype; refuses values that do not fit."""
+    def _cast(self, tokens: ArrayLike) -> NDArray[Any]:
+        """Cast tokens to the stored dtype. Raises DataError for values that do not fit."""
         given = np.asarray(tokens)
         if given.dtype == self.dtype or given.size == 0:
             return given.astype(self.dtype, copy=False)
@@ -211,15 +210,15 @@ class IndexedWriter:
         assert int(lengths.sum(dtype=np.int64)) == len(tokens), "lengths must add up to the tokens"
         self._write_tokens(np.ascontiguousarray(tokens).data)
         self.num_tokens += len(tokens)
-        self._note(lengths, modes)
+        self._append_lengths(lengths, modes)
 
     def _write_tokens(self, content: bytes | memoryview) -> None:
-        if self._is_behind:
+        if self._seek_needed:
             self._bin.seek(self.num_tokens * self.dtype.itemsize)
-            self._is_behind = False
+            self._seek_needed = False
         self._write(self._bin, content)
 
-    def _note(self, lengths: NDArray[np.int32], modes: Any) -> None:
+    def _append_lengths(self, lengths: NDArray[np.int32], modes: Any) -> None:
         self._write(self._lengths, lengths.astype("<i4", copy=False).tobytes())
         self._num_sequences += len(lengths)
         if self._modes is not None:
@@ -253,7 +252,7 @@ class IndexedWriter:
 
 
 def spool_path(prefix: str, part: str) -> Path:
-    """Where a part of the index grows."""
+    """Return the partial file of one part of the index."""
     return Path(f"{prefix}.{part}.partial")
 
 
@@ -264,14 +263,16 @@ def _blocks(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _open_partial(path: Path, kept: int) -> IO[bytes]:
-    """The file that gets this path in the end."""
+    """Open and lock the partial file of a path, as `_open_locked` does."""
     return _open_locked(path.with_name(path.name + ".partial"), kept)
 
 
 def _open_locked(partial: Path, kept: int) -> IO[bytes]:
-    """A locked file, cut to what is kept of it, at whose end writing goes on.
+    """Open and lock a file, cut it to its `kept` bytes and seek to its end.
 
-    The lock goes with the processes that hold the file, however they end.
+    The lock ends with the processes that hold the file, however they end.
+
+    Raises:  DataError if the file cannot be written, another process holds it, or it has fewer bytes than are kept.
     """
     try:
         partial.touch()
@@ -289,14 +290,14 @@ def _open_locked(partial: Path, kept: int) -> IO[bytes]:
     found = os.fstat(file.fileno()).st_size
     if found < kept:
         file.close()
-        raise DataError(f"{partial} has {found} bytes, {kept} were written: it cannot be gone on with; remove it")
+        raise DataError(f"{partial} has {found} bytes, {kept} were written: it cannot be continued; remove it")
     file.truncate(kept)
     file.seek(kept)
     return file
 
 
 def _lock(file: IO[bytes]) -> None:
-    """Lock a file, or raise BlockingIOError. Workers of a run that was killed may still be about to end."""
+    """Lock a file. Waits for workers of a killed run to exit; raises BlockingIOError after that."""
     deadline = time.monotonic() + _SECONDS_FOR_ORPHANS
     while True:
         try:

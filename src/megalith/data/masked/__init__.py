@@ -1,1 +1,1 @@
-"""Datasets of sentences in which words are hidden: the samples of BERT and T5."""
+"""Masked-language-model datasets of BERT and T5."""

@@ -1,4 +1,4 @@
-"""BERT's samples: two runs of sentences, in their order or not, with words hidden.
+"""BERT dataset: two runs of sentences, possibly swapped, with words masked.
 
     text          [CLS] a1 a2 [MASK] a4 [SEP] b1 [MASK] [SEP] [PAD] [PAD]
     types           0   0  0    0    0    0   1    1      1     0     0
@@ -6,10 +6,10 @@
     loss_mask       0   0  0    1    0    0   0    1      0     0     0
     padding_mask    1   1  1    1    1    1   1    1      1     0     0
 
-`is_random` says whether the two have changed places (the order of sentences, ALBERT's task: arXiv:1909.11942). Without
-it there is one run of sentences.
+`is_random` says whether the two runs are swapped (sentence order prediction, ALBERT's task: arXiv:1909.11942). Without
+that task there is one run of sentences.
 
-Source:  Megatron-LM `BERTMaskedWordPieceDataset`, whose draws come in this order.
+Source:  Megatron-LM `BERTMaskedWordPieceDataset`, whose random draws are repeated in order.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from numpy.typing import NDArray
 
 from megalith.config import DataConfig, ModelConfig
 from megalith.data.indexed import IndexedDataset
-from megalith.data.masked.dataset import MaskedDataset, MaskedOptions, MaskedSamples, Masking, filled, mask
-from megalith.data.samples import Portion
+from megalith.data.masked.dataset import MaskedDataset, MaskedDatasetFactory, MaskedOptions, Masking, mask, pad_to
+from megalith.data.samples import SplitSpec
 from megalith.tokenizers import Tokenizer
 
 _SPECIAL_TOKENS = 3  # [CLS] and two [SEP]
 
 
 class BertDataset(MaskedDataset):
-    """Samples of BERT, see above; all entries are int64, [sequence_length] or single."""
+    """BERT samples, see the module; all entries are int64, [sequence_length] or scalar."""
 
-    def __init__(self, documents: IndexedDataset, portion: Portion, rule: BertSamples) -> None:
-        self._order_head, special = rule.order_head, rule.tokenizer.special
+    def __init__(self, documents: IndexedDataset, spec: SplitSpec, factory: BertDatasetFactory) -> None:
+        self._order_head, special = factory.order_head, factory.tokenizer.special
         self._cls, self._sep, self._mask, self._pad = (special[role] for role in ("cls", "sep", "mask", "pad"))
         super().__init__(
             documents,
-            portion,
-            rule,
-            longest=rule.options.sequence_length - _SPECIAL_TOKENS,
-            fewest_sentences=2 if rule.order_head else 1,
-            further={"classification_head": rule.order_head},
+            spec,
+            factory,
+            longest=factory.options.sequence_length - _SPECIAL_TOKENS,
+            min_sentences=2 if factory.order_head else 1,
+            extra_identity={"classification_head": factory.order_head},
         )
 
     def _sample(self, sentences: list[NDArray[Any]], target: int, random: RandomState) -> dict[str, NDArray[Any]]:
         first, second, swapped = self._segments([sentence.tolist() for sentence in sentences], random)
-        truncated = trim(first, second, target, random)
+        truncated = truncate_pair(first, second, target, random)
         tokens, types = [self._cls, *first, self._sep], [0] * (len(first) + 2)
         if second:
             tokens += [*second, self._sep]
@@ -58,7 +58,7 @@ class BertDataset(MaskedDataset):
             target,
             random,
             self._options.masking,
-            borders=(self._cls, self._sep),
+            unmaskable=(self._cls, self._sep),
             continues=self._continues,
             replacement=self._replacement,
         )
@@ -67,10 +67,10 @@ class BertDataset(MaskedDataset):
         labels, loss_mask = np.full(length, -1, np.int64), np.zeros(length, np.int64)
         labels[positions] = [label for _, label in masked.labels]
         loss_mask[positions] = 1
-        text = filled(masked.tokens, length, self._pad)
+        text = pad_to(masked.tokens, length, self._pad)
         return {
             "text": text,
-            "types": filled(types, length, 0),  # Megatron fills with the padding's id, which is 0 in BERT
+            "types": pad_to(types, length, 0),  # Megatron fills with the padding's id, which is 0 in BERT
             "labels": labels,
             "is_random": np.array(swapped, np.int64),
             "padding_mask": (text != self._pad).astype(np.int64),  # a word replaced by padding counts as such
@@ -79,7 +79,7 @@ class BertDataset(MaskedDataset):
         }
 
     def _segments(self, sentences: list[list[int]], random: RandomState) -> tuple[list[int], list[int], bool]:
-        """The sentences as two runs, and whether these have changed places."""
+        """Return the sentences as two runs, and whether these are swapped."""
         pivot, swapped = len(sentences), False
         if self._order_head:
             pivot = 1 if len(sentences) < 3 else int(random.randint(1, len(sentences)))
@@ -88,14 +88,14 @@ class BertDataset(MaskedDataset):
         return (second, first, True) if swapped else (first, second, False)
 
     def _replacement(self, random: RandomState) -> int | None:
-        """[MASK] in 8 of 10 cases, any token in one, the token itself in one."""
+        """Draw the id that replaces a token: [MASK] with 80 %, a random token or the token itself with 10 % each."""
         if random.random_sample() < 0.8:
             return self._mask
         return int(random.randint(0, self._vocab_size)) if random.random_sample() >= 0.5 else None
 
 
-def trim(first: list[int], second: list[int], target: int, random: RandomState) -> bool:
-    """Take tokens from either end of the longer one, in place, until both have `target` together; whether any went."""
+def truncate_pair(first: list[int], second: list[int], target: int, random: RandomState) -> bool:
+    """Remove tokens from either end of the longer run, in place, down to `target` in all; return whether any were."""
     over = len(first) + len(second) - target
     for _ in range(over):
         longer = first if len(first) > len(second) else second
@@ -104,18 +104,18 @@ def trim(first: list[int], second: list[int], target: int, random: RandomState) 
 
 
 @dataclass(frozen=True)
-class BertSamples(MaskedSamples):
-    """The rule of BERT; with `order_head` the order of two runs of sentences is to be told."""
+class BertDatasetFactory(MaskedDatasetFactory):
+    """Factory of BERT datasets; with `order_head` samples have two runs for sentence order prediction."""
 
     class_name = "BERTMaskedWordPieceDataset"
     order_head: bool
 
     @classmethod
-    def of(cls, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, seed: int) -> BertSamples:
-        """As Megatron's pretrain_bert.py has it."""
+    def from_config(cls, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, seed: int) -> BertDatasetFactory:
+        """Build the factory with the settings of Megatron's pretrain_bert.py."""
         masking = Masking(data.mask_prob, longest_ngram=3)
         options = MaskedOptions(data.seq_length, seed, masking, data.short_seq_prob)
         return cls(options, tokenizer, model.bert_binary_head)
 
-    def dataset(self, documents: IndexedDataset, portion: Portion) -> BertDataset:
-        return BertDataset(documents, portion, self)
+    def build(self, documents: IndexedDataset, spec: SplitSpec) -> BertDataset:
+        return BertDataset(documents, spec, self)

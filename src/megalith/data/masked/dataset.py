@@ -1,15 +1,15 @@
-"""What the datasets of BERT and T5 share: runs of sentences, their cached index, and choosing the words to hide.
+"""Base of the BERT and T5 datasets: runs of sentences, their cached index, and the choice of masked words.
 
-A dataset is made by `preprocess --split-sentences`, so that a sequence is a sentence. N-grams of whole words are hidden
-until the wanted share of the tokens is:
+The text is prepared with `preprocess --split-sentences`, so that a sequence is a sentence. N-grams of whole words are
+masked until the wanted share of the tokens is:
 
     tokens                    [CLS] un ##want ##ed gu ##est [SEP]
     candidates, whole words         (1 2 3)        (4 5)
     candidates, pieces              (1) (2) (3)    (4) (5)
 
-The draws come in Megatron's order, so that its samples are repeated number by number. Under `permutation` Megatron
-draws which tokens move from a generator that nobody has seeded; here these draws are the sample's own too, so that a
-sample is the same whenever it is read. What then moves where is as Megatron has it.
+Random numbers are drawn in Megatron's order, so that its samples are repeated exactly. One exception: under
+`permutation` Megatron draws which tokens move from a generator that nobody has seeded; here the sample's own generator
+draws them, so that a sample is the same whenever it is read.
 
 Source:  Megatron-LM `MaskedWordPieceDataset._create_masked_lm_predictions`; Devlin et al. 2018, arXiv:1810.04805;
 spans of geometric lengths from Joshi et al. 2020, arXiv:1907.10529, section 3.1.
@@ -31,13 +31,13 @@ import numpy as np
 from numpy.random import RandomState
 from numpy.typing import NDArray
 
-from megalith.data.index_cache import Arrays, Recipe
+from megalith.data.index_cache import Arrays, IndexSpec
 from megalith.data.indexed import IndexedDataset
 from megalith.data.masked.sample_index import LONGEST_SENTENCE, build_sample_index
-from megalith.data.samples import Portion
+from megalith.data.samples import SplitSpec
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
-from megalith.tokenizers.word_piece import continues_a_word
+from megalith.tokenizers.word_piece import is_word_continuation
 
 _GEOMETRIC = 0.2  # SpanBERT's
 logger = logging.getLogger(__name__)
@@ -47,15 +47,15 @@ _ARRAYS = ("sample_index",)
 
 @dataclass(frozen=True)
 class Masking:
-    """How words are chosen.
+    """Options of the choice of masked words.
 
     Attributes:
-        probability: share of the tokens that is hidden.
-        longest_ngram: words that are hidden together at most; n of them with a weight of 1 / n.
-        whole_words: pieces of a word are hidden together.
-        permutation: as many tokens again change places, and are to be found too.
-        longer_ngrams: the weights the other way round.
-        geometric: lengths from a geometric distribution instead.
+        probability: share of the tokens that is masked.
+        longest_ngram: most words masked together; n words have a weight of 1 / n.
+        whole_words: mask all pieces of a word together.
+        permutation: also move as many tokens again to each other's places, to be predicted too.
+        longer_ngrams: reverse the weights of the n-grams.
+        geometric: draw lengths from a geometric distribution instead.
     """
 
     probability: float
@@ -66,8 +66,8 @@ class Masking:
     geometric: bool = False
 
     @cached_property
-    def cumulated(self) -> list[float]:
-        """Probability of n-grams of up to 1, 2, ... words."""
+    def cumulative_weights(self) -> list[float]:
+        """Return the probability of n-grams of up to 1, 2, ... words."""
         weights = 1.0 / (np.arange(self.longest_ngram, dtype=np.int64) + 1)
         weights = weights / weights.sum(keepdims=True)
         if self.longer_ngrams:
@@ -77,23 +77,23 @@ class Masking:
         return bounds
 
     def draw_by_weight(self, random: RandomState) -> int:
-        """How many words to take together, by the weights."""
-        return bisect_right(self.cumulated, random.random_sample()) + 1
+        """Draw a number of words to mask together, by the weights."""
+        return bisect_right(self.cumulative_weights, random.random_sample()) + 1
 
     def draw(self, random: RandomState) -> int:
-        """How many words to take together."""
+        """Draw a number of words to mask together."""
         if self.geometric:
             return min(int(random.geometric(_GEOMETRIC)), self.longest_ngram)
         return self.draw_by_weight(random)
 
 
 @dataclass(frozen=True)
-class Masked:
-    """A sequence with words hidden.
+class MaskedTokens:
+    """Sequence with masked words.
 
     Attributes:
-        labels: position -> what stood there, of the positions to be told; in the order of positions.
-        spans: the positions that were hidden together and the tokens that stood there, in the order of positions.
+        labels: (position, original token) of each position to be predicted, by position.
+        spans: positions that were masked together and their original tokens, by position.
     """
 
     tokens: list[int]
@@ -107,19 +107,19 @@ def mask(
     random: RandomState,
     masking: Masking,
     *,
-    borders: Collection[int],
+    unmaskable: Collection[int],
     continues: Sequence[bool],
     replacement: Callable[[RandomState], int | None],
-) -> Masked:
-    """Hide words.
+) -> MaskedTokens:
+    """Choose and mask words.
 
     Args:
-        target: tokens that the sample was meant to have, which bounds how many are hidden.
-        borders: ids that are never hidden.
-        continues: of each id, whether it goes on the word before it.
-        replacement: draws what stands in the place of a token; None for the token itself.
+        target: intended length of the sample in tokens, which bounds how many are masked.
+        unmaskable: ids that are never masked.
+        continues: for each id, whether it continues the word before it.
+        replacement: draws the id that replaces a token; None for the token itself.
     """
-    candidates = _candidates(tokens, masking, borders, continues)
+    candidates = _candidates(tokens, masking, unmaskable, continues)
     wanted = min(masking.probability * target, max(1, round(len(tokens) * masking.probability)))
     order = list(range(len(candidates)))
     random.shuffle(order)
@@ -128,7 +128,7 @@ def mask(
     for candidate in order:
         if len(labels) >= wanted:
             break
-        ngram = _fitting(candidates, candidate, masking.draw(random), wanted - len(labels))
+        ngram = _longest_fitting(candidates, candidate, masking.draw(random), wanted - len(labels))
         if ngram is None or not hidden.isdisjoint(ngram):
             continue
         for position in ngram:
@@ -140,16 +140,16 @@ def mask(
     random.shuffle(order)
     if masking.permutation:
         labels += _permute(left, candidates, order, hidden, wanted, random, masking)
-    return Masked(left, sorted(labels, key=lambda label: label[0]), sorted(spans, key=lambda span: span[0][0]))
+    return MaskedTokens(left, sorted(labels, key=lambda label: label[0]), sorted(spans, key=lambda span: span[0][0]))
 
 
 def _candidates(
-    tokens: Sequence[int], masking: Masking, borders: Collection[int], continues: Sequence[bool]
+    tokens: Sequence[int], masking: Masking, unmaskable: Collection[int], continues: Sequence[bool]
 ) -> list[list[int]]:
-    """The positions of each word, or of each piece."""
+    """Return the positions of each word, or of each piece."""
     found: list[list[int]] = []
     for position, token in enumerate(tokens):
-        if token in borders:
+        if token in unmaskable:
             continue
         if continues[token] and masking.whole_words and found:
             found[-1].append(position)
@@ -158,8 +158,8 @@ def _candidates(
     return found
 
 
-def _fitting(candidates: list[list[int]], first: int, words: int, room: float) -> list[int] | None:
-    """The positions of the longest n-gram of up to `words` words from `first` on with at most `room` of them."""
+def _longest_fitting(candidates: list[list[int]], first: int, words: int, room: float) -> list[int] | None:
+    """Return the positions of the longest n-gram of at most `words` words from `first` on that fits into `room`."""
     for count in range(words, 0, -1):
         positions = [position for word in candidates[first : first + count] for position in word]
         if len(positions) <= room:
@@ -176,7 +176,7 @@ def _permute(
     random: RandomState,
     masking: Masking,
 ) -> Iterator[tuple[int, int]]:
-    """Let tokens that are not hidden change places in `left`; yields what stood where.
+    """Permute unmasked tokens in place in `left`; yield (position, original token).
 
     The n-grams are drawn from a copy of `random`, whose next draws are those of the new places.
     """
@@ -186,7 +186,7 @@ def _permute(
     for candidate in order:
         if len(moved) >= wanted:
             break
-        ngram = _fitting(candidates, candidate, masking.draw_by_weight(copy), wanted - len(moved))
+        ngram = _longest_fitting(candidates, candidate, masking.draw_by_weight(copy), wanted - len(moved))
         if ngram is not None and hidden.isdisjoint(ngram) and moved.isdisjoint(ngram):
             moved.update(ngram)
     places = sorted(moved)
@@ -200,12 +200,12 @@ def _permute(
 
 @dataclass(frozen=True)
 class MaskedOptions:
-    """How samples are made.
+    """Options of masked datasets.
 
     Attributes:
         sequence_length: tokens of a sample, padding included.
-        seed: of the order and of all draws; the same for every split.
-        short_probability: of a sample that is meant to be shorter.
+        seed: seed of the order and of all draws; the same for every split.
+        short_probability: probability of a sample with a shorter target length.
     """
 
     sequence_length: int
@@ -214,7 +214,7 @@ class MaskedOptions:
     short_probability: float = 0.1
 
     def identity(self) -> dict[str, Any]:
-        """Megatron's names of what the samples depend on, in the order in which it hashes them."""
+        """Return what the samples depend on, under Megatron's names and in the order in which it hashes them."""
         masking = self.masking
         return {
             "masking_probability": masking.probability,
@@ -227,16 +227,16 @@ class MaskedOptions:
         }
 
 
-def filled(values: list[int], length: int, padding: int) -> NDArray[np.int64]:
-    """Fill values up to a length. [length]."""
+def pad_to(values: list[int], length: int, padding: int) -> NDArray[np.int64]:
+    """Pad values to a length. [length]."""
     array = np.full(length, padding, np.int64)
     array[: len(values)] = values
     return array
 
 
 @dataclass(frozen=True)
-class MaskedSamples:
-    """How the samples of a family are made: the base of `samples.SampleRule`s."""
+class MaskedDatasetFactory:
+    """Base of the factories of masked datasets (`samples.DatasetFactory`)."""
 
     options: MaskedOptions
     tokenizer: Tokenizer
@@ -244,103 +244,105 @@ class MaskedSamples:
 
 
 class MaskedDataset(ABC):
-    """Samples of one split; a `samples.SplitDataset`. Item i is always the same, whenever it is read.
+    """Masked samples of one split (`samples.SplitDataset`). Item i is the same whenever it is read.
 
     Args:
         longest: tokens of a sample without its special ones.
-        fewest_sentences: of a sample.
-        further: what else the samples depend on, by Megatron's names.
+        min_sentences: fewest sentences of a sample.
+        extra_identity: further values that the samples depend on, under Megatron's names.
 
-    Raises:  DataError if no document of the split serves.
+    Raises:  DataError if no document of the split can be used.
     """
 
     def __init__(
         self,
         documents: IndexedDataset,
-        portion: Portion,
-        rule: MaskedSamples,
+        spec: SplitSpec,
+        factory: MaskedDatasetFactory,
         *,
         longest: int,
-        fewest_sentences: int,
-        further: Mapping[str, Any],
+        min_sentences: int,
+        extra_identity: Mapping[str, Any],
     ) -> None:
-        self.name, self.prefix, self.requested = portion.name, portion.path, portion.requested
-        options, tokenizer = rule.options, rule.tokenizer
+        self.name, self.prefix, self.requested = spec.name, spec.path, spec.requested
+        options, tokenizer = factory.options, factory.tokenizer
         self._documents, self._options, self._vocab_size = documents, options, tokenizer.vocab_size
-        self._own = portion.documents(documents.num_documents)
-        self._longest, self._fewest = longest, fewest_sentences
-        self._portion, self._continues = portion, continues_a_word(tokenizer)
+        self._split_documents = spec.documents(documents.num_documents)
+        self._longest, self._min_sentences = longest, min_sentences
+        self._spec, self._continues = spec, is_word_continuation(tokenizer)
         self.identity: dict[str, Any] = {
-            **portion.identity(rule.class_name, options.seed, options.sequence_length, tokenizer),
+            **spec.identity(factory.class_name, options.seed, options.sequence_length, tokenizer),
             **options.identity(),
-            **further,
+            **extra_identity,
         }
         description = json.dumps(self.identity, indent=4)
-        cached = portion.load_or_build(Recipe(rule.class_name, description, _ARRAYS, self._build, self._source))
+        cached = spec.load_or_build(
+            IndexSpec(factory.class_name, description, _ARRAYS, self._build, self._source_digest)
+        )
         self.cache_problem = cached.problem
         self.sample_index: NDArray[Any] = cached.arrays["sample_index"]
-        if portion.requested and not len(self.sample_index):
-            raise DataError(self._nothing(portion.said(documents.num_documents)))
+        if spec.requested and not len(self.sample_index):
+            raise DataError(self._no_sample_message(spec.describe_documents(documents.num_documents)))
         logger.info("> total number of samples: %d", len(self))
 
     @abstractmethod
     def _sample(self, sentences: list[NDArray[Any]], target: int, random: RandomState) -> dict[str, NDArray[Any]]:
-        """A sample of sentences; `target` tokens of them at most."""
+        """Build a sample from sentences, of which at most `target` tokens are used."""
 
     def __len__(self) -> int:
-        """Number of samples: those of whole epochs, which may be more than were requested."""
+        """Return the number of samples in whole epochs, which may exceed the requested number."""
         return len(self.sample_index)
 
     @property
-    def built_for(self) -> str:
-        """What was asked of it."""
+    def request_text(self) -> str:
+        """Describe the requested samples, for messages."""
         return f"{self.requested} samples"
 
     @property
     def summary(self) -> str:
-        """How much of it there is, in one line."""
-        return f"{len(self)} samples of {len(self._own)} documents"
+        """Describe the size of the dataset in one line."""
+        return f"{len(self)} samples of {len(self._split_documents)} documents"
 
     def __getitem__(self, item: int) -> dict[str, NDArray[Any]]:
-        """Sample `item`. Raises DataError if the files do not give it, or hold tokens outside the vocabulary."""
+        """Return sample `item`. Raises DataError if it cannot be read, or has tokens outside the vocabulary."""
         if not 0 <= item < len(self):
             raise IndexError(f"sample {item} of {len(self)}")
         first, stop, target = self.sample_index[item].tolist()
         try:
             sentences = self._documents[first:stop]
         except (IndexError, ValueError) as error:
-            raise self._portion.unreadable(item, error) from error
+            raise self._spec.unreadable(item, error) from error
         assert isinstance(sentences, list)
         for sentence in sentences:
             if len(sentence) and (sentence.min() < 0 or sentence.max() >= self._vocab_size):
-                raise self._portion.outside_vocabulary(sentence, self._vocab_size)
+                raise self._spec.outside_vocabulary(sentence, self._vocab_size)
         return self._sample(sentences, target, RandomState((self._options.seed + item) % 2**32))
 
     def _build(self) -> Arrays:
         return {
             "sample_index": build_sample_index(
-                self._documents.document_index[self._own.start : self._own.stop + 1],
+                self._documents.document_index[self._split_documents.start : self._split_documents.stop + 1],
                 self._documents.lengths,
                 requested=self.requested,
                 longest=self._longest,
                 short_probability=self._options.short_probability,
                 seed=self._options.seed,
-                fewest_sentences=self._fewest,
+                min_sentences=self._min_sentences,
             )
         }
 
-    def _source(self) -> str:
-        """Digest of what the index depends on besides its description: the lengths and borders of the documents."""
+    def _source_digest(self) -> str:
+        """Digest the inputs of the index that are not in its description: lengths and bounds of the documents."""
         parts = (self._documents.lengths, self._documents.document_index)
         return ", ".join(f"{len(part)} entries {zlib.crc32(np.ascontiguousarray(part).data):08x}" for part in parts)
 
-    def _nothing(self, where: str) -> str:
-        asked = f"the {self.name} split of {self.prefix} has no sample, but {self.requested} are asked of it"
-        share = "give the split a larger share, or ask for no samples (--eval-iters 0)"
-        if not self._own:
-            return f"{asked}: it has no document ({where}). G{share[1:]}"
-        sentences = "a sentence" if self._fewest == 1 else f"{self._fewest} sentences"
+    def _no_sample_message(self, where: str) -> str:
+        problem = f"the {self.name} split of {self.prefix} has no sample, but the run needs {self.requested}"
+        remedy = "ive the split a larger share, or request no samples (--eval-iters 0)"
+        if not self._split_documents:
+            return f"{problem}: it has no document ({where}). G{remedy}"
+        sentences = "a sentence" if self._min_sentences == 1 else f"{self._min_sentences} sentences"
         return (
-            f"{asked}: no document of it has {sentences} without one longer than {LONGEST_SENTENCE} tokens ({where}). "
-            f"Prepare the text with preprocess --split-sentences, {share}"
+            f"{problem}: each of its documents has fewer than {sentences} or one longer than {LONGEST_SENTENCE} tokens "
+            f"({where}). Prepare the text with preprocess --split-sentences, g{remedy}"
         )

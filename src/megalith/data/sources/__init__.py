@@ -1,13 +1,13 @@
-"""Text of any kind as documents: one protocol (`protocol`), a module for each kind, and how inputs are found.
+"""Sources of documents: one interface (`protocol`), a module for each file format, and the search for inputs.
 
-One process walks through the sources in order and needs only to find where documents end; any process turns a chunk
-into documents. So memory does not grow with the files, and the order does not depend on who works on what.
+The parent process walks through the sources in order and only finds where documents end; any process turns a chunk into
+documents. So memory does not grow with the files, and the order does not depend on the number of processes.
 """
 
 from megalith.data.sources.documents import BadDocument
-from megalith.data.sources.find import Plan, find_sources
+from megalith.data.sources.find import SourcePlan, find_sources
 from megalith.data.sources.formats import END_OF_TEXT_SEPARATOR, FORMATS, JSONL, format_of
-from megalith.data.sources.protocol import Chunk, Limits, Part, Payload, Source, SourceOptions
+from megalith.data.sources.protocol import Chunk, ChunkDocuments, Limits, Payload, Source, SourceOptions
 
 __all__ = [
     "END_OF_TEXT_SEPARATOR",
@@ -16,9 +16,9 @@ __all__ = [
     "BadDocument",
     "Chunk",
     "Limits",
-    "Part",
+    "ChunkDocuments",
     "Payload",
-    "Plan",
+    "SourcePlan",
     "Source",
     "SourceOptions",
     "find_sources",

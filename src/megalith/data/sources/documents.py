@@ -1,4 +1,4 @@
-"""Lines and texts into documents: what a worker does with the content of a chunk before it encodes it."""
+"""Parsing of lines and text into documents: what a worker does with a chunk before it is encoded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class BadDocument:
-    """Why a document cannot be read."""
+    """Reason why a document cannot be read."""
 
     reason: str
 
@@ -28,7 +28,7 @@ class BadDocument:
 def json_documents(
     lines: Sequence[bytes], keys: tuple[str, ...], encoding: str, limit: int
 ) -> Iterator[tuple[int, Document | BadDocument]]:
-    """Documents of JSON lines in UTF-8; blank lines are passed over. Messages name the `encoding` of the file."""
+    """Yield the number and document of each JSON line in UTF-8, skipping blank lines. Messages name the `encoding`."""
     parse = _fast_parser()
     for number, line in enumerate(lines):
         if not line:
@@ -52,9 +52,9 @@ def json_documents(
 
 
 def json_batches(lines: Sequence[bytes], keys: tuple[str, ...], num_bytes: int) -> Iterator[list[list[str]] | None]:
-    """The same documents a few at a time, as `protocol.Part.batches`; only what is simple.
+    """Yield the same documents a few at a time, as `ChunkDocuments.batches`.
 
-    The lines come without line break at the end of the last one; all have `num_bytes`.
+    The last line has no line break; all lines together have `num_bytes`.
     """
     step = max(1, _BYTES_AT_ONCE * len(lines) // max(1, num_bytes))
     for first in range(0, len(lines), step):
@@ -62,7 +62,7 @@ def json_batches(lines: Sequence[bytes], keys: tuple[str, ...], num_bytes: int) 
 
 
 def _texts_of(lines: Sequence[bytes], keys: tuple[str, ...]) -> list[list[str]] | None:
-    """For each key the texts of lines, if each is an object with one text under it."""
+    """Return the texts of the lines for each key; None unless each line is an object with one text under every key."""
     parse = _fast_parser()
     if parse is None:
         return None
@@ -80,7 +80,7 @@ def _texts_of(lines: Sequence[bytes], keys: tuple[str, ...]) -> list[list[str]] 
 
 @cache
 def _fast_parser() -> Callable[[bytes], Any] | None:
-    """orjson's, of the extra `data`; None where it is not installed."""
+    """Return orjson's parser (extra `data`); None if it is not installed."""
     try:
         loads: Callable[[bytes], Any] = importlib.import_module("orjson").loads
     except ImportError:
@@ -89,29 +89,29 @@ def _fast_parser() -> Callable[[bytes], Any] | None:
 
 
 def _whole_number(digits: str) -> int | float:
-    """A whole number of a JSON; one that Python's `int` finds too long is no less a number, and no text either."""
+    """Parse a JSON integer; one that is too long for Python's `int` becomes a float."""
     return int(digits) if len(digits) <= _LONGEST_NUMBER else float(digits)
 
 
-PATIENT = json.JSONDecoder(parse_int=_whole_number)
+LENIENT_DECODER = json.JSONDecoder(parse_int=_whole_number)
 """Takes all that Python's json takes, and whole numbers of any length."""
 
 
 def _document_of_line(line: bytes, keys: tuple[str, ...], encoding: str) -> Document | BadDocument:
     try:
-        parsed = PATIENT.decode(line.removeprefix(_BYTE_ORDER_MARK).decode())  # files with marks, put together
+        parsed = LENIENT_DECODER.decode(line.removeprefix(_BYTE_ORDER_MARK).decode())  # files with marks, put together
     except UnicodeDecodeError as error:
-        return BadDocument(f"byte {error.start} of the line is no {encoding} (--encoding names another)")
+        return BadDocument(f"byte {error.start} of the line is not valid {encoding} (--encoding sets another)")
     except RecursionError:
         return BadDocument("the JSON is nested too deeply")
     except ValueError as error:
         hint = "; it looks like a JSON array, give one object per line" if line.lstrip().startswith(b"[") else ""
-        return BadDocument(f"no JSON: {error}{hint}")
+        return BadDocument(f"invalid JSON: {error}{hint}")
     return document_of(parsed, keys)
 
 
 def document_of(parsed: Any, keys: tuple[str, ...]) -> Document | BadDocument:
-    """The texts of a parsed JSON value."""
+    """Return the texts of a parsed JSON value, one entry for each key."""
     if not isinstance(parsed, dict):
         kind = "an array: give one object per line" if isinstance(parsed, list) else f"a {type(parsed).__name__}"
         return BadDocument(f"expected a JSON object, found {kind}")
@@ -128,7 +128,7 @@ def document_of(parsed: Any, keys: tuple[str, ...]) -> Document | BadDocument:
 
 
 def text_of(value: Any, key: str) -> str | list[str] | BadDocument:
-    """The text of a value, or its texts."""
+    """Return a value that is a text or a list of texts; BadDocument for any other."""
     if isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value)):
         return value
     return BadDocument(f"the value of {json.dumps(key)} is not text but {json.dumps(value, default=str)[:_SHOWN]}")
@@ -137,7 +137,7 @@ def text_of(value: Any, key: str) -> str | list[str] | BadDocument:
 def text_documents(
     data: bytes, separator: str | None, *, alone: bool, encoding: str, limit: int
 ) -> Iterator[tuple[int, Document | BadDocument]]:
-    """Documents of a text.
+    """Yield the number and document of each part of a text between separators.
 
     Line breaks next to a separator belong to neither document, and documents without a visible character are left
     out. A file that comes whole (`alone`) and without any separator is one document as it stands.
@@ -151,7 +151,10 @@ def text_documents(
         try:
             text = part.decode()
         except UnicodeDecodeError as error:
-            yield number, BadDocument(f"byte 0x{part[error.start]:02x} is no {encoding} (--encoding names another)")
+            yield (
+                number,
+                BadDocument(f"byte 0x{part[error.start]:02x} is not valid {encoding} (--encoding sets another)"),
+            )
             continue
         document = text if whole else text.strip("\r\n")
         if document and not document.isspace():
@@ -163,7 +166,7 @@ def _too_long(unit: str, content: bytes, limit: int) -> BadDocument:
 
 
 def count_units(data: bytes, separator: bytes | None) -> int:
-    """Lines, or documents of a text, that end in this content."""
+    """Count the lines, or documents of a text, in `data`."""
     if separator is None:
         return 1
     return data.count(separator) + (not data.endswith(separator) and bool(data))

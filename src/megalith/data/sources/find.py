@@ -1,4 +1,4 @@
-"""From what `--input` names, files, folders and globs, to sources in their order.
+"""Search for inputs: from the files, folders and globs of `--input` to sources in order.
 
 A folder is a Hugging Face dataset in any of its layouts, or holds files of one format.
 """
@@ -23,75 +23,81 @@ from megalith.data.sources.formats import (
     find_separator,
     format_by_content,
     format_by_name,
-    natural,
-    resolve,
+    natural_sort_key,
+    resolve_format,
 )
 from megalith.data.sources.lines import ArraySource, TextSource
 from megalith.data.sources.protocol import Source, SourceOptions
 from megalith.data.sources.streams import TextFile, open_text, refuse_archive
-from megalith.data.sources.tables import ArrowSource, CsvSource, Look, ParquetSource, has_header, look_at
+from megalith.data.sources.tables import ArrowSource, CsvPreview, CsvSource, ParquetSource, has_header, preview_csv
 from megalith.errors import DataError
 from megalith.tokenizers.protocol import json_object
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
-_LOOKED_AT = 1 << 28  # bytes; documents are shorter
+_PREVIEW_BYTES = 1 << 28  # bytes; documents are shorter
 _SPLITS = re.compile(r"(?:^|[-_.])(train|training|test|testing|validation|valid|val|dev|eval)(?=$|[-_.\d])", re.I)
-_SAME = {"training": "train", "testing": "test", "valid": "validation", "val": "validation", "dev": "validation"}
+_SPLIT_ALIASES = {
+    "training": "train",
+    "testing": "test",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+}
 _NUMBERED = re.compile(r"(?:^|-)(?P<split>[A-Za-z_][\w]*)-\d{5}-of-\d{5}\.")
-_OF_NO_DATA = re.compile(r"(readme|license|licence|copying|changelog|notice|requirements)\b.*|cache-.*\.arrow", re.I)
-_NAMED = 5  # files that a note names
+_NOT_DATA = re.compile(r"(readme|license|licence|copying|changelog|notice|requirements)\b.*|cache-.*\.arrow", re.I)
+_MAX_NAMES = 5  # files that a note names
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
 @dataclass
-class Plan:
-    """The sources of a command in order, what the user should hear of them, and what keeps them from being read."""
+class SourcePlan:
+    """Sources of a command in order, notes for the user, and the reasons why inputs cannot be read."""
 
     sources: list[Source] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
 
     @contextmanager
-    def violations_noted(self) -> Iterator[None]:
-        """Note what a block refuses."""
+    def record_violations(self) -> Iterator[None]:
+        """Record the DataError that a block raises as a violation."""
         try:
             yield
         except DataError as error:
             self.violations.append(f"--input {error}")
 
 
-def find_sources(inputs: Sequence[str], options: SourceOptions) -> Plan:
-    """Find and open what the inputs name. Files of folders and globs come in natural order, 2 before 10."""
-    plan = Plan()
+def find_sources(inputs: Sequence[str], options: SourceOptions) -> SourcePlan:
+    """Find and open the inputs. Files of folders and globs come in natural order, 2 before 10."""
+    plan = SourcePlan()
     paths: list[Path] = []
     for name in inputs:
-        with plan.violations_noted():
+        with plan.record_violations():
             paths += _files(name, options, plan)
     found: list[tuple[Path, str]] = []
     for path in paths:
-        with plan.violations_noted():
+        with plan.record_violations():
             found.append((path, _format(path, options)))
     texts: dict[Path, TextFile] = {}
-    looks: dict[Path, Look] = {}
+    previews: dict[Path, CsvPreview] = {}
     for path, kind in found:
         if kind in (PARQUET, ARROW) or path in texts:
             continue
-        with plan.violations_noted():
+        with plan.record_violations():
             texts[path] = open_text(path, options.encoding, options.limits)
             if kind == CSV:
-                looks[path] = look_at(texts[path], options.csv_delimiter)
+                previews[path] = preview_csv(texts[path], options.csv_delimiter)
     for path, kind in found:
         text = texts.get(path)
-        if (text is None and kind not in (PARQUET, ARROW)) or (kind == CSV and path not in looks):
+        if (text is None and kind not in (PARQUET, ARROW)) or (kind == CSV and path not in previews):
             continue
-        with plan.violations_noted():
-            plan.sources.append(_source(path, kind, text, looks, options))
-    plan.notes += _without_effect(options, [kind for _, kind in found])
+        with plan.record_violations():
+            plan.sources.append(_source(path, kind, text, previews, options))
+    plan.notes += _unused_options(options, [kind for _, kind in found])
     return plan
 
 
-def _without_effect(options: SourceOptions, kinds: Sequence[str]) -> list[str]:
-    """What the user said of sources that are not there."""
+def _unused_options(options: SourceOptions, kinds: Sequence[str]) -> list[str]:
+    """Return notes on options for formats that no input has."""
     said = {
         "--text-column": (options.text_column is not None, {CSV, PARQUET, ARROW}, "table"),
         "--csv-header": (options.csv_header != "auto", {CSV}, "csv"),
@@ -107,21 +113,21 @@ def _without_effect(options: SourceOptions, kinds: Sequence[str]) -> list[str]:
     ]
 
 
-def _files(name: str, options: SourceOptions, plan: Plan) -> list[Path]:
-    """The files that one word of `--input` means."""
+def _files(name: str, options: SourceOptions, plan: SourcePlan) -> list[Path]:
+    """Return the files that one word of `--input` names."""
     if url := _URL.match(name):
-        raise DataError(f"{name}: only local files are read; fetch it first{_fetching(name, url['scheme'])}")
+        raise DataError(f"{name}: only local files are read; download it first{_download_hint(name, url['scheme'])}")
     path = Path(name)
     if path.is_dir():
-        files, about = files_of(path, options.dataset_split)
+        files, about = dataset_files(path, options.dataset_split)
         plan.notes.append(f"{name}: {about}")
         return files
     if path.exists():
         if not path.is_file():
-            raise DataError(f"{name}: no file but a device or a pipe; write it to a file first")
+            raise DataError(f"{name} is a device or a pipe; write its content to a file first")
         return [path]
     if glob.has_magic(name):
-        matched = sorted(glob.glob(name, recursive=True), key=natural)
+        matched = sorted(glob.glob(name, recursive=True), key=natural_sort_key)
         files = [Path(match) for match in matched if os.path.isfile(match)]
         if not files:
             raise DataError(f"{name}: no file matches")
@@ -129,14 +135,14 @@ def _files(name: str, options: SourceOptions, plan: Plan) -> list[Path]:
     hint = ""
     if name.count("/") == 1 and not path.suffix:
         hint = (
-            "; if it is a dataset of the Hugging Face hub, fetch it first: "
+            "; if it is a dataset of the Hugging Face hub, download it first: "
             f"hf download --repo-type dataset {name} --local-dir DIR"
         )
     raise DataError(f"{name}: no such file{hint}")
 
 
-def _fetching(url: str, scheme: str) -> str:
-    """The command that fetches a URL, for an error message."""
+def _download_hint(url: str, scheme: str) -> str:
+    """Return the command that downloads a URL, for an error message."""
     commands = {
         "http": f"curl -LO {url}",
         "https": f"curl -LO {url}",
@@ -150,7 +156,7 @@ def _fetching(url: str, scheme: str) -> str:
 
 
 def _format(path: Path, options: SourceOptions) -> str:
-    """What a file holds, as the user says or by name and content. Raises DataError where it cannot be used."""
+    """Return the format of a file, as given or by name and content. Raises DataError if it cannot be used."""
     if not os.access(path, os.R_OK):
         raise DataError(f"{path}: no permission to read it")
     if path.stat().st_size == 0:
@@ -161,30 +167,34 @@ def _format(path: Path, options: SourceOptions) -> str:
     by_name = JSONL if options.input_format == JSONL else format_by_name(path)
     if by_name in (TXT, CSV, PARQUET, ARROW):
         return by_name
-    found = resolve(by_name, format_by_content(open_text(path, options.encoding, options.limits).beginning(1024)))
+    found = resolve_format(
+        by_name, format_by_content(open_text(path, options.encoding, options.limits).beginning(1024))
+    )
     if found is None:
         raise DataError(
-            f"{path}: neither the name nor the beginning of the file tells what it is; say so with --input-format "
-            "(jsonl, json for one array, txt, csv, parquet or arrow)"
+            f"{path}: neither the name nor the beginning of the file tells its format; give --input-format (jsonl, "
+            "json for one array, txt, csv, parquet or arrow)"
         )
     return found
 
 
-def _source(path: Path, kind: str, text: TextFile | None, looks: dict[Path, Look], options: SourceOptions) -> Source:
+def _source(
+    path: Path, kind: str, text: TextFile | None, previews: dict[Path, CsvPreview], options: SourceOptions
+) -> Source:
     if kind == PARQUET:
         return ParquetSource(path, options)
     if kind == ARROW:
         return ArrowSource(path, options)
     assert text is not None
     if kind == CSV:
-        others = [look for other, look in looks.items() if other != path]
+        others = [preview for other, preview in previews.items() if other != path]
         wanted = [*options.keys, *([options.text_column] if options.text_column else [])]
         header = {"yes": True, "no": False}.get(options.csv_header)
         if header is None:
-            header = has_header(looks[path], others, wanted)
+            header = has_header(previews[path], others, wanted)
         if header is None:
-            raise DataError(_header_unknown(path, looks[path], len(others)))
-        return CsvSource(text, looks[path], options, header=header)
+            raise DataError(_header_unknown(path, previews[path], len(others)))
+        return CsvSource(text, previews[path], options, header=header)
     if kind == ARRAY:
         return ArraySource(text, options.keys)
     if kind == JSONL:
@@ -197,27 +207,27 @@ def _source(path: Path, kind: str, text: TextFile | None, looks: dict[Path, Look
     return TextSource(text, is_json=False, separator=separator)
 
 
-def _header_unknown(path: Path, look: Look, num_others: int) -> str:
-    row = ", ".join(repr(cell[:40]) for cell in look.rows[0])
-    mixed = "; that holds for every csv of the command, so give files of the other kind the same header first"
+def _header_unknown(path: Path, preview: CsvPreview, num_others: int) -> str:
+    row = ", ".join(repr(cell[:40]) for cell in preview.rows[0])
+    mixed = "; the flag holds for every csv of the command, so first give files of the other kind the same header"
     return (
-        f"{path}: its first row ({row}) may name the columns or be text, and nothing in the files decides it; give "
-        f"--csv-header yes or --csv-header no{mixed if num_others else ''}"
+        f"{path}: its first row ({row}) may be a header or text, and nothing in the files decides; give --csv-header "
+        f"yes or --csv-header no{mixed if num_others else ''}"
     )
 
 
 def _beginning(text: TextFile) -> Iterator[bytes]:
-    """So much of a text that its separator occurs in it, if it has one."""
+    """Yield enough of a text to contain its separator, if it has one."""
     seen = 0
     for block, _ in text.blocks():
         yield block
         seen += len(block)
-        if seen > _LOOKED_AT:
+        if seen > _PREVIEW_BYTES:
             return
 
 
-def files_of(folder: Path, split: str) -> tuple[list[Path], str]:
-    """The files of a folder in natural order, and what the folder was found to be.
+def dataset_files(folder: Path, split: str) -> tuple[list[Path], str]:
+    """Return the files of a folder in natural order, and a description of the folder.
 
     Raises:  DataError if it has no data, several formats, or no such split.
     """
@@ -226,31 +236,31 @@ def files_of(folder: Path, split: str) -> tuple[list[Path], str]:
             path.name for path in folder.iterdir() if (path / "state.json").is_file()
         )
         chosen = _choose(folder, splits, split)
-        return _saved(folder / chosen), f"Hugging Face dataset, split {chosen}"
+        return _save_to_disk_files(folder / chosen), f"Hugging Face dataset, split {chosen}"
     if (folder / "state.json").is_file():
-        return _saved(folder), "Hugging Face dataset"
-    return _loose(folder, split)
+        return _save_to_disk_files(folder), "Hugging Face dataset"
+    return _folder_files(folder, split)
 
 
-def _saved(folder: Path) -> list[Path]:
-    """The Arrow files that `save_to_disk` wrote, in its order."""
+def _save_to_disk_files(folder: Path) -> list[Path]:
+    """Return the Arrow files that `save_to_disk` wrote, in its order."""
     state = json_object(folder / "state.json")
     if state.get("_indices_data_files"):
         raise DataError(
-            f"{folder} was saved with a selection of its rows (_indices_data_files of state.json); save it once more "
-            "with dataset.flatten_indices().save_to_disk(...)"
+            f"{folder} was saved with an indices mapping (_indices_data_files of state.json); save it again with "
+            "dataset.flatten_indices().save_to_disk(...)"
         )
     names = [entry["filename"] for entry in state.get("_data_files", []) if isinstance(entry, dict)]
     missing = [name for name in names if not (folder / name).is_file()]
     if missing or not names:
-        raise DataError(f"{folder}: {', '.join(missing) or 'data files'} named by state.json are not there")
+        raise DataError(f"{folder}: {', '.join(missing) or 'data files'} named by state.json are missing")
     return [folder / name for name in names]
 
 
-def _loose(folder: Path, split: str) -> tuple[list[Path], str]:
+def _folder_files(folder: Path, split: str) -> tuple[list[Path], str]:
     files = sorted(
         (path for path in folder.rglob("*") if _is_data(path, folder)),
-        key=lambda path: natural(str(path.relative_to(folder))),
+        key=lambda path: natural_sort_key(str(path.relative_to(folder))),
     )
     formats: dict[str, list[Path]] = {}
     for path in files:
@@ -260,13 +270,13 @@ def _loose(folder: Path, split: str) -> tuple[list[Path], str]:
     if len(formats) > 1:
         counts = ", ".join(f"{len(found)} {name} ({found[0].name}, ...)" for name, found in formats.items())
         raise DataError(
-            f"{folder} holds several kinds of files: {counts}; say which, such as '{folder}/*.{{}}'".format(
+            f"{folder} holds files of several formats: {counts}; name those of one, such as '{folder}/*.{{}}'".format(
                 next(iter(formats))
             )
         )
     splits = {path: _split_of(path) for path in files}
     found = sorted({name for name in splits.values() if name})
-    others = _left_out(folder, files)
+    others = _ignored_files_note(folder, files)
     if len(found) < 2:
         return files, f"folder with {len(files)} files{others}"
     chosen = _choose(folder, found, split)
@@ -275,7 +285,7 @@ def _loose(folder: Path, split: str) -> tuple[list[Path], str]:
 
 
 def _is_data(path: Path, folder: Path) -> bool:
-    is_description = path.name in _DESCRIPTIONS or _OF_NO_DATA.fullmatch(path.name)
+    is_description = path.name in _DESCRIPTIONS or _NOT_DATA.fullmatch(path.name)
     return not _is_hidden(path, folder) and not is_description and format_by_name(path) is not None and path.is_file()
 
 
@@ -283,23 +293,23 @@ def _is_hidden(path: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
-def _left_out(folder: Path, files: Iterable[Path]) -> str:
-    """The files of a folder that are not data, for the note about it."""
+def _ignored_files_note(folder: Path, files: Iterable[Path]) -> str:
+    """Describe the files of a folder that are not data."""
     data = set(files)
     others = [path for path in folder.rglob("*") if path not in data and not _is_hidden(path, folder)]
-    names = sorted((str(path.relative_to(folder)) for path in others if path.is_file()), key=natural)
-    more = ", ..." if len(names) > _NAMED else ""
-    return f"; left out: {', '.join(names[:_NAMED])}{more} ({len(names)} in all)" if names else ""
+    names = sorted((str(path.relative_to(folder)) for path in others if path.is_file()), key=natural_sort_key)
+    more = ", ..." if len(names) > _MAX_NAMES else ""
+    return f"; left out: {', '.join(names[:_MAX_NAMES])}{more} ({len(names)} in all)" if names else ""
 
 
 def _split_of(path: Path) -> str | None:
-    """The split that a name tells, as the hub and the cache of datasets number and name their files."""
+    """Return the split in a file name, as the Hugging Face hub and cache write it; None if there is none."""
     numbered = _NUMBERED.search(path.name)
     if numbered:
         name = numbered["split"]
-        return _SAME.get(name.lower(), name)
+        return _SPLIT_ALIASES.get(name.lower(), name)
     found = _SPLITS.search(path.name.split(".")[0])
-    return _SAME.get(found[1].lower(), found[1].lower()) if found else None
+    return _SPLIT_ALIASES.get(found[1].lower(), found[1].lower()) if found else None
 
 
 def _choose(folder: Path, splits: Iterable[str], wanted: str) -> str:

@@ -1,4 +1,4 @@
-"""What a file is: its compression, by its content; what it holds, by its name and then its content; its separator."""
+"""File formats: compression by content, format by name and content, and the separator of documents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 JSONL, ARRAY, TXT, CSV, PARQUET, ARROW = "jsonl", "json", "txt", "csv", "parquet", "arrow"
 FORMATS = (JSONL, ARRAY, TXT, CSV, PARQUET, ARROW)
-_OF_ENDING = {
+_FORMAT_BY_SUFFIX = {
     ".jsonl": JSONL,
     ".json": JSONL,
     ".ndjson": JSONL,
@@ -33,18 +33,18 @@ _ARCHIVE_MAGIC = {
 }
 _PARQUET_MAGIC, _ARROW_MAGIC = b"PAR1", b"ARROW1"
 END_OF_TEXT_SEPARATOR = "<|endoftext|>"
-_BY_PREFERENCE = (END_OF_TEXT_SEPARATOR, "\n\n", "\r\n\r\n")
+_SEPARATORS = (END_OF_TEXT_SEPARATOR, "\n\n", "\r\n\r\n")
 
 
 def compression_of(path: Path) -> str | None:
-    """How a file is compressed, whatever its name says."""
+    """Return the compression of a file by its content, whatever its name; None if it is not compressed."""
     with path.open("rb") as file:
         beginning = file.read(8)
     return next((name for magic, name in _MAGIC.items() if beginning.startswith(magic)), None)
 
 
 def archive_of(beginning: bytes) -> str | None:
-    """The kind of archive that begins so (decompressed, 512 bytes at least); None if it is none."""
+    """Return the kind of archive that begins so (decompressed, at least 512 bytes); None if it is none."""
     for magic, kind in _ARCHIVE_MAGIC.items():
         if beginning.startswith(magic):
             return kind
@@ -56,17 +56,17 @@ def archive_of(beginning: bytes) -> str | None:
 
 
 def name_without_compression(path: Path) -> str:
-    """`a.jsonl` of `a.jsonl.gz`."""
+    """Return the name without a suffix of compression: `a.jsonl` for `a.jsonl.gz`."""
     return path.name[: -len(path.suffix)] if path.suffix.lower() in _COMPRESSED_ENDINGS else path.name
 
 
 def format_by_name(path: Path) -> str | None:
-    """The format by the ending of the name; None where it tells nothing."""
-    return _OF_ENDING.get(Path(name_without_compression(path)).suffix.lower())
+    """Return the format by the suffix of the name; None if unknown."""
+    return _FORMAT_BY_SUFFIX.get(Path(name_without_compression(path)).suffix.lower())
 
 
 def format_by_content(beginning: bytes) -> str | None:
-    """The format by the first bytes, decompressed and as UTF-8; None where they tell nothing."""
+    """Return the format by the first bytes, decompressed and as UTF-8; None if unknown."""
     if beginning.startswith(_PARQUET_MAGIC):
         return PARQUET
     if beginning.startswith(_ARROW_MAGIC):
@@ -78,33 +78,33 @@ def format_by_content(beginning: bytes) -> str | None:
 
 
 def format_of(path: Path) -> str | None:
-    """The format of a file that is not compressed; None if neither name nor content tell."""
+    """Return the format of an uncompressed file; None if neither name nor content tell."""
     with path.open("rb") as file:
         found = format_by_content(file.read(1024))
-    return resolve(format_by_name(path), found)
+    return resolve_format(format_by_name(path), found)
 
 
-def resolve(by_name: str | None, by_content: str | None) -> str | None:
-    """The name says what a file is, but not whether JSON is lines or an array, and not that it is no table."""
+def resolve_format(by_name: str | None, by_content: str | None) -> str | None:
+    """Combine both: the name decides, except that the content tells JSON lines from a JSON array."""
     if by_name == JSONL and by_content == ARRAY:
         return ARRAY
     return by_name or by_content
 
 
-def natural(text: str) -> tuple[tuple[bool, int, str], ...]:
-    """Key of the order in which people number files: 2 before 10."""
+def natural_sort_key(text: str) -> tuple[tuple[bool, int, str], ...]:
+    """Return a sort key in which 2 comes before 10."""
     return tuple((not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", text))
 
 
 def find_separator(blocks: Iterable[bytes]) -> str | None:
-    """Separator of the documents of a text in UTF-8: `<|endoftext|>` if it occurs, else blank lines, else none."""
-    longest = max(map(len, _BY_PREFERENCE))
+    """Return the separator of the documents of a UTF-8 text: `<|endoftext|>`, else blank lines, None without either."""
+    longest = max(map(len, _SEPARATORS))
     seen: set[str] = set()
     end = b""
     for block in blocks:
         content = end + block
-        seen.update(separator for separator in _BY_PREFERENCE if separator.encode() in content)
+        seen.update(separator for separator in _SEPARATORS if separator.encode() in content)
         if END_OF_TEXT_SEPARATOR in seen:
             break
         end = content[-longest:]
-    return next((separator for separator in _BY_PREFERENCE if separator in seen), None)
+    return next((separator for separator in _SEPARATORS if separator in seen), None)

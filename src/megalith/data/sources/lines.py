@@ -1,8 +1,8 @@
-"""Text files whose documents are lines, lie between separators, or are the elements of one JSON array.
+"""Text sources: documents are lines, lie between separators, or are the elements of one JSON array.
 
-Lines of a plain file are cut by a grid: block k holds the lines that begin in its `chunk_bytes`, which a worker reads
-for itself; the text never passes through the process that leads. What is compressed, in another encoding, or separated
-by something else is read by that process, from the beginning.
+An uncompressed UTF-8 file of lines is cut at multiples of `chunk_bytes`: chunk k holds the lines that begin in its
+range, and a worker reads them itself, so the text never passes through the parent. Any other file (compressed, in
+another encoding, with another separator) is read by the parent, from the beginning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from megalith.data.sources.documents import (
-    PATIENT,
+    LENIENT_DECODER,
     BadDocument,
     Document,
     count_units,
@@ -23,7 +23,7 @@ from megalith.data.sources.documents import (
     json_documents,
     text_documents,
 )
-from megalith.data.sources.protocol import Chunk, Limits, Part, Row, RowSource, Source, size_of
+from megalith.data.sources.protocol import Chunk, ChunkDocuments, Limits, Row, RowSource, Source, utf8_size
 from megalith.data.sources.streams import TextFile
 from megalith.errors import DataError
 
@@ -34,8 +34,8 @@ _NUMBER = re.compile(r"[0-9.eE+\-]*\Z")  # one at the end of a block may go on i
 
 
 @dataclass(frozen=True)
-class _Form:
-    """How text becomes documents: lines of JSON, or text; without a separator the file is one."""
+class _TextFormat:
+    """Format of a text: lines of JSON, or plain text; without a separator the file is one document."""
 
     is_json: bool
     separator: str | None
@@ -46,8 +46,8 @@ class _Form:
     def separator_bytes(self) -> bytes | None:
         return self.separator.encode() if self.separator else None
 
-    def read(self, data: bytes, keys: tuple[str, ...], *, alone: bool, too_long: str | None = None) -> Part:
-        """Documents of a text; `too_long` says why one more after them cannot be read."""
+    def read(self, data: bytes, keys: tuple[str, ...], *, alone: bool, too_long: str | None = None) -> ChunkDocuments:
+        """Parse the documents of a text; `too_long` adds one more, unreadable for this reason."""
         documents: Iterator[tuple[int, Document | BadDocument]]
         batches = None
         if self.is_json:
@@ -63,19 +63,19 @@ class _Form:
             documents = text_documents(data, self.separator, alone=alone, encoding=self.encoding, limit=self.limit)
         if too_long is not None:
             documents = chain(documents, [(units, BadDocument(too_long))])
-        return Part(documents, units + (too_long is not None), len(data), batches)
+        return ChunkDocuments(documents, units + (too_long is not None), len(data), batches)
 
 
 @dataclass(frozen=True)
-class _Text:
-    """Whole documents of a text on their way to a worker, with the separators after them.
+class _TextPayload:
+    """Whole documents of a text, sent to a worker with the separators after them.
 
     Attributes:
         alone: whether this is the whole file.
         too_long: why one more document after them is left out.
     """
 
-    form: _Form
+    form: _TextFormat
     data: bytes
     alone: bool
     too_long: str | None = None
@@ -84,21 +84,21 @@ class _Text:
     def num_units(self) -> int:
         return (count_units(self.data, self.form.separator_bytes) if self.data else 0) + (self.too_long is not None)
 
-    def read(self, keys: tuple[str, ...]) -> Part:
+    def read(self, keys: tuple[str, ...]) -> ChunkDocuments:
         return self.form.read(self.data, keys, alone=self.alone, too_long=self.too_long)
 
 
 @dataclass(frozen=True)
-class _Block:
-    """The lines of a plain file that begin within [start, stop)."""
+class _LinesPayload:
+    """Lines of a plain file that begin within [start, stop), which the worker reads from the file."""
 
-    form: _Form
+    form: _TextFormat
     path: str
     start: int
     stop: int
-    mark: int
+    bom_size: int
 
-    def read(self, keys: tuple[str, ...]) -> Part:
+    def read(self, keys: tuple[str, ...]) -> ChunkDocuments:
         """Read the lines. Raises DataError if the file cannot be read."""
         try:
             data, too_long = self._lines()
@@ -107,12 +107,12 @@ class _Block:
         return self.form.read(data, keys, alone=False, too_long=too_long)
 
     def _lines(self) -> tuple[bytes, str | None]:
-        """The lines, and why the last one is left out where it is."""
+        """Return the lines, and why the last one is left out if it is."""
         with open(self.path, "rb") as file:
             base = self.start - 1 if self.start else 0  # a line begins at the start if a line break stands before it
             file.seek(base)
             data = file.read(self.stop - base + _STEP)
-            first = (data.find(b"\n") + 1 or len(data)) if self.start else self.mark
+            first = (data.find(b"\n") + 1 or len(data)) if self.start else self.bom_size
             last = self.stop - base - 1
             if self.start and first > last:
                 return b"", None
@@ -136,22 +136,22 @@ def _too_long_line(begins: int, limit: int) -> str:
 
 
 class TextSource(Source):
-    """A jsonl or a txt."""
+    """A jsonl or txt file."""
 
     def __init__(self, file: TextFile, *, is_json: bool, separator: str | None) -> None:
         super().__init__(file.path, file.limits)
         self.unit = "line" if is_json else "document"
         self._file = file
-        self._form = _Form(is_json, separator, file.encoding.plain_name, file.limits.max_document_bytes)
-        self.about = f"{'jsonl' if is_json else _text_form(separator)}, {file.about}"
+        self._form = _TextFormat(is_json, separator, file.encoding.plain_name, file.limits.max_document_bytes)
+        self.about = f"{'jsonl' if is_json else _describe_format(separator)}, {file.about}"
 
     def chunks(self, start: int = 0) -> Iterator[Chunk]:
         if self._file.is_plain and self._form.separator == _NEW_LINE:
-            return self._grid(start)
-        return self._stream(start)
+            return self._chunks_by_offset(start)
+        return self._chunks_from_start(start)
 
     def units_before(self, start: int) -> int | None:
-        """Lines that begin before a byte of a plain file."""
+        """Count the lines that begin before a byte of a plain file; None for other files."""
         if not start:
             return 0
         if not (self._file.is_plain and self._form.separator == _NEW_LINE):
@@ -163,36 +163,36 @@ class TextSource(Source):
                 position += len(block)
         return lines
 
-    def _grid(self, start: int) -> Iterator[Chunk]:
+    def _chunks_by_offset(self, start: int) -> Iterator[Chunk]:
         size, step = self.disk_bytes, self._limits.chunk_bytes
         for begin in range(start, size, step):
             end = min(begin + step, size)
-            payload = _Block(self._form, str(self.path), begin, end, self._file.encoding.mark)
+            payload = _LinesPayload(self._form, str(self.path), begin, end, self._file.encoding.bom_size)
             yield Chunk(payload, begin, end, begin, end, None)
 
-    def _stream(self, start: int) -> Iterator[Chunk]:
-        """Chunks by reading from the beginning; positions are counted in the text."""
+    def _chunks_from_start(self, start: int) -> Iterator[Chunk]:
+        """Yield chunks by reading from the beginning; positions count bytes of the text."""
         disk_start = 0
-        for begin, end, disk, text in _cuts(self._file, self._form):
+        for begin, end, disk, text in _split_at_separators(self._file, self._form):
             if end > start:
                 yield Chunk(text, begin, end, disk_start, disk, text.num_units)
             disk_start = disk
 
 
-def _text_form(separator: str | None) -> str:
+def _describe_format(separator: str | None) -> str:
     return "txt, the whole file is one document" if separator is None else f"txt, separated by {separator!r}"
 
 
-def _cuts(file: TextFile, form: _Form) -> Iterator[tuple[int, int, int, _Text]]:
-    """A text cut behind the last separator in each block; a document beyond the limit is passed over.
+def _split_at_separators(file: TextFile, form: _TextFormat) -> Iterator[tuple[int, int, int, _TextPayload]]:
+    """Cut a text after the last separator of each block, skipping documents beyond the limit.
 
-    Yields where a piece begins and ends in the text, the bytes of the file read so far, and the piece. A separator that
-    can overlap itself, such as '----', is looked for from the left, as the splitting does.
+    Yields where a part begins and ends in the text, the bytes of the file read so far, and the part. A separator that
+    can overlap itself, such as '----', is searched from the left, as splitting does.
     """
     word, limits = form.separator_bytes, file.limits
     last_end = _last_end_from_left if word and _overlaps(word) else _last_end
     rest, position, disk, skipping = bytearray(), 0, 0, -1
-    for block, disk in _sized(file, limits.chunk_bytes):
+    for block, disk in _chunk_sized(file, limits.chunk_bytes):
         seen = max(0, len(rest) - len(word) + 1) if word else 0  # a separator may lie across the border of two blocks
         rest += block
         if skipping >= 0:
@@ -204,12 +204,12 @@ def _cuts(file: TextFile, form: _Form) -> Iterator[tuple[int, int, int, _Text]]:
                 del rest[: len(rest) - keep]
                 continue
             end = found + len(word)
-            yield skipping, position + end, disk, _Text(form, b"", False, _too_long(word, skipping, limits))
+            yield skipping, position + end, disk, _TextPayload(form, b"", False, _too_long(word, skipping, limits))
             del rest[:end]
             position, skipping, seen = position + end, -1, 0
         end = last_end(rest, word, seen) if word else 0
         if end:
-            yield position, position + end, disk, _Text(form, bytes(rest[:end]), False)
+            yield position, position + end, disk, _TextPayload(form, bytes(rest[:end]), False)
             del rest[:end]
             position += end
         if len(rest) > limits.max_document_bytes:
@@ -218,13 +218,13 @@ def _cuts(file: TextFile, form: _Form) -> Iterator[tuple[int, int, int, _Text]]:
             skipping = position
     end = position + len(rest)
     if skipping >= 0:
-        yield skipping, end, disk, _Text(form, b"", False, _too_long(word, skipping, limits))
+        yield skipping, end, disk, _TextPayload(form, b"", False, _too_long(word, skipping, limits))
     elif rest:
-        yield position, end, disk, _Text(form, bytes(rest), position == 0)
+        yield position, end, disk, _TextPayload(form, bytes(rest), position == 0)
 
 
-def _sized(file: TextFile, size: int) -> Iterator[tuple[bytes, int]]:
-    """The blocks of a file, each about as large as a chunk."""
+def _chunk_sized(file: TextFile, size: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the blocks of a file, regrouped to about the size of a chunk."""
     gathered = bytearray()
     disk = 0
     for block, disk in file.blocks():
@@ -238,7 +238,7 @@ def _sized(file: TextFile, size: int) -> Iterator[tuple[bytes, int]]:
 
 
 def _overlaps(word: bytes) -> bool:
-    """Whether two occurrences can share bytes in a way that matters: blank lines may, as line breaks are stripped."""
+    """Return whether occurrences can share bytes in a way that matters: not in blank lines, which are stripped."""
     if not word.strip(b"\r\n"):
         return False
     return any(word.startswith(word[at:]) for at in range(1, len(word)))
@@ -262,13 +262,13 @@ def _too_long(word: bytes | None, begins: int, limits: Limits) -> str:
     kind = f"no {word.decode()!r} ends" if word else "nothing separates"
     return (
         f"{kind} the document that begins at byte {begins} within {limits.max_document_bytes} bytes "
-        "(--max-document-bytes); raise the limit, or name what separates the documents of this file with "
-        "--document-separator, such as '\\n', in place of --one-document-per-file"
+        "(--max-document-bytes); raise the limit, or give the separator of the documents with --document-separator, "
+        "such as '\\n', in place of --one-document-per-file"
     )
 
 
 class ArraySource(RowSource):
-    """One JSON array; its elements are objects, or the texts themselves."""
+    """File with one JSON array, whose elements are objects or texts."""
 
     unit = "element"
 
@@ -280,7 +280,7 @@ class ArraySource(RowSource):
     def _rows(self) -> Iterator[Row]:
         for number, (element, size, disk) in enumerate(self._elements(), start=1):
             content = self._document(element)
-            yield Row(content, max(size, size_of(content)), number, disk)
+            yield Row(content, max(size, utf8_size(content)), number, disk)
 
     def _document(self, element: Any) -> Document | BadDocument:
         if isinstance(element, str) and len(self._keys) == 1:
@@ -290,9 +290,9 @@ class ArraySource(RowSource):
         return BadDocument(f"expected a JSON object or a text, found {type(element).__name__}")
 
     def _elements(self) -> Iterator[tuple[Any, int, int]]:
-        """Each element, its size in characters, and the bytes of the file read so far.
+        """Yield each element, its size in characters, and the bytes of the file read so far.
 
-        Raises:  DataError where the JSON breaks: nothing after such a place can be told apart.
+        Raises:  DataError where the JSON breaks: elements after that cannot be told apart.
         """
         blocks = self._file.texts()
         number, text, at, disk, wanted = 0, "", 0, 0, 1
@@ -306,7 +306,7 @@ class ArraySource(RowSource):
             if not more:
                 raise self._broken(number, trouble)
             text, at, wanted = text[at:] + "".join(more), 0, 1
-            while (at := _past(text, at)) < len(text):
+            while (at := _skip_separators(text, at)) < len(text):
                 if expected in ("[", ",]"):
                     if text[at] not in expected:
                         raise self._broken(number, f"expected {' or '.join(expected)}, found {text[at : at + 20]!r}")
@@ -318,7 +318,7 @@ class ArraySource(RowSource):
                 if text[at] == "]" and number == 0:
                     return
                 try:
-                    element, end = PATIENT.raw_decode(text, at)
+                    element, end = LENIENT_DECODER.raw_decode(text, at)
                 except RecursionError:
                     raise self._broken(number, "it is nested too deeply") from None
                 except ValueError as error:
@@ -342,7 +342,7 @@ class ArraySource(RowSource):
         return DataError(f"{self.path}, element {number + 1} of the JSON array: {reason}")
 
 
-def _past(text: str, at: int) -> int:
+def _skip_separators(text: str, at: int) -> int:
     match = _BETWEEN.match(text, at)
     assert match is not None
     return match.end()

@@ -1,4 +1,4 @@
-"""What the rest of the preprocessing knows of a source: chunks that hold whole documents, and where each ends."""
+"""Interface of sources: chunks of whole documents, and where each of them ends."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megalith.data.sources.documents import BadDocument, Document
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds the memory and time that a source may cost.
+    """Bounds on the memory and time that a source may need.
 
     Attributes:
-        chunk_bytes: how much text a worker gets at once; more where a document is longer.
-        max_document_bytes: the longest line or document that is taken into memory.
-        max_expansion: how many times its size on the disk a compressed file may hold.
+        chunk_bytes: text that a worker gets at once; more if one document is longer.
+        max_document_bytes: longest line or document that is read into memory.
+        max_expansion: largest ratio of the content of a compressed file to its size.
     """
 
     chunk_bytes: int = 1 << 20
@@ -28,7 +28,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """How the inputs are to be read, as far as the user says it.
+    """Options of reading the inputs, as the user gives them.
 
     Attributes:
         keys: keys of JSON objects, or names of columns; each makes a dataset.
@@ -55,14 +55,14 @@ class SourceOptions:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A chunk, read.
+class ChunkDocuments:
+    """Documents of a chunk.
 
     Attributes:
-        documents: number of each unit that is no blank, and its document, or why it cannot be read.
-        num_units: lines of a jsonl, documents of a txt, rows of a table; what places are counted in.
-        batches: the same documents a few at a time: for each key the text of every unit. None in place of a batch
-            where one of its units is anything else than a document of one text, and for all where that is not known.
+        documents: number of each non-blank unit, and its document or why it cannot be read.
+        num_units: lines of a jsonl, documents of a txt, rows of a table; the unit of positions.
+        batches: the same documents a few at a time: for each key the text of every unit. A batch is None where one of
+            its units is not a document of one text; `batches` is None where that is unknown.
     """
 
     documents: Iterator[tuple[int, Document | BadDocument]]
@@ -72,22 +72,22 @@ class Part:
 
 
 class Payload(Protocol):
-    """The content of a chunk on its way to a worker: small or about `Limits.chunk_bytes`, and picklable."""
+    """Picklable content of a chunk, sent to a worker: small, or about `Limits.chunk_bytes`."""
 
-    def read(self, keys: tuple[str, ...]) -> Part:
-        """Turn it into documents."""
+    def read(self, keys: tuple[str, ...]) -> ChunkDocuments:
+        """Parse the documents of the chunk."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a source that ends where a document ends.
+    """Part of a source that ends where a document ends.
 
     Attributes:
-        start: where it begins, counted as the source counts.
+        start: where it begins, in the source's own positions.
         end: where the next chunk begins.
-        disk_start: bytes of the file on the disk before it; decides whose share it is.
-        disk_end: bytes of the file on the disk up to its end.
-        num_units: units in it, None where only reading it tells.
+        disk_start: bytes of the file on disk before it; decides which share it belongs to.
+        disk_end: bytes of the file on disk up to its end.
+        num_units: units in it, None if only reading it tells.
     """
 
     payload: Payload
@@ -99,7 +99,7 @@ class Chunk:
 
 
 class Source(ABC):
-    """A file with documents."""
+    """File with documents."""
 
     unit: str
     """What a place in it is counted in: line, document, row or element."""
@@ -111,19 +111,19 @@ class Source(ABC):
 
     @abstractmethod
     def chunks(self, start: int = 0) -> Iterator[Chunk]:
-        """Its chunks in order, from where an earlier one ended.
+        """Yield the chunks in order, from the `end` of an earlier one on.
 
         Raises:  DataError if the file is damaged, or a limit is exceeded where the rest cannot be read.
         """
 
     def units_before(self, start: int) -> int | None:
-        """How many units lie before a place that a chunk ended at; None if reading on from there does not need it."""
+        """Count the units before the end of a chunk; None if continuing from there does not need the number."""
         return None
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row, or an element of an array; `end` is where the next one begins, `disk` the bytes of the file up to it."""
+    """Row of a table or element of an array; `end` is the next position, `disk` the bytes of the file up to it."""
 
     content: Document | BadDocument
     num_bytes: int
@@ -132,16 +132,16 @@ class Row:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RowsPayload:
     contents: list[Document | BadDocument]
     num_bytes: int
 
-    def read(self, keys: tuple[str, ...]) -> Part:
-        return Part(iter(enumerate(self.contents)), len(self.contents), self.num_bytes)
+    def read(self, keys: tuple[str, ...]) -> ChunkDocuments:
+        return ChunkDocuments(iter(enumerate(self.contents)), len(self.contents), self.num_bytes)
 
 
-def size_of(document: Document | BadDocument) -> int:
-    """How many bytes the texts of a document have as UTF-8."""
+def utf8_size(document: Document | BadDocument) -> int:
+    """Return the size of the texts of a document in UTF-8 bytes."""
     if isinstance(document, BadDocument):
         return 0
     every = (text for texts in document for text in ([texts] if isinstance(texts, str) else texts))
@@ -149,16 +149,16 @@ def size_of(document: Document | BadDocument) -> int:
 
 
 class RowSource(Source):
-    """A source whose rows the leading process takes out from the beginning; a place is a number of rows."""
+    """Source whose rows the parent process reads from the beginning; positions are numbers of rows."""
 
     unit = "row"
 
     @abstractmethod
     def _rows(self) -> Iterator[Row]:
-        """All rows in order. Raises DataError as `chunks` does."""
+        """Yield all rows in order. Raises DataError as `chunks` does."""
 
     def chunks(self, start: int = 0) -> Iterator[Chunk]:
-        """The rows as chunks of about `chunk_bytes`, from where an earlier one ended."""
+        """Yield the rows as chunks of about `chunk_bytes`, from the `end` of an earlier one on."""
         contents: list[Document | BadDocument] = []
         gathered = begins = disk = disk_start = 0
         row = None
@@ -167,8 +167,8 @@ class RowSource(Source):
             gathered += row.num_bytes
             if gathered >= self._limits.chunk_bytes:
                 if row.end > start:
-                    yield Chunk(_Rows(contents, gathered), begins, row.end, disk_start, row.disk, len(contents))
+                    yield Chunk(_RowsPayload(contents, gathered), begins, row.end, disk_start, row.disk, len(contents))
                 contents, gathered, begins, disk_start = [], 0, row.end, row.disk
             disk = row.disk
         if contents and row is not None and row.end > start:
-            yield Chunk(_Rows(contents, gathered), begins, row.end, disk_start, disk, len(contents))
+            yield Chunk(_RowsPayload(contents, gathered), begins, row.end, disk_start, disk, len(contents))

@@ -1,4 +1,4 @@
-"""The bytes of a text file, decompressed and as UTF-8, block by block in bounded memory."""
+"""Streams of text files: decompressed, as UTF-8, block by block in bounded memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megalith.tokenizers.protocol import import_for
 _BLOCK = 1 << 18
 _SAMPLE = 1 << 18
 _FURTHER_SAMPLES = 8  # along the file, as ASCII often fills the beginning
-_FREE = 1 << 26  # so much is decompressed before its ratio to the file is looked at
+_UNCHECKED_BYTES = 1 << 26  # so much is decompressed before its ratio to the file is looked at
 _DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 _ZSTD_READ = 1 << 12  # bytes; a block of 4 may hold 128 KiB, so that this bounds the memory
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A text file: how it is compressed and encoded."""
+    """Text file with its compression and encoding."""
 
     path: Path
     compression: str | None
@@ -39,23 +39,23 @@ class TextFile:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the bytes on the disk are the text, so that reading may begin anywhere."""
+        """Return whether the bytes on disk are the UTF-8 text, so that reading can begin anywhere."""
         return self.compression is None and self.encoding.is_utf_8
 
     @cached_property
     def about(self) -> str:
-        """What it is, for the user."""
+        """Describe encoding and compression for the user."""
         return ", ".join([self.encoding.name, *([self.compression] if self.compression else [])])
 
     def blocks(self) -> Iterator[tuple[bytes, int]]:
-        """The text as UTF-8, without byte order mark, and the bytes of the file that have been read for it.
+        """Yield the text as UTF-8 without byte order mark, each block with the bytes of the file read so far.
 
-        Raises:  DataError if the file cannot be read, is damaged, or holds far more than its size lets expect.
+        Raises:  DataError if the file cannot be read, is damaged, or expands beyond `Limits.max_expansion`.
         """
         try:
             with self.path.open("rb") as file:
-                content = self._expanded(file)
-                content = self._without_mark(content)
+                content = self._decompressed(file)
+                content = self._without_bom(content)
                 if not self.encoding.is_utf_8:
                     content = transcode(content, self.encoding)
                 for block in content:
@@ -84,7 +84,7 @@ class TextFile:
             ) from error
 
     def beginning(self, size: int = 1 << 16) -> bytes:
-        """The first bytes of the text as UTF-8."""
+        """Return the first bytes of the text as UTF-8."""
         found = bytearray()
         for block, _ in self.blocks():
             found += block
@@ -92,51 +92,51 @@ class TextFile:
                 break
         return bytes(found[:size])
 
-    def _expanded(self, file: IO[bytes]) -> Iterator[bytes]:
+    def _decompressed(self, file: IO[bytes]) -> Iterator[bytes]:
         content = _decompressor(self.path, file, self.compression)
         produced = 0
         while block := content.read(_BLOCK):
             produced += len(block)
-            if self.compression and produced > max(_FREE, self.limits.max_expansion * file.tell()):
+            if self.compression and produced > max(_UNCHECKED_BYTES, self.limits.max_expansion * file.tell()):
                 raise DataError(
                     f"{self.path}: its first {file.tell()} bytes hold more than {produced} bytes of text, over "
-                    f"{self.limits.max_expansion} times as much; if it is no prank, raise --max-expansion"
+                    f"{self.limits.max_expansion} times as much; if the file is trusted, raise --max-expansion"
                 )
             yield block
 
-    def _without_mark(self, content: Iterator[bytes]) -> Iterator[bytes]:
-        mark = self.encoding.mark
+    def _without_bom(self, content: Iterator[bytes]) -> Iterator[bytes]:
+        mark = self.encoding.bom_size
         for block in content:
             yield block[mark:]
             mark = max(0, mark - len(block))
 
     def _damaged(self, error: BaseException) -> DataError:
-        return DataError(f"{self.path}: the {self.compression} data is cut short or damaged: {error}")
+        return DataError(f"{self.path}: the {self.compression} data is truncated or damaged: {error}")
 
 
 def open_text(path: Path, encoding: str, limits: Limits) -> TextFile:
-    """Find out how a file is compressed and, unless the encoding is named, encoded.
+    """Open a text file, detecting its compression and, unless it is named, its encoding.
 
     Raises:  DataError if it cannot be read, its encoding is unknown, or the bytes do not tell it.
     """
-    raw = _undecoded(path, limits)
+    raw = _raw_file(path, limits)
     samples = _samples(raw)
     if encoding != "auto":
         named = named_encoding(encoding, samples[0])
         if named is None:
-            raise DataError(f"--encoding {encoding}: there is no such encoding; utf-8, gb18030, big5, utf-16 are some")
+            raise DataError(f"--encoding {encoding}: unknown encoding; examples are utf-8, gb18030, big5 and utf-16")
         return replace(raw, encoding=named)
     found = find_encoding(samples)
     if found is None:
         raise DataError(
-            f"{path}: the text is no UTF-8, and its bytes do not tell what else it is; name it with --encoding, such "
-            "as gb18030, big5, shift_jis, euc_kr, cp1252 or koi8-r"
+            f"{path}: the text is not UTF-8 and its encoding cannot be detected; give --encoding, such as gb18030, "
+            "big5, shift_jis, euc_kr, cp1252 or koi8-r"
         )
     return replace(raw, encoding=found)
 
 
-def _undecoded(path: Path, limits: Limits) -> TextFile:
-    """The bytes of a file, decompressed."""
+def _raw_file(path: Path, limits: Limits) -> TextFile:
+    """Return the file as decompressed bytes, treated as UTF-8."""
     try:
         return TextFile(path, compression_of(path), Encoding("utf-8", "UTF-8"), limits)
     except OSError as error:
@@ -144,8 +144,8 @@ def _undecoded(path: Path, limits: Limits) -> TextFile:
 
 
 def refuse_archive(path: Path, limits: Limits) -> None:
-    """Raise DataError where a file, decompressed if it is compressed, is an archive of others or cannot be read."""
-    file = _undecoded(path, limits)
+    """Raise DataError if a file, after decompression, is an archive of files or cannot be read."""
+    file = _raw_file(path, limits)
     kind = archive_of(file.beginning(tarfile.BLOCKSIZE))
     if kind is None:
         return
@@ -156,7 +156,7 @@ def refuse_archive(path: Path, limits: Limits) -> None:
 
 
 def _samples(raw: TextFile) -> list[bytes]:
-    """The beginning of a file, and parts along it where reading may begin anywhere."""
+    """Return the beginning of a file and, if it is uncompressed, samples along it."""
     samples = [raw.beginning(_SAMPLE)]
     size = raw.path.stat().st_size
     if raw.compression is None and size > 2 * _SAMPLE:
@@ -182,7 +182,10 @@ def _decompressor(path: Path, file: IO[bytes], compression: str | None) -> Any:
 
 
 class _ZstdReader:
-    """Frames one after the other. Python's reader of streams takes one that is cut short for the end of the file."""
+    """Reader of consecutive zstd frames.
+
+    The stream reader of zstandard takes a truncated frame for the end of the file.
+    """
 
     def __init__(self, decompressor: Any, file: IO[bytes], error: type[Exception]) -> None:
         self._decompressor, self._file, self._error = decompressor, file, error
@@ -190,7 +193,7 @@ class _ZstdReader:
         self._rest = b""
 
     def read(self, size: int) -> bytes:
-        """The next part, of any size above 0; nothing at the end."""
+        """Return the next block, of any size above 0; empty at the end."""
         while content := self._rest or self._file.read(_ZSTD_READ):
             frame = self._frame or self._decompressor.decompressobj()
             try:

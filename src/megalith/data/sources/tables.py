@@ -1,6 +1,6 @@
-"""Tables: which columns hold the text; parquet and Arrow files (Hugging Face datasets); csv files.
+"""Table sources: parquet and Arrow files (Hugging Face datasets) and csv files, and the choice of text columns.
 
-Of a csv it is found out which delimiter it has and whether its first row names the columns.
+For a csv, the delimiter and whether the first row is a header are detected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.data.sources.documents import BadDocument, Document, text_of
-from megalith.data.sources.protocol import Row, RowSource, SourceOptions, size_of
+from megalith.data.sources.protocol import Row, RowSource, SourceOptions, utf8_size
 from megalith.data.sources.streams import TextFile
 from megalith.errors import DataError
 from megalith.tokenizers.protocol import import_for
@@ -28,24 +28,24 @@ _ARROW_FILE = b"ARROW1"
 _DELIMITERS = ",\t;|"
 _NAME = re.compile(r"[^\W\d][\w .:/()\[\]#%-]{0,39}")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,29}")
-_LOOKED_AT = 1 << 16
+_PREVIEW_BYTES = 1 << 16
 _LINES_LOOKED_AT = 200
 _ROWS_LOOKED_AT = 50
 
 
 def choose_columns(path: Path, names: Sequence[str] | None, count: int, options: SourceOptions) -> list[int]:
-    """The number, from 0, of the column of each key, or that of `--text-column`; a csv without a header has no names.
+    """Return the column number, from 0, of each key or of `--text-column`; `names` is None for a csv without header.
 
     Raises:  DataError if a column is not there, or several could be meant.
     """
     if options.text_column is not None:
-        return [_one(path, names, count, options.text_column)]
+        return [_column_number(path, names, count, options.text_column)]
     if names is None:
         if count == 1 and len(options.keys) == 1:
             return [0]
         raise DataError(
-            f"{path}: no row names its {count} columns; give the number of the one with the text, such as "
-            f"--text-column {min(2, count)} (or --csv-header yes if the first row does name them)"
+            f"{path} has {count} columns and no header; give the number of the column with the text, such as "
+            f"--text-column {min(2, count)} (or --csv-header yes if the first row is a header)"
         )
     missing = [key for key in options.keys if key not in names]
     if not missing:
@@ -53,12 +53,12 @@ def choose_columns(path: Path, names: Sequence[str] | None, count: int, options:
     if count == 1 and len(options.keys) == 1:
         return [0]
     raise DataError(
-        f"{path}: no column {', '.join(missing)}; its columns are {', '.join(names)}. Name the one with the text with "
+        f"{path}: no column {', '.join(missing)}; its columns are {', '.join(names)}. Give the column with the text as "
         "--text-column"
     )
 
 
-def _one(path: Path, names: Sequence[str] | None, count: int, wanted: str) -> int:
+def _column_number(path: Path, names: Sequence[str] | None, count: int, wanted: str) -> int:
     if names is not None and wanted in names:
         return list(names).index(wanted)
     if wanted.isdigit() and 1 <= int(wanted) <= count:
@@ -68,7 +68,7 @@ def _one(path: Path, names: Sequence[str] | None, count: int, wanted: str) -> in
 
 
 class _ColumnarSource(RowSource):
-    """A table that pyarrow reads, of which one column, or one for each key, has the text."""
+    """Table read by pyarrow, with the text in one column for each key."""
 
     kind: str
     _names: list[str]
@@ -82,11 +82,11 @@ class _ColumnarSource(RowSource):
 
     @abstractmethod
     def _batches(self) -> Iterator[Any]:
-        """The record batches, of few rows each."""
+        """Yield record batches of few rows each."""
 
     @abstractmethod
     def _disk_after(self, rows: int) -> int:
-        """Bytes of the file up to the end of so many rows."""
+        """Return the bytes of the file up to the end of so many rows."""
 
     def _rows(self) -> Iterator[Row]:
         number = 0
@@ -96,7 +96,7 @@ class _ColumnarSource(RowSource):
                 for cells in zip(*columns, strict=True):
                     number += 1
                     content = _document(cells, self._options.keys)
-                    yield Row(content, size_of(content), number, self._disk_after(number))
+                    yield Row(content, utf8_size(content), number, self._disk_after(number))
 
     @contextmanager
     def _damage_named(self) -> Iterator[None]:
@@ -104,14 +104,14 @@ class _ColumnarSource(RowSource):
         try:
             yield
         except (OSError, ValueError) as error:
-            raise DataError(f"{self.path}: the {self.kind} file is cut short or damaged: {error}") from error
+            raise DataError(f"{self.path}: the {self.kind} file is truncated or damaged: {error}") from error
 
     def _library(self, module: str) -> Any:
         return import_for(f"{self.path}: reading it", module, "data")
 
 
 class ParquetSource(_ColumnarSource):
-    """A parquet file."""
+    """Parquet file."""
 
     kind = "parquet"
 
@@ -136,7 +136,7 @@ class ParquetSource(_ColumnarSource):
 
 
 class ArrowSource(_ColumnarSource):
-    """An Arrow file, as `save_to_disk` and the cache of Hugging Face's datasets write it (a stream), or Feather."""
+    """Arrow file: a stream as Hugging Face datasets write it (`save_to_disk`, cache), or Feather."""
 
     kind = "arrow"
 
@@ -185,14 +185,14 @@ def _document(cells: tuple[Any, ...], keys: tuple[str, ...]) -> Document | BadDo
 
 
 def _text_columns(path: Path, schema: Any, options: SourceOptions) -> list[str]:
-    """Names of the columns, which hold text or lists of it."""
+    """Return the names of the text columns. Raises DataError if one holds neither text nor lists of text."""
     types = import_for(f"{path}: reading it", "pyarrow.types", "data")
     names = [schema.names[at] for at in choose_columns(path, schema.names, len(schema.names), options)]
     for name in names:
         kind = schema.field(name).type
         inner = kind.value_type if types.is_list(kind) or types.is_dictionary(kind) else kind
         if not (types.is_string(inner) or types.is_large_string(inner) or _is_view(types, inner)):
-            raise DataError(f"{path}: column {name} is no text but {kind}; name another with --text-column")
+            raise DataError(f"{path}: column {name} holds {kind}, not text; give another as --text-column")
     return names
 
 
@@ -201,36 +201,38 @@ def _is_view(types: Any, kind: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What the beginning of a csv shows."""
+class CsvPreview:
+    """First rows of a csv, and its delimiter."""
 
     delimiter: str
     rows: list[list[str]]
 
     @cached_property
     def names(self) -> list[str]:
-        """The cells of the first row, which may name the columns."""
+        """Return the cells of the first row, which may be a header."""
         return [cell.strip() for cell in self.rows[0]]
 
 
-def look_at(file: TextFile, delimiter: str | None) -> Look:
+def preview_csv(file: TextFile, delimiter: str | None) -> CsvPreview:
     """Read the beginning of a csv. Raises DataError if it has no row."""
-    beginning = file.beginning(_LOOKED_AT)
+    beginning = file.beginning(_PREVIEW_BYTES)
     text = beginning.decode(errors="replace")
     if not text.strip():
         raise DataError(f"{file.path}: the file is empty")
     found = delimiter or _delimiter(file, text)
     rows = [row for row in csv.reader(_lines_of(text), delimiter=found) if row]
     # The last row may be cut, unless all of the file has been seen.
-    return Look(found, (rows[:-1] if len(beginning) == _LOOKED_AT and len(rows) > 1 else rows)[:_ROWS_LOOKED_AT])
+    return CsvPreview(
+        found, (rows[:-1] if len(beginning) == _PREVIEW_BYTES and len(rows) > 1 else rows)[:_ROWS_LOOKED_AT]
+    )
 
 
-def has_header(look: Look, others: Sequence[Look], wanted: Sequence[str]) -> bool | None:
-    """Whether the first row of a file names its columns; None if that cannot be told.
+def has_header(preview: CsvPreview, others: Sequence[CsvPreview], wanted: Sequence[str]) -> bool | None:
+    """Return whether the first row of a csv is a header; None if undecided.
 
-    The other files of the command help to decide it, and the names of columns that are `wanted`.
+    The other csv files of the command help to decide, and the `wanted` names of columns.
     """
-    first = look.names
+    first = preview.names
     if set(first) & set(wanted):
         return True
     if not _can_be_names(first):
@@ -242,7 +244,7 @@ def has_header(look: Look, others: Sequence[Look], wanted: Sequence[str]) -> boo
         return True
     # Files of one command mostly have the same header, so another one speaks against this row.
     is_contradicted = any(row != first and _can_be_names(row) for row in rows)
-    if not _stands_above_content(first, look):
+    if not _differs_from_rows(first, preview):
         return None if are_identifiers and not is_contradicted else False
     if is_contradicted:
         return None if are_identifiers else False
@@ -254,9 +256,9 @@ def _can_be_names(row: list[str]) -> bool:
     return len(set(names)) == len(names) and all(_NAME.fullmatch(name) for name in names)
 
 
-def _stands_above_content(first: list[str], look: Look) -> bool:
-    """Whether below one of the names stand longer texts, or numbers."""
-    rest = [row for row in look.rows[1:] if len(row) == len(first)]
+def _differs_from_rows(first: list[str], preview: CsvPreview) -> bool:
+    """Return whether the texts below one of the names are longer, or all numbers."""
+    rest = [row for row in preview.rows[1:] if len(row) == len(first)]
     return bool(rest) and any(
         sorted(map(len, column))[len(column) // 2] > 2 * len(name) or all(_is_number(cell) for cell in column)
         for name, column in zip(first, zip(*rest, strict=True), strict=True)
@@ -265,23 +267,21 @@ def _stands_above_content(first: list[str], look: Look) -> bool:
 
 
 class CsvSource(RowSource):
-    """A csv of which one column, or one for each key, has the text."""
+    """Csv file with the text in one column for each key."""
 
-    def __init__(self, file: TextFile, look: Look, options: SourceOptions, *, header: bool) -> None:
+    def __init__(self, file: TextFile, preview: CsvPreview, options: SourceOptions, *, header: bool) -> None:
         """Choose the columns. Raises DataError if they are not there."""
         super().__init__(file.path, file.limits)
-        names = [name.strip() for name in look.rows[0]] if header else None
-        self._width = len(look.rows[0])
+        names = [name.strip() for name in preview.rows[0]] if header else None
+        self._width = len(preview.rows[0])
         self._columns = choose_columns(file.path, names, self._width, options)
-        self._file, self._header, self._delimiter = file, header, look.delimiter
-        shown = (
-            ", ".join(names[at] or f"column {at + 1}" for at in self._columns) if names else _numbered(self._columns)
-        )
-        first = "" if header else f", no header (its first row is {look.rows[0][self._columns[0]][:30]!r})"
+        self._file, self._header, self._delimiter = file, header, preview.delimiter
+        shown = ", ".join((names[at] if names else "") or f"column {at + 1}" for at in self._columns)
+        first = "" if header else f", no header (its first row is {preview.rows[0][self._columns[0]][:30]!r})"
         self.about = f"csv, {file.about}, text from {shown}{first}"
 
     def _rows(self) -> Iterator[Row]:
-        lines = _Lines(self._file)
+        lines = _LineReader(self._file)
         # A module-wide number; this is the only reader of the process.
         csv.field_size_limit(self._file.limits.max_document_bytes)
         reader = csv.reader(lines, delimiter=self._delimiter)
@@ -294,10 +294,10 @@ class CsvSource(RowSource):
                 if not cells:
                     continue  # a blank line
                 content = self._document(cells)
-                yield Row(content, size_of(content), number, lines.disk)
+                yield Row(content, utf8_size(content), number, lines.disk)
         except csv.Error as error:
             limit = self._file.limits.max_document_bytes
-            hint = f"; a quote that nothing closes, or a cell over {limit} bytes" if "limit" in str(error) else ""
+            hint = f"; an unclosed quote, or a cell over {limit} bytes" if "limit" in str(error) else ""
             raise DataError(f"{self.path}, row {number + 1} (line {reader.line_num}): {error}{hint}") from error
 
     def _document(self, cells: list[str]) -> Document | BadDocument:
@@ -308,12 +308,12 @@ class CsvSource(RowSource):
         try:
             "".join(cells).encode()
         except UnicodeEncodeError:
-            return BadDocument(f"a byte of it is no {self._file.encoding.plain_name} (--encoding names another)")
+            return BadDocument(f"a byte is not valid {self._file.encoding.plain_name} (--encoding sets another)")
         return texts
 
 
-class _Lines:
-    """Lines of a text file, with their line breaks; bytes that are no text become lone surrogates."""
+class _LineReader:
+    """Iterator over the lines of a text file, with line breaks; undecodable bytes become lone surrogates."""
 
     def __init__(self, file: TextFile) -> None:
         self._file = file
@@ -336,7 +336,7 @@ class _Lines:
 
 
 def _delimiter(file: TextFile, text: str) -> str:
-    """The delimiter that gives most rows the same number of cells, above one; the comma where none does."""
+    """Return the delimiter that gives most rows the same number of cells, above one; the comma if none does."""
     if ".tsv" in [suffix.lower() for suffix in file.path.suffixes]:
         return "\t"
     best, most = ",", 1
@@ -358,7 +358,3 @@ def _is_number(cell: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _numbered(columns: Sequence[int]) -> str:
-    return ", ".join(f"column {at + 1}" for at in columns)

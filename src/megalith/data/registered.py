@@ -1,4 +1,4 @@
-"""Datasets that users register: any sequence of samples, shuffled by epoch, and blends of them."""
+"""Registered datasets: any user-defined sequence of samples, shuffled by epoch, and blends of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megalith.tokenizers import Tokenizer
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
-class OwnDataset:
+class RegisteredDataset:
     """One split of a registered dataset.
 
     Sample i of epoch e is item `p[i]` of what the user's function has made, where p is a permutation drawn from the
@@ -61,17 +61,17 @@ class OwnDataset:
         return self._size if self.requested is None else max(self.requested, self._size)
 
     @property
-    def built_for(self) -> str:
-        """What was asked of it."""
+    def request_text(self) -> str:
+        """Describe the requested samples, for messages."""
         return "one epoch" if self.requested is None else f"{self.requested} samples"
 
     @property
     def summary(self) -> str:
-        """How much of it there is, in one line."""
+        """Describe the size of the dataset in one line."""
         return f"{self._size} samples of {self.prefix}, repeated in {-(-len(self) // self._size)} epochs"
 
     def __getitem__(self, item: int, /) -> dict[str, NDArray[Any]]:
-        """Sample `item` in the order of training."""
+        """Return sample `item` in training order."""
         if not 0 <= item < len(self):
             raise IndexError(f"sample {item} of {len(self)}")
         epoch, place = divmod(item, self._size)
@@ -106,9 +106,9 @@ class OwnDataset:
         return fields
 
 
-def build_own_datasets(
+def build_registered_datasets(
     data: DataConfig, tokenizer: Tokenizer, *, sizes: Sizes, seed: int
-) -> tuple[OwnDataset | BlendedDataset | None, ...]:
+) -> tuple[RegisteredDataset | BlendedDataset | None, ...]:
     """Build the splits of the datasets that --data-source names, blended by --data-source-weights.
 
     Raises:
@@ -123,24 +123,26 @@ def build_own_datasets(
 
 def _split(
     data: DataConfig, tokenizer: Tokenizer, split: int, size: int | None, seed: int
-) -> OwnDataset | BlendedDataset | None:
+) -> RegisteredDataset | BlendedDataset | None:
     name, weights = SPLIT_NAMES[split], normalise(data.data_source_weights or (1.0,))
-    parts: list[OwnDataset] = []
+    parts: list[RegisteredDataset] = []
     shares: list[float] = []
     for source, weight in zip(data.data_source, weights, strict=True):
         assert isinstance(source, Registered)
         items = source(data, tokenizer, name, seed)
         if items is not None:
             wanted = None if size is None else math.ceil(size * weight) + 1  # the blend may be one ahead of the share
-            parts.append(OwnDataset(source, items, name, wanted, data=data, seed=seed, vocab=tokenizer.vocab_size))
+            parts.append(
+                RegisteredDataset(source, items, name, wanted, data=data, seed=seed, vocab=tokenizer.vocab_size)
+            )
             shares.append(weight)
     if len(data.data_source) == 1:
         return parts[0] if parts else None
     return BlendedDataset(parts, shares, size, cache_folder=None) if parts else None
 
 
-def description(sources: Sequence[str]) -> dict[str, Any]:
-    """What the fingerprint of a run says of its registered datasets."""
+def fingerprint_entries(sources: Sequence[str]) -> dict[str, Any]:
+    """Return what the fingerprint of a run records of its registered datasets."""
     return {
         f"source {number}": f"{source} {source.settings if isinstance(source, Registered) else ''}".strip()
         for number, source in enumerate(sources, start=1)

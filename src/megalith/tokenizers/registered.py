@@ -29,7 +29,7 @@ class TextCodec(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
 
-class OwnTokenizer(Tokenizer):
+class RegisteredTokenizer(Tokenizer):
     """A registered tokenizer.
 
     Raises:
