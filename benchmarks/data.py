@@ -70,7 +70,7 @@ def _megalith(vocabulary: Vocabulary) -> Encode:
 
     encode = array_encoder(GPT2BPETokenizer(vocabulary.vocab_file, vocabulary.merge_file))
     assert isinstance(encode, BytePairArrays)
-    encode.change_over()
+    encode.use_gigatoken()
     return encode
 
 

@@ -175,7 +175,7 @@ def unknown_lines(text: str, printed: str) -> list[str]:
         "    save-checkpoint ...",
         "[Rank 0] (after",
         "[Rank 1] (after",
-        "data/shakes_text_document has no tokenizer card",
+        "data/shakes_text_document.card is missing",
         "metrics and the",
         "loss ",
         "try it",

@@ -100,7 +100,7 @@ def test_word_pieces(key: str, lower_case: bool, shared: Path) -> None:
 
 def test_card_holds_the_hashes_of_the_files(openai: GPT2BPETokenizer, golden: Callable[[str], Any]) -> None:
     expected = golden("gpt2bpe_openai50257")
-    assert openai.card()["files"] == {
+    assert openai.fingerprint()["files"] == {
         "vocab.json": expected["vocab_sha256"],
         "merges.txt": expected["merges_sha256"],
     }

@@ -18,7 +18,7 @@ from megalith.data.masked.t5 import T5DatasetFactory
 from megalith.data.samples import DatasetFactory, Sizes, target_sizes
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer
-from megalith.tokenizers.card import require_tokenizer_of_data
+from megalith.tokenizers.fingerprint import require_tokenizer_of_data
 
 
 @dataclass(frozen=True)

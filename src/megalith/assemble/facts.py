@@ -12,7 +12,7 @@ from megalith.config import RunConfig
 from megalith.config.run import all_settings
 from megalith.distributed.consistency import versions
 from megalith.nn.precision import product_dtype_on
-from megalith.tokenizers.card import entries
+from megalith.tokenizers.fingerprint import shown_entries
 
 _OF_EACH_RANK = ("launch",)
 # Machines may keep the same files at different places; their content is compared instead.
@@ -52,6 +52,6 @@ def _products(run: RunConfig, device: torch.device) -> dict[str, str]:
 def content_facts(tokenizer: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, str]:
     """Return the fingerprints of tokenizer (with hashes of its files) and data."""
     return {
-        **{f"tokenizer {name}": value for name, value in entries(tokenizer).items()},
+        **{f"tokenizer {name}": value for name, value in shown_entries(tokenizer).items()},
         **{f"data {name}": str(value) for name, value in data.items()},
     }

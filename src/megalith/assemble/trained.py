@@ -33,7 +33,7 @@ from megalith.parallel.tensor import TensorParallel
 from megalith.registry import EMPTY, Registry
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.build import with_files_in
-from megalith.tokenizers.card import require_same
+from megalith.tokenizers.fingerprint import require_same
 
 _OTHER_TOKENIZER = (
     "its ids mean other tokens than those that the model has learnt; leave out the flags of the tokenizer (the one of "
@@ -139,7 +139,7 @@ def _trained(
     built = build_tokenizer(tokenizer) if tokenizer else _own_tokenizer(store.folder(found), args, registry)
     card = (store.manifest(found) or {}).get("tokenizer")
     if card:
-        require_same((f"the training ({store.folder(found)})", "here"), card, built.card(), _OTHER_TOKENIZER)
+        require_same((f"the training ({store.folder(found)})", "here"), card, built.fingerprint(), _OTHER_TOKENIZER)
     if built.vocab_size > model.vocab_size:
         raise CheckpointError(
             f"{store.folder(found)}: the tokenizer has {built.vocab_size} ids, and the embedding {model.vocab_size} "

@@ -232,7 +232,7 @@ def _background_saver(config: RunConfig, saver: CheckpointSaver | None, state: T
 def _identity(config: RunConfig, tokenizer: Tokenizer, context: ParallelContext, observer: StartObserver) -> Identity:
     """Return the fingerprints of tokenizer and data; ConfigError if they differ between ranks."""
     identity = Identity(
-        tokenizer=tokenizer.card(),
+        tokenizer=tokenizer.fingerprint(),
         tokenizer_files={name: path.read_bytes() for name, path in tokenizer.files().items()},
         data=fingerprint(config.data, seed=config.train.seed),
     )

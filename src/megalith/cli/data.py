@@ -57,16 +57,16 @@ def _run_inspect(options: argparse.Namespace) -> int:
     from megalith.data.dataset_tools import dataset_statistics
     from megalith.data.indexed import IndexedDataset
     from megalith.tokenizers import build_tokenizer
-    from megalith.tokenizers.card import read_card, require_tokenizer_of_data
+    from megalith.tokenizers.fingerprint import read_fingerprint, require_tokenizer_of_data
 
     dataset = IndexedDataset(options.prefix, mmap_bin=False)
     config = tokenizer_of_flags(options)
     tokenizer = None if config is None else build_tokenizer(config)
     if tokenizer is not None:
-        note = require_tokenizer_of_data(options.prefix, tokenizer.card())
+        note = require_tokenizer_of_data(options.prefix, tokenizer.fingerprint())
         if note:
             print(f"note: {note}")
-    found, card = dataset_statistics(dataset), read_card(options.prefix)
+    found, card = dataset_statistics(dataset), read_fingerprint(options.prefix)
     if options.json:
         print(json.dumps(_record(dataset, found, card)))
         return 0
@@ -157,11 +157,11 @@ def _run_verify(options: argparse.Namespace) -> int:
 def _verify_dataset(prefix: str, options: argparse.Namespace) -> bool:
     from megalith.data.dataset_tools import documents_without_end, verify_tokens
     from megalith.data.indexed import IndexedDataset
-    from megalith.tokenizers.card import read_card
+    from megalith.tokenizers.fingerprint import read_fingerprint
 
     try:
         dataset = IndexedDataset(prefix, multimodal=options.multimodal, mmap_bin=False)
-        card = read_card(prefix)
+        card = read_fingerprint(prefix)
         size = options.vocab_size or (card or {}).get("vocab_size")
         results = ["structure sound"]
         if options.structure_only or dataset.dtype.kind not in "iu":

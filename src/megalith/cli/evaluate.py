@@ -226,7 +226,7 @@ def _measure(
         "data": str(path),
         "dtype": str(trained.model.dtype).removeprefix("torch."),
         "layout": dataclasses.asdict(context.layout),
-        "tokenizer": tokenizer.card(),
+        "tokenizer": tokenizer.fingerprint(),
     }
     return result, alarms_of(result, evidence), about
 

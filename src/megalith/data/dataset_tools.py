@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megalith.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
 from megalith.errors import ConfigError, DataError
-from megalith.tokenizers.card import read_card, require_same, write_card
+from megalith.tokenizers.fingerprint import read_fingerprint, require_same, write_fingerprint
 
 _SIDE_FILES = (".card",)
 _AT_ONCE = 1 << 20  # entries or tokens
@@ -68,10 +68,12 @@ def merge(
         raise ConfigError(f"--output-prefix {output_prefix} is one of the inputs; give another prefix")
     # All parts are checked before anything is written.
     first = IndexedDataset(prefixes[0], multimodal=multimodal)
-    cards = {prefix: card for prefix in prefixes if (card := read_card(prefix)) is not None}
-    for prefix, card in cards.items():
-        start = next(iter(cards))
-        require_same((start, prefix), cards[start], card, "merge only datasets made with the same tokenizer")
+    fingerprints = {prefix: fingerprint for prefix in prefixes if (fingerprint := read_fingerprint(prefix)) is not None}
+    for prefix, fingerprint in fingerprints.items():
+        start = next(iter(fingerprints))
+        require_same(
+            (start, prefix), fingerprints[start], fingerprint, "merge only datasets made with the same tokenizer"
+        )
     whole.parent.mkdir(parents=True, exist_ok=True)
     with IndexedWriter(output_prefix, first.dtype, multimodal=multimodal) as writer:
         for prefix in prefixes:
@@ -79,8 +81,8 @@ def merge(
             writer.add_index(prefix)
         writer.finalize()
         merged = MergeReport(output_prefix, writer.num_documents, writer.num_tokens)
-    if len(cards) == len(prefixes):
-        write_card(output_prefix, cards[prefixes[0]])
+    if len(fingerprints) == len(prefixes):
+        write_fingerprint(output_prefix, fingerprints[prefixes[0]])
     return merged
 
 

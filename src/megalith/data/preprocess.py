@@ -34,8 +34,8 @@ from megalith.data.sources import Source
 from megalith.data.workers import Encoder, InProcessEncoder, PendingChunk, WorkerPool
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
-from megalith.tokenizers.card import write_card
 from megalith.tokenizers.fast_bpe import is_fast
+from megalith.tokenizers.fingerprint import write_fingerprint
 
 __all__ = ["PreprocessOptions", "PreprocessReport", "find_violations", "preprocess", "worker_count"]
 
@@ -145,7 +145,7 @@ class _Run:
                 raise
         prefixes = options.output_prefixes()
         for prefix in prefixes.values():
-            write_card(prefix, tokenizer.card())
+            write_fingerprint(prefix, tokenizer.fingerprint())
         journal.remove()
         state = writing.state
         for key, count in num_tokens.items():
@@ -238,7 +238,7 @@ class _Run:
         return {
             "input": "\n".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files),
             "reading of the input": "\n".join(f"{source.about} {options.source}" for source in self.sources),
-            "tokenizer": json.dumps(tokenizer.card(), sort_keys=True),
+            "tokenizer": json.dumps(tokenizer.fingerprint(), sort_keys=True),
             "--append-eod": str(options.append_eod),
             "splitting into sentences": str(options.sentences),
             "--partitions": f"{options.partitions} {options.keep_sequential}",

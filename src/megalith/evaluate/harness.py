@@ -133,7 +133,7 @@ class MegalithLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        card = self._trained.tokenizer.card()
+        card = self._trained.tokenizer.fingerprint()
         return f"{card['class']}-{'-'.join(digest[:12] for digest in card['files'].values())}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:

@@ -33,7 +33,7 @@ from megalith.evaluate.text import bounded_exp, read_documents
 from megalith.models.language_model import DenoisingModel, Inputs
 from megalith.nn.precision import at_least_fp32
 from megalith.tokenizers import Tokenizer
-from megalith.tokenizers.card import require_tokenizer_of_data
+from megalith.tokenizers.fingerprint import require_tokenizer_of_data
 
 _SEED = 1234  # the same samples for every model of one tokenizer and length
 
@@ -217,7 +217,7 @@ def open_samples(
     notes = []
     if is_dataset(path):
         prefix = str(path)
-        note = require_tokenizer_of_data(prefix, tokenizer.card())
+        note = require_tokenizer_of_data(prefix, tokenizer.fingerprint())
         notes += [] if note is None else [note]
     else:
         prefix = str(scratch / "text_sentence")

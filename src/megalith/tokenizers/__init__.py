@@ -1,4 +1,4 @@
-"""Text to token ids and back, behind one protocol. Never touches the network; imports no torch."""
+"""Tokenizers: text to token ids and back, behind one base class. Never touches the network; imports no torch."""
 
 from megalith.tokenizers.build import build_tokenizer
 from megalith.tokenizers.byte_level import train_byte_level_bpe

@@ -1,4 +1,4 @@
-"""From the configuration to a tokenizer."""
+"""Construction of the tokenizer that a configuration names."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _FILES: dict[str, dict[str, str]] = {
 
 
 def tokenizer_violations(config: TokenizerConfig) -> list[str]:
-    """What keeps this configuration from naming a tokenizer, empty if nothing does. Opens no file."""
+    """Return why this configuration names no tokenizer, empty if it names one. Opens no file."""
     kind = config.tokenizer_type
     if isinstance(kind, Registered):
         return []
-    if kind not in _MAKERS:
-        return [f"--tokenizer-type {kind} is not in this version, which has {', '.join(_MAKERS)}"]
+    if kind not in _BUILDERS:
+        return [f"--tokenizer-type {kind} is not in this version, which has {', '.join(_BUILDERS)}"]
     violations = [f"{flag} is missing: {kind} needs it" for flag in config.missing_flags]
     return violations + config.contradictions
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Make the tokenizer that the configuration names.
+    """Build the tokenizer that the configuration names.
 
     Raises:  ConfigError if the configuration is incomplete; DataError if its files are missing or damaged, or a library
         is not installed.
@@ -55,11 +55,11 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if violations:
         raise ConfigError(violations)
     kind = config.tokenizer_type
-    return RegisteredTokenizer(str(kind), kind(config)) if isinstance(kind, Registered) else _MAKERS[kind](config)
+    return RegisteredTokenizer(str(kind), kind(config)) if isinstance(kind, Registered) else _BUILDERS[kind](config)
 
 
 def with_files_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
-    """The tokenizer with the files that lie in a folder, if all of them do: a checkpoint can then be used alone."""
+    """Use the tokenizer files in a folder if all of them are there, so that a checkpoint can be used by itself."""
     if config.tokenizer_type == "HuggingFaceTokenizer":
         return dataclasses.replace(config, tokenizer_model=str(folder)) if holds_tokenizer(folder) else config
     there = {setting: folder / name for setting, name in _FILES.get(config.tokenizer_type, {}).items()}
@@ -70,23 +70,23 @@ def with_files_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
     return dataclasses.replace(config, **moved)
 
 
-def _named(file: str | None) -> str:
-    """The file of a setting, which `tokenizer_violations` has found to be there."""
+def _require_path(file: str | None) -> str:
+    """Return the path of a setting whose presence `tokenizer_violations` has checked."""
     assert file is not None
     return file
 
 
 def _hugging_face(config: TokenizerConfig) -> Tokenizer:
     return HuggingFaceTokenizer(
-        _named(config.tokenizer_model),
+        _require_path(config.tokenizer_model),
         special_tokens=config.tokenizer_special_tokens,
-        around=not config.tokenizer_hf_no_include_special_tokens,
+        add_special_tokens=not config.tokenizer_hf_no_include_special_tokens,
     )
 
 
 def _tik_token(config: TokenizerConfig) -> Tokenizer:
     return TikTokenizer(
-        _named(config.tokenizer_model),
+        _require_path(config.tokenizer_model),
         pattern=config.tiktoken_pattern or tik_token.DEFAULT_PATTERN,
         vocab_size=config.vocab_size,
         num_special_tokens=config.tiktoken_num_special_tokens,
@@ -96,7 +96,7 @@ def _tik_token(config: TokenizerConfig) -> Tokenizer:
 
 def _word_piece(config: TokenizerConfig) -> Tokenizer:
     return WordPieceTokenizer(
-        _named(config.vocab_file),
+        _require_path(config.vocab_file),
         lower_case=config.tokenizer_type == "BertWordPieceLowerCase",
         vocab_extra_ids=config.vocab_extra_ids,
     )
@@ -112,13 +112,15 @@ def _null(config: TokenizerConfig) -> Tokenizer:
     )
 
 
-_MAKERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
-    "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(_named(config.vocab_file), _named(config.merge_file)),
+_BUILDERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
+    "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(
+        _require_path(config.vocab_file), _require_path(config.merge_file)
+    ),
     "HuggingFaceTokenizer": _hugging_face,
-    "Llama2Tokenizer": lambda config: Llama2Tokenizer(_named(config.tokenizer_model)),
-    "GPTSentencePieceTokenizer": lambda config: GPTSentencePieceTokenizer(_named(config.tokenizer_model)),
+    "Llama2Tokenizer": lambda config: Llama2Tokenizer(_require_path(config.tokenizer_model)),
+    "GPTSentencePieceTokenizer": lambda config: GPTSentencePieceTokenizer(_require_path(config.tokenizer_model)),
     "SentencePieceTokenizer": lambda config: SentencePieceTokenizer(
-        _named(config.tokenizer_model), config.vocab_extra_ids
+        _require_path(config.tokenizer_model), config.vocab_extra_ids
     ),
     "TikTokenizer": _tik_token,
     "BertWordPieceLowerCase": _word_piece,

@@ -1,9 +1,8 @@
-"""The two files of a byte-level BPE: read, checked against each other, turned into bytes, and learnt from a corpus.
+"""Files of a byte-level BPE: reading, checking against each other, conversion to bytes, and training on a corpus.
 
-vocab.json maps each token to its id; merges.txt lists the pairs that are joined, first come first served. Both
-write a byte as one printable character (`BYTE_OF_CHARACTER`). What a broken download leaves behind (a web page,
-half a file, files of two different tokenizers) is found here and said plainly, because a tokenizer that is
-silently wrong costs a whole training run.
+vocab.json maps each token to its id; merges.txt lists the merges in order of priority. Both write a byte as one
+printable character (`BYTE_OF_CHARACTER`). Broken downloads (a web page, half a file, files of two tokenizers) are
+detected here and reported plainly, because a tokenizer that is silently wrong costs a whole training run.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _AGAIN = "download both files again (GPT-2's are vocab.json with 50257 entries a
 
 
 def _byte_characters() -> dict[str, int]:
-    """Printable Latin-1 stands for itself, the other bytes for the characters from U+0100 (OpenAI's encoder.py)."""
+    """Return the byte of each character: printable Latin-1 is itself, others start at U+0100 (OpenAI's encoder.py)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(_NUM_BYTES) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -39,7 +38,7 @@ _LATIN_1 = dict.fromkeys(range(_NUM_BYTES), 0xFFFF) | {ord(letter): byte for let
 
 
 def bytes_of(token: str) -> bytes:
-    """Bytes that a token stands for. A special token with characters outside the byte alphabet is its own UTF-8."""
+    """Return the bytes of a token. A special token with characters outside the byte alphabet is its own UTF-8."""
     try:
         return token.translate(_LATIN_1).encode("latin-1")
     except UnicodeEncodeError:
@@ -48,7 +47,7 @@ def bytes_of(token: str) -> bytes:
 
 @dataclass(frozen=True)
 class BytePairVocabulary:
-    """A vocabulary and the merges that make it, known to fit each other.
+    """Vocabulary and merges that are known to fit each other.
 
     Attributes:
         ids: token, in the byte alphabet, to id; the ids are 0 to len(ids) - 1.
@@ -79,14 +78,14 @@ def _parse_vocab(file: str, text: str) -> dict[str, int]:
     if text.startswith("#version"):
         raise DataError(
             f"{file} is a merges.txt, not a vocab.json: --vocab-file takes vocab.json and --merge-file takes "
-            "merges.txt; exchange them, or download the one that is missing"
+            "merges.txt; swap them, or download the missing one"
         )
     try:
         ids = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is cut short or damaged: {error}; {_AGAIN}") from error
     if not isinstance(ids, dict) or not all(type(number) is int for number in ids.values()):
-        raise DataError(f"{file} is no vocab.json: expected one JSON object of token: id; {_AGAIN}")
+        raise DataError(f"{file} is not a vocab.json: expected one JSON object of token: id; {_AGAIN}")
     return ids
 
 
@@ -129,7 +128,7 @@ def _check_fit(vocab_file: str, merge_file: str, ids: dict[str, int], merges: li
 
 
 def _plain_tokens(tokens: Iterable[str]) -> list[str]:
-    """Tokens without the brackets (<...> or [...]) by which special tokens are known; those need no merge."""
+    """Return the tokens without brackets; those in <...> or [...] are special tokens, which need no merge."""
     brackets = (("<", ">"), ("[", "]"))
     return [token for token in tokens if not any(token.startswith(a) and token.endswith(b) for a, b in brackets)]
 
@@ -173,7 +172,7 @@ def train_byte_level_bpe(documents: Iterable[str], vocab_size: int, out_dir: str
     smallest = len(BYTE_OF_CHARACTER) + 1
     if vocab_size < smallest:
         raise DataError(
-            f"a byte-level vocabulary of {vocab_size} is too small: {smallest} hold the bytes and {END_OF_TEXT}"
+            f"a byte-level vocabulary of {vocab_size} is too small: the bytes and {END_OF_TEXT} need {smallest} ids"
         )
     ids, merges = _learn(documents, vocab_size - 1)
     if not merges:
@@ -189,7 +188,7 @@ def train_byte_level_bpe(documents: Iterable[str], vocab_size: int, out_dir: str
 
 
 def _learn(documents: Iterable[str], vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Tokens with ids in order of id, and the merges in order."""
+    """Train a BPE; return the tokens with their ids, sorted by id, and the merges in order."""
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel

@@ -1,10 +1,10 @@
-"""GPT-2's byte-level BPE from vocab.json and merges.txt, at the speed of tiktoken.
+"""GPT-2's byte-level BPE from vocab.json and merges.txt, encoded by tiktoken.
 
-tiktoken joins two neighbours whenever their bytes together are a token; a merges file joins exactly the pairs that
-it lists. The two agree on every text if each merge is what tiktoken itself would do last to build that token.
-`ranks_decide` proves this for the files at hand, and it holds for what BPE training produces; files for which the
-proof fails (hand-edited merges) are encoded by the `tokenizers` library instead, with the same result as Megatron.
-Who encodes many texts gets them faster still (`fast_bpe`).
+tiktoken merges two neighbours whenever their bytes together are a token; a merges file merges exactly the listed pairs.
+The two agree on every text if each merge is what tiktoken itself would do last to build that token. `ranks_decide`
+proves this for the given files; it holds for what BPE training produces. Files for which the proof fails (hand-edited
+merges) are encoded by the `tokenizers` library instead, with the same result as Megatron. Batches of texts are encoded
+faster still (`fast_bpe`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Encoder = Callable[[str], list[int]]
 
 
 class GPT2BPETokenizer(Tokenizer):
-    """`GPT2BPETokenizer` of Megatron: the same ids, `<|endoftext|>` inside a text is plain text."""
+    """Megatron's `GPT2BPETokenizer`: the same ids; `<|endoftext|>` inside a text is plain text."""
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
         """Read both files. Raises DataError if a file is missing, damaged, or does not belong to the other."""
@@ -64,7 +64,7 @@ class GPT2BPETokenizer(Tokenizer):
             raise surrogate_error(error) from error
 
     def array_encoder(self, expected_bytes: int = 0) -> ArrayEncoder:
-        """As `fast_bpe.array_encoder` asks for it: the encoder of a process that encodes so much text."""
+        """Return the batch encoder for so much text; `fast_bpe.array_encoder` calls this."""
         if self._ranked is None:
             return lambda texts: [np.array(self.encode(text), np.uint32) for text in texts]
         return BytePairArrays(self._vocabulary, self.encode, expected_bytes=expected_bytes)
@@ -84,7 +84,7 @@ class GPT2BPETokenizer(Tokenizer):
 
 
 def _ranked_encoder(vocabulary: BytePairVocabulary) -> Encoder | None:
-    """An encoder that joins by rank; None for a vocabulary for which that is not proved to be exact."""
+    """Return an encoder that merges by rank; None if that is not proved exact for this vocabulary."""
     tokens = rank_order(vocabulary)
     rank_of_token = {token: rank for rank, token in enumerate(tokens)}
     if len(rank_of_token) == len(tokens):
@@ -98,13 +98,13 @@ def _ranked_encoder(vocabulary: BytePairVocabulary) -> Encoder | None:
 
 
 def rank_order(vocabulary: BytePairVocabulary) -> list[str]:
-    """Tokens in the order in which they come to be: the 256 bytes by id, then what each merge makes."""
+    """Return the tokens in order of creation: the 256 bytes by id, then the result of each merge."""
     characters = sorted(BYTE_OF_CHARACTER, key=vocabulary.ids.__getitem__)
     return characters + [left + right for left, right in vocabulary.merges]
 
 
 def ranks_decide(tokens: Sequence[bytes], rank_of: dict[bytes, int], splits: Sequence[tuple[int, int]]) -> bool:
-    """Whether joining by rank of the joined bytes, as tiktoken does, is proved equal to joining by the list of pairs.
+    """Return whether merging by rank, as tiktoken does, is proved equal to merging by the list of pairs.
 
     Args:
         tokens: bytes of each rank; the single bytes come first.
@@ -127,7 +127,7 @@ def _is_last_join(
     splits: Sequence[tuple[int, int]],
     num_bytes: int,
 ) -> bool:
-    """Whether ranks below `limit` build `left` and `right` side by side without ever joining across the border.
+    """Return whether ranks below `limit` build `left` and `right` side by side without merging across their border.
 
     Walks back in time: of the two neighbours at the border the one with the higher rank was made last. Taken apart,
     it shows an earlier pair at the border, which must not have been joinable before that moment. Of two equal

@@ -1,11 +1,11 @@
-"""The tokenizer of a Hugging Face model folder: its files, who begins and ends a text, and who knows its ids.
+"""Hugging Face tokenizers: files of a model folder, special tokens, and the library that encodes.
 
-Nothing is downloaded and no code of the folder is run. As in Megatron, special tokens that are written out in a text
-become their ids, and what the tokenizer puts around every text (Llama's beginning of text) is there.
+Nothing is downloaded and no code of the folder is run. As in Megatron, special tokens in a text become their ids, and
+the tokens that the tokenizer puts around every text (Llama's beginning of text) are included.
 
-tokenizer.json needs the library `tokenizers` alone. The SentencePiece model of a Llama folder is read by sentencepiece,
-as the older tokenizer class of transformers did. What else lies in folders without tokenizer.json is turned into one by
-transformers, in memory, if that is installed.
+tokenizer.json needs only the library `tokenizers`. The SentencePiece model of a Llama folder is read by sentencepiece,
+as the slow tokenizer class of transformers did. Other files in folders without tokenizer.json are converted by
+transformers, in memory, if it is installed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 from megalith.errors import DataError
 from megalith.tokenizers.byte_level import END_OF_TEXT, byte_level_tokenizer, read_byte_pair_vocabulary
-from megalith.tokenizers.card import file_hashes
+from megalith.tokenizers.fingerprint import file_hashes
 from megalith.tokenizers.protocol import Tokenizer, import_for, json_object, require_ids, require_text
-from megalith.tokenizers.sentence_piece import MODEL_FILE, decode_around, encode_around, load_model
+from megalith.tokenizers.sentence_piece import MODEL_FILE, decode_with_special, encode_with_special, load_model
 
 TOKENIZER_FILE = "tokenizer.json"
 SLOW_FILES = (MODEL_FILE, "vocab.json", "vocab.txt", "spiece.model", "merges.txt")
@@ -49,8 +49,8 @@ _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]")
 _ROLES = ("bos", "eos", "pad", "unk", "cls", "sep", "mask")
 
 
-class Engine(ABC):
-    """Text to ids and back.
+class Backend(ABC):
+    """Encoder and decoder of a library.
 
     Attributes:
         special_ids: ids of the tokens that the files flag as special.
@@ -63,36 +63,41 @@ class Engine(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Return the ids of a text."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts, in order."""
+        """Return the ids of several texts, in order."""
         return [self.encode(text) for text in texts]
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens written out."""
+        """Return the text of ids, with special tokens written out."""
 
 
-class _Fast(Engine):
-    """The library `tokenizers`."""
+class _FastBackend(Backend):
+    """Backend of the library `tokenizers`."""
 
-    def __init__(self, tokenizer: Any, files: tuple[str, ...], special_tokens: Sequence[str], *, around: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, files: tuple[str, ...], special_tokens: Sequence[str], *, add_special_tokens: bool
+    ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if special_tokens:
             tokenizer.add_special_tokens(list(special_tokens))
-        self._tokenizer, self._around, self.files = tokenizer, around, files
+        self._tokenizer, self._add_special_tokens, self.files = tokenizer, add_special_tokens, files
         self.ids = tokenizer.get_vocab(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._around).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._add_special_tokens).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=self._around)]
+        return [
+            encoding.ids
+            for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=self._add_special_tokens)
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -100,17 +105,17 @@ class _Fast(Engine):
 
 
 def _from_file(path: Path) -> Any:
-    """The tokenizer of a tokenizer.json. Raises DataError if it is damaged."""
+    """Read a tokenizer.json. Raises DataError if it is damaged."""
     from tokenizers import Tokenizer
 
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library has no class of its own for its errors
-        raise DataError(f"{path} is damaged, or made by a later version of tokenizers: {error}") from error
+        raise DataError(f"{path} is damaged, or made by a newer version of tokenizers: {error}") from error
 
 
 def _by_transformers(folder: Path, slow_files: Sequence[str]) -> Any:
-    """The tokenizer that transformers makes of the files of a folder. Runs no code of the folder.
+    """Convert the files of a folder with transformers. Runs no code of the folder.
 
     Raises:  DataError if transformers is not installed, or makes none of them.
     """
@@ -124,13 +129,13 @@ def _by_transformers(folder: Path, slow_files: Sequence[str]) -> Any:
         made = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         return made.backend_tokenizer
     except Exception as error:  # whatever the many classes there raise for files that they do not know
-        raise DataError(f"{without}; transformers makes none of it: {error}") from error
+        raise DataError(f"{without}; transformers cannot convert them: {error}") from error
 
 
 def _byte_level(folder: Path, settings: Mapping[str, Any], named_tokens: Callable[[str], Iterable[str]]) -> Any | None:
-    """The tokenizer of a folder with GPT-2's vocab.json and merges.txt and no tokenizer.json.
+    """Build the tokenizer of a folder with GPT-2's vocab.json and merges.txt and no tokenizer.json.
 
-    None where the folder has other files or settings, which transformers understands.
+    Return None if the folder has other files or settings, which need transformers.
 
     Raises:  DataError if a file is damaged, or does not belong to the other.
     """
@@ -154,10 +159,12 @@ def _byte_level(folder: Path, settings: Mapping[str, Any], named_tokens: Callabl
     return byte_level_tokenizer(vocabulary, dict.fromkeys(special))
 
 
-class _LlamaPieces(Engine):
-    """A SentencePiece model with Llama's special tokens: their names in a text are their ids."""
+class _LlamaBackend(Backend):
+    """Backend of a SentencePiece model with Llama's special tokens, whose names in a text become their ids."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], special: Iterable[str], *, around: bool) -> None:
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], special: Iterable[str], *, add_special_tokens: bool
+    ) -> None:
         self._model = load_model("HuggingFaceTokenizer", folder / MODEL_FILE)
         self.files = (MODEL_FILE,)
         self.ids = {self._model.id_to_piece(number): number for number in range(self._model.get_piece_size())}
@@ -166,21 +173,21 @@ class _LlamaPieces(Engine):
         special = [token for token in dict.fromkeys((*special, *_added_tokens(settings).values())) if token in self.ids]
         self._token_of = {self.ids[token]: token for token in special}
         self.special_ids = frozenset(self._token_of)
-        self._written_out = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
-        begins = around and settings.get("add_bos_token", True) and self._model.bos_id() >= 0
-        ends = around and settings.get("add_eos_token", False) and self._model.eos_id() >= 0
+        self._special_pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+        begins = add_special_tokens and settings.get("add_bos_token", True) and self._model.bos_id() >= 0
+        ends = add_special_tokens and settings.get("add_eos_token", False) and self._model.eos_id() >= 0
         self._before = [self._model.bos_id()] if begins else []
         self._after = [self._model.eos_id()] if ends else []
 
     def encode(self, text: str) -> list[int]:
-        return [*self._before, *encode_around(text, self._written_out, self.ids, self._model), *self._after]
+        return [*self._before, *encode_with_special(text, self._special_pattern, self.ids, self._model), *self._after]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return decode_around(ids, self._token_of, self._model, "")
+        return decode_with_special(ids, self._token_of, self._model, "")
 
 
 def _added_tokens(settings: Mapping[str, Any]) -> dict[int, str]:
-    """The special tokens that tokenizer_config.json lists by id."""
+    """Return the special tokens that tokenizer_config.json lists, by id."""
     listed = settings.get("added_tokens_decoder")
     return {
         int(number): token["content"]
@@ -190,20 +197,20 @@ def _added_tokens(settings: Mapping[str, Any]) -> dict[int, str]:
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:
-    """The files of a folder that its tokenizer is made of, and those of the hub's tools beside them, by name."""
+    """Return the files of a folder's tokenizer, and those of Hugging Face tools beside them, by name."""
     return {name: folder / name for name in _FILES if (folder / name).is_file()}
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer that is told by its files."""
+    """Return whether a folder holds the files of a tokenizer."""
     alone = ((TOKENIZER_FILE,), (MODEL_FILE, _CONFIGS[0]), (*BYTE_LEVEL_FILES, _CONFIGS[0]))
     return any(all((folder / name).is_file() for name in names) for names in alone)
 
 
 def find_folder(named: str) -> Path:
-    """The folder that `--tokenizer-model` means: itself, that of the file it names, or a model in the hub's cache.
+    """Return the folder of `--tokenizer-model`: a folder, a file in it, or a model in the Hugging Face cache.
 
-    The cache is where `hf download` and transformers put a model: see `hub_cache`.
+    The cache is where `hf download` and transformers store models, see `hub_cache`.
 
     Raises:  DataError if there is none.
     """
@@ -213,21 +220,23 @@ def find_folder(named: str) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise DataError(f"--tokenizer-model {named} is no folder and no {TOKENIZER_FILE}; give the model's folder")
+        raise DataError(
+            f"--tokenizer-model {named} is neither a folder nor a {TOKENIZER_FILE}; give the model's folder"
+        )
     found = _cached(named)
     if found is None:
         raise DataError(
-            f"--tokenizer-model {named} is no folder; give one with a {TOKENIZER_FILE}, or the name of a model in "
-            f"{hub_cache(os.environ)}. Nothing is downloaded; to get the tokenizer of a model of the hub, `hf download "
-            "NAME --local-dir DIR`"
+            f"--tokenizer-model {named} is not a folder; give one with a {TOKENIZER_FILE}, or the name of a model in "
+            f"{hub_cache(os.environ)}. Nothing is downloaded here; `hf download NAME --local-dir DIR` gets a model of "
+            "the Hugging Face hub"
         )
     return found
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:
-    """The folder of the models of the hub: HF_HUB_CACHE, else HF_HOME/hub, else huggingface/hub in the cache folder.
+    """Return the cache folder of models: HF_HUB_CACHE, else HF_HOME/hub, else huggingface/hub in the cache folder.
 
-    An empty variable counts as none; `~` and variables in a path are resolved.
+    An empty variable counts as unset; `~` and variables in a path are resolved.
     Source:  huggingface_hub 1.x, `constants.py`.
     """
     caches = environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -237,7 +246,7 @@ def hub_cache(environ: Mapping[str, str]) -> Path:
 
 
 def _cached(name: str) -> Path | None:
-    """The snapshot of a model in the cache of the hub that its main branch points at; None if it is not there."""
+    """Return the cached snapshot of a model's main branch; None if there is none."""
     parts = name.split("/")
     if len(parts) > 2 or not all(parts) or any(part.startswith(".") for part in parts):
         return None
@@ -250,25 +259,31 @@ def _cached(name: str) -> Path | None:
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """`HuggingFaceTokenizer` of Megatron, for local folders.
+    """Megatron's `HuggingFaceTokenizer`, for local folders.
 
     Args:
-        named: a folder with tokenizer.json and, to say who ends a text, tokenizer_config.json or the like; or that
-            file; or the name of a model in the cache of the hub. A folder without tokenizer.json needs the library
-            that its files are for.
-        special_tokens: more special tokens, which get the next ids if the tokenizer has them not.
-        around: whether what the tokenizer puts around every text is there.
+        named: folder with tokenizer.json and, for the end of a text, tokenizer_config.json or similar; or that file; or
+            the name of a model in the Hugging Face cache. A folder without tokenizer.json needs the library for its
+            files.
+        special_tokens: more special tokens, which get the next ids unless the tokenizer has them.
+        add_special_tokens: whether to add the tokens that the tokenizer puts around every text.
 
     Raises:  DataError if a file is missing or damaged, or nothing says which token ends a text.
     """
 
-    def __init__(self, named: str | Path, *, special_tokens: Sequence[str] = (), around: bool = True) -> None:
-        self._named, self._special_tokens, self._around = str(named), tuple(special_tokens), around
+    def __init__(
+        self, named: str | Path, *, special_tokens: Sequence[str] = (), add_special_tokens: bool = True
+    ) -> None:
+        self._name_or_path, self._special_tokens, self._add_special_tokens = (
+            str(named),
+            tuple(special_tokens),
+            add_special_tokens,
+        )
         self._folder = find_folder(str(named))
-        self._engine = self._load()
-        ids = self._engine.ids
+        self._backend = self._load()
+        ids = self._backend.ids
         self.vocab_size = max(len(ids), 1 + max(ids.values(), default=-1))
-        self.eod = self._end(ids)
+        self.eod = self._find_eod(ids)
         special = {
             role: ids[token]
             for role in _ROLES
@@ -284,68 +299,70 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        return (self._engine.special_ids | set(self.special.values())) - set(self.extra_ids)
+        return (self._backend.special_ids | set(self.special.values())) - set(self.extra_ids)
 
     def encode(self, text: str) -> list[int]:
-        return self._engine.encode(require_text(text))
+        return self._backend.encode(require_text(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._engine.encode_batch([require_text(text) for text in texts])
+        return self._backend.encode_batch([require_text(text) for text in texts])
 
     def decode(self, ids: Sequence[int]) -> str:
         require_ids(ids, self.vocab_size)
-        return self._engine.decode(ids)
+        return self._backend.decode(ids)
 
     def _settings(self) -> dict[str, Any] | None:
         settings: dict[str, Any] = {}
-        if not self._around:
+        if not self._add_special_tokens:
             settings["include_special_tokens"] = False
         if self._special_tokens:
             settings["special_tokens"] = list(self._special_tokens)
         return settings or None
 
     def _tokens(self) -> Iterable[tuple[str, int]]:
-        return self._engine.ids.items()
+        return self._backend.ids.items()
 
     @cached_property
     def _hashes(self) -> dict[str, str]:
-        """Of the files that decide the ids of a text."""
-        return file_hashes({name: self._folder / name for name in self._engine.files})
+        """Hash the files that decide the ids of a text."""
+        return file_hashes({name: self._folder / name for name in self._backend.files})
 
     def identity(self) -> dict[str, Any]:
-        return {"class": "_HuggingFaceTokenizer", "tokenizer_path": [self._named]}
+        return {"class": "_HuggingFaceTokenizer", "tokenizer_path": [self._name_or_path]}
 
     def files(self) -> dict[str, Path]:
-        return {**tokenizer_files(self._folder), **{name: self._folder / name for name in self._engine.files}}
+        return {**tokenizer_files(self._folder), **{name: self._folder / name for name in self._backend.files}}
 
-    def _load(self) -> Engine:
+    def _load(self) -> Backend:
         folder = self._folder
         if (folder / TOKENIZER_FILE).is_file():
             return self._fast(_from_file(folder / TOKENIZER_FILE), (TOKENIZER_FILE,))
-        settings = _object(folder / _CONFIGS[0])
+        settings = _read_object(folder / _CONFIGS[0])
         slow = [name for name in SLOW_FILES if (folder / name).is_file()]
         if not slow:
             raise DataError(
-                f"{folder} has no {TOKENIZER_FILE}, nor another file of a tokenizer ({', '.join(SLOW_FILES)})"
+                f"{folder} has neither {TOKENIZER_FILE} nor another tokenizer file ({', '.join(SLOW_FILES)})"
             )
         is_llama = str(settings.get("tokenizer_class", "LlamaTokenizer")).startswith("LlamaTokenizer")
         if MODEL_FILE in slow and is_llama and not self._special_tokens:
             special = [token for role in _ROLES_OF_GPT2 for token in self._named_tokens(role)]
-            return _LlamaPieces(folder, settings, special or ("<s>", "</s>", "<unk>"), around=self._around)
-        settings = {**_object(folder / _CONFIGS[1]), **settings}
+            return _LlamaBackend(
+                folder, settings, special or ("<s>", "</s>", "<unk>"), add_special_tokens=self._add_special_tokens
+            )
+        settings = {**_read_object(folder / _CONFIGS[1]), **settings}
         own = _byte_level(folder, settings, self._named_tokens)
         return self._fast(_by_transformers(folder, slow), slow) if own is None else self._fast(own, BYTE_LEVEL_FILES)
 
-    def _fast(self, tokenizer: Any, files: Sequence[str]) -> Engine:
-        return _Fast(tokenizer, tuple(files), self._special_tokens, around=self._around)
+    def _fast(self, tokenizer: Any, files: Sequence[str]) -> Backend:
+        return _FastBackend(tokenizer, tuple(files), self._special_tokens, add_special_tokens=self._add_special_tokens)
 
-    def _end(self, ids: Mapping[str, int]) -> int:
-        """The id that ends a text: the eos_token, else the model's eos_token_id, else a token of a usual name."""
+    def _find_eod(self, ids: Mapping[str, int]) -> int:
+        """Find the id that ends a text: eos_token, else the model's eos_token_id, else a token with a usual name."""
         for token in self._named_tokens("eos_token"):
             if token in ids:
                 return ids[token]
         for name in _MODEL_CONFIGS:
-            number = _object(self._folder / name).get("eos_token_id")
+            number = _read_object(self._folder / name).get("eos_token_id")
             number = number[0] if isinstance(number, list) and number else number
             if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < self.vocab_size:
                 return number
@@ -358,14 +375,14 @@ class HuggingFaceTokenizer(Tokenizer):
         )
 
     def _named_tokens(self, role: str) -> Iterator[str]:
-        """The token that has a role, as the files name it: a text, or an object with its content."""
+        """Yield the tokens with a role, as the files name them: a text, or an object with its content."""
         for name in _CONFIGS:
-            token = _object(self._folder / name).get(role)
+            token = _read_object(self._folder / name).get(role)
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
                 yield token
 
 
-def _object(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing where there is none. Raises DataError if it is damaged."""
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if the file does not exist. Raises DataError if it is damaged."""
     return json_object(path) if path.exists() else {}

@@ -1,4 +1,4 @@
-"""The tokenizer of made-up data: a text is ids written as numbers, separated by single spaces."""
+"""Megatron's NullTokenizer for synthetic data: a text is a list of ids, separated by single spaces."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _SHOWN_CHARACTERS = 40
 
 
 class NullTokenizer(Tokenizer):
-    """Numbers are ids, in two generations of Megatron.
+    """Tokenizer whose texts are ids written as numbers, in two generations of Megatron.
 
-    Up to 0.16 `--vocab-size N` gives N + 1 ids, the last of which ends a document. Later it gives N ids, the last of
-    which ends a document unless `--null-tokenizer-eod-id` names another. A command line shows which is meant by the
-    flags that only the later has.
+    Up to Megatron 0.16 `--vocab-size N` gives N + 1 ids, of which the last ends a document. Later it gives N ids, of
+    which the last ends a document unless `--null-tokenizer-eod-id` sets another. The flags that only later versions
+    have tell which of the two a command line means.
 
     Args:
-        eod_id: the id that ends a document, in the later one; the last if absent.
-        pad_id: the id that fills up short samples, in the later one; -1 for none.
+        eod_id: id that ends a document, in the later generation; the last id by default.
+        pad_id: id that pads short samples, in the later generation; -1 for none.
     """
 
     def __init__(self, num_ids: int, *, later: bool = False, eod_id: int | None = None, pad_id: int = -1) -> None:
@@ -32,7 +32,7 @@ class NullTokenizer(Tokenizer):
         self.special = {"eod": self.eod} if self.pad is None else {"eod": self.eod, "pad": self.pad}
 
     def encode(self, text: str) -> list[int]:
-        """Numbers of a text. Negative and too large numbers pass, as in Megatron; what stores them checks the range."""
+        """Parse the numbers of a text. Negative and too large ones pass, as in Megatron; writers check the range."""
         try:
             return [int(number) for number in text.split(" ")]
         except ValueError:
@@ -42,7 +42,7 @@ class NullTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(number) for number in ids)
 
-    def card(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         return {"class": "NullTokenizer", "vocab_size": self.vocab_size, "special": dict(self.special), "files": {}}
 
     def identity(self) -> dict[str, Any]:

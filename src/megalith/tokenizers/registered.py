@@ -1,4 +1,4 @@
-"""Tokenizers that users register: what they must have, and the rest of a `Tokenizer` around it."""
+"""Registered tokenizers: the interface that a user's object must have, and its adapter to `Tokenizer`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megalith.tokenizers.protocol import Tokenizer
 
 
 class TextCodec(Protocol):
-    """What `register_tokenizer` asks of the object that is made from a TokenizerConfig.
+    """Interface of the object that a `register_tokenizer` function makes from a TokenizerConfig.
 
-    It may also have `special` (name of a role -> id, such as "pad" or "bos"), `pad` (an id), `encode_batch` (texts ->
-    lists of ids), and `files` (name -> path of a file to keep beside checkpoints).
+    Optional attributes: `special` (name of a role -> id, such as "pad" or "bos"), `pad` (an id), `encode_batch` (texts
+    -> lists of ids), and `files` (name -> path of a file to keep beside checkpoints).
 
     Attributes:
         vocab_size: Number of ids, special ones included.
@@ -30,10 +30,10 @@ class TextCodec(Protocol):
 
 
 class RegisteredTokenizer(Tokenizer):
-    """A registered tokenizer.
+    """Adapter of a registered tokenizer.
 
     Raises:
-        ConfigError: The object lacks something of `TextCodec`.
+        ConfigError: The object lacks an attribute of `TextCodec`.
     """
 
     def __init__(self, name: str, codec: TextCodec) -> None:
@@ -46,7 +46,9 @@ class RegisteredTokenizer(Tokenizer):
         self.special = {"eod": self.eod, **special}
         self.pad = getattr(codec, "pad", None)
         if outside := {role: number for role, number in self.special.items() if not 0 <= number < self.vocab_size}:
-            raise ConfigError(f"--tokenizer-type {name}: {outside} are not below its vocab_size {self.vocab_size}")
+            raise ConfigError(
+                f"--tokenizer-type {name}: the special ids {outside} are not below its vocab_size {self.vocab_size}"
+            )
 
     def encode(self, text: str) -> list[int]:
         return list(self._codec.encode(text))
@@ -68,7 +70,7 @@ class RegisteredTokenizer(Tokenizer):
         return {name: Path(path) for name, path in own.items()}
 
     @property
-    def _card_class(self) -> str:
+    def _megatron_class(self) -> str:
         return self._name
 
     def _tokens(self) -> Iterable[tuple[str, int]]:

@@ -1,12 +1,12 @@
-"""Megatron's three tokenizers over a SentencePiece model: Llama 2's, the plain one of GPT, and that of T5.
+"""Megatron's three tokenizers over a SentencePiece model: Llama 2's, GPT's plain one, and T5's.
 
-They share the model file and differ in what stands around and between the pieces:
+They share the model file and differ in the special tokens:
 
-    Llama2Tokenizer             the beginning of text, then the pieces; special pieces in a text are plain text
+    Llama2Tokenizer             beginning of text, then the pieces; special pieces in a text are plain text
     GPTSentencePieceTokenizer   the pieces alone; special pieces in a text are plain text
-    SentencePieceTokenizer      more special tokens after the model's own ids (<CLS>, <SEP>, <EOD>, <MASK>, what the
-                                model lacks of <PAD>, <BOS>, <EOS>, and <extra_id_0> and on); written out in a text
-                                they are their ids, and what stands between them is encoded by itself
+    SentencePieceTokenizer      more special tokens after the model's ids (<CLS>, <SEP>, <EOD>, <MASK>, those of <PAD>,
+                                <BOS>, <EOS> that the model lacks, and <extra_id_0> and on); in a text they become
+                                their ids, and the parts between them are encoded separately
 
 Source:  Megatron-LM megatron/training/tokenizer/tokenizer.py; docs/reference/tokenizers.md#sentencepiece.
 """
@@ -29,15 +29,15 @@ _LEAST_BYTES = 16  # a shorter file is no model; what a failed download leaves
 
 
 class _SentencePiece(Tokenizer):
-    """What the three have in common. Raises DataError if the model is missing, damaged, or lacks a needed piece."""
+    """Base of the three. Raises DataError if the model is missing, damaged, or lacks a needed piece."""
 
     def __init__(self, model_file: str | Path) -> None:
         self._model_file = str(model_file)
         self._model = load_model(type(self).__name__, Path(model_file))
         self._model_size: int = self._model.get_piece_size()
 
-    def _take_roles_of_model(self) -> None:
-        """Take the roles that the pieces of the model have, whose end of text must be among them."""
+    def _set_special_from_model(self) -> None:
+        """Set vocabulary size, eod and special ids from the model, which must have an end of text."""
         self.vocab_size, self.eod = self._model_size, self._required("eos")
         self.special = {role: number for role in ("bos", "eos") if (number := self._role(role)) is not None}
 
@@ -46,7 +46,7 @@ class _SentencePiece(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         require_ids(ids, self.vocab_size)
-        return decode_around(ids, {}, self._model, "")
+        return decode_with_special(ids, {}, self._model, "")
 
     def identity(self) -> dict[str, Any]:
         return {"class": f"_{type(self).__name__}", "tokenizer_path": [self._model_file], "vocab_extra_ids": "0"}
@@ -62,7 +62,7 @@ class _SentencePiece(Tokenizer):
         return ids
 
     def _role(self, role: str) -> int | None:
-        """The id of bos, eos or pad; None where the model has no such piece."""
+        """Return the id of bos, eos or pad; None if the model has no such piece."""
         number: int = getattr(self._model, f"{role}_id")()
         return None if number < 0 else number
 
@@ -75,20 +75,20 @@ class _SentencePiece(Tokenizer):
 
 
 class GPTSentencePieceTokenizer(_SentencePiece):
-    """`GPTSentencePieceTokenizer` of Megatron: the pieces of the text, nothing around them."""
+    """Megatron's `GPTSentencePieceTokenizer`: the pieces of the text, nothing around them."""
 
     def __init__(self, model_file: str | Path) -> None:
         super().__init__(model_file)
-        self._take_roles_of_model()
+        self._set_special_from_model()
         self.pad = self._role("pad")
 
 
 class Llama2Tokenizer(_SentencePiece):
-    """`Llama2Tokenizer` of Megatron: every text begins with the beginning of text."""
+    """Megatron's `Llama2Tokenizer`: every text starts with the beginning of text."""
 
     def __init__(self, model_file: str | Path) -> None:
         super().__init__(model_file)
-        self._take_roles_of_model()
+        self._set_special_from_model()
         self._bos = self._required("bos")
 
     def encode(self, text: str) -> list[int]:
@@ -96,7 +96,7 @@ class Llama2Tokenizer(_SentencePiece):
 
 
 class SentencePieceTokenizer(_SentencePiece):
-    """`SentencePieceTokenizer` of Megatron: T5's special tokens beside the model's pieces."""
+    """Megatron's `SentencePieceTokenizer`: T5's special tokens in addition to the model's pieces."""
 
     def __init__(self, model_file: str | Path, vocab_extra_ids: int = 0) -> None:
         super().__init__(model_file)
@@ -114,15 +114,15 @@ class SentencePieceTokenizer(_SentencePiece):
         self.vocab_size, self.eod, self.pad = len(tokens), self.special["eod"], self.special["pad"]
         self.extra_ids = tuple(self._ids[token] for token in extra)
         self._token_of = {number: token for token, number in self._ids.items()}
-        self._written_out = re.compile("|".join(map(re.escape, self._ids)))
+        self._special_pattern = re.compile("|".join(map(re.escape, self._ids)))
 
     def encode(self, text: str) -> list[int]:
-        return encode_around(require_text(text), self._written_out, self._ids, self._model)
+        return encode_with_special(require_text(text), self._special_pattern, self._ids, self._model)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; special tokens are written out with a space on both sides, as Megatron does."""
+        """Return the text of ids, with a space on both sides of special tokens, as Megatron does."""
         require_ids(ids, self.vocab_size)
-        return decode_around(ids, self._token_of, self._model, " ")
+        return decode_with_special(ids, self._token_of, self._model, " ")
 
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "vocab_extra_ids": str(self._vocab_extra_ids)}
@@ -135,10 +135,10 @@ class SentencePieceTokenizer(_SentencePiece):
         return itertools.chain(super()._tokens(), (entry for entry in added if entry[1] not in self.extra_ids))
 
 
-def encode_around(text: str, written_out: re.Pattern[str], ids_of: Mapping[str, int], model: Any) -> list[int]:
-    """Encode a text: special tokens that are `written_out` become their ids, each part between them alone."""
+def encode_with_special(text: str, pattern: re.Pattern[str], ids_of: Mapping[str, int], model: Any) -> list[int]:
+    """Encode a text: special tokens that `pattern` finds become their ids, each part between them is encoded alone."""
     ids, begin = list[int](), 0
-    for found in written_out.finditer(text):
+    for found in pattern.finditer(text):
         ids += model.encode(text[begin : found.start()])
         ids.append(ids_of[found.group()])
         begin = found.end()
@@ -146,8 +146,8 @@ def encode_around(text: str, written_out: re.Pattern[str], ids_of: Mapping[str, 
     return ids
 
 
-def decode_around(ids: Sequence[int], token_of: Mapping[int, str], model: Any, space: str) -> str:
-    """Decode ids: special tokens are written out with `space` on both sides, each part between them alone."""
+def decode_with_special(ids: Sequence[int], token_of: Mapping[int, str], model: Any, space: str) -> str:
+    """Decode ids: special tokens are written with `space` on both sides, each part between them is decoded alone."""
     parts, begin = list[str](), 0
     for place, number in enumerate(ids):
         if number in token_of:
@@ -157,7 +157,7 @@ def decode_around(ids: Sequence[int], token_of: Mapping[int, str], model: Any, s
 
 
 def load_model(tokenizer: str, path: Path) -> Any:
-    """A SentencePiece model. Raises DataError if it is missing or damaged, or the library is not installed."""
+    """Load a SentencePiece model. Raises DataError if it is missing or damaged, or the library is not installed."""
     if path.is_dir():
         raise DataError(
             f"--tokenizer-model {path} is a folder; {tokenizer} takes the file, such as {path / MODEL_FILE}"
@@ -174,10 +174,10 @@ def load_model(tokenizer: str, path: Path) -> Any:
         model.load_from_serialized_proto(content)
     except (RuntimeError, TypeError) as error:  # what the library raises for a file that is no model
         beginning = content[:256].lstrip().lower()
-        what = "cut short or no SentencePiece model"
+        what = "truncated or not a SentencePiece model"
         if beginning.startswith((b"<!doctype", b"<html")):
             what = "a web page"
         elif beginning.startswith(b"version https://git"):
-            what = "a pointer of git LFS"
+            what = "a Git LFS pointer"
         raise DataError(f"--tokenizer-model {path} is {what}; download the file itself again") from error
     return model

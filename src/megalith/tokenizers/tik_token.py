@@ -1,7 +1,7 @@
-"""Megatron's TikTokenizer: byte pairs by rank out of one JSON file, special tokens before them.
+"""Megatron's TikTokenizer: tiktoken ranks from one JSON file, special tokens before them.
 
 The file is a list of {"rank": 0, "token_bytes": base64, "token_str": ...} in order of rank; the first 256 are the
-bytes. Of a vocabulary of N ids the first S are special and the others the first N - S ranks.
+bytes. Of a vocabulary of N ids the first S are special and the others are the first N - S ranks.
 
 Source:  Megatron-LM CustomTikTokenizer; docs/reference/tokenizers.md#tiktokenizer.
 """
@@ -39,14 +39,14 @@ PATTERNS = {
 
 
 class TikTokenizer(Tokenizer):
-    """`TikTokenizer` of Megatron. Special tokens written out in a text are plain text.
+    """Megatron's `TikTokenizer`. Special tokens in a text are plain text.
 
     Args:
-        vocab_size: ids, special ones included; 131072 if absent.
+        vocab_size: ids, special ones included; 131072 by default.
         num_special_tokens: ids before the ranks.
-        special_tokens: names of the first of them, `<unk>`, `<s>` and `</s>` among them; the others have made-up names.
+        special_tokens: names of the first of them, including `<unk>`, `<s>` and `</s>`; the others get generated names.
 
-    Raises:  DataError if the file is missing or damaged, or has fewer tokens than asked for.
+    Raises:  DataError if the file is missing or damaged, or has fewer tokens than needed.
     """
 
     def __init__(
@@ -59,14 +59,16 @@ class TikTokenizer(Tokenizer):
         special_tokens: Sequence[str] = (),
     ) -> None:
         self._vocab_file, self._pattern, self._asked_size = str(vocab_file), pattern, vocab_size
-        self._num_special, self._named = num_special_tokens, tuple(special_tokens)
+        self._num_special, self._special_tokens = num_special_tokens, tuple(special_tokens)
         size = DEFAULT_SIZE if vocab_size is None else vocab_size
-        names = self._named or NEEDED_SPECIAL_TOKENS
+        names = self._special_tokens or NEEDED_SPECIAL_TOKENS
         tokens = _read_ranks(Path(vocab_file), size, num_special_tokens)
         filler = [f"<SPECIAL_{number}>" for number in range(len(names), num_special_tokens)]
         self._bytes = [*(name.encode() for name in (*names, *filler)), *tokens]
         roles = {"unk": "<unk>", "bos": "<s>", "eos": "</s>"}
-        roles |= {name: token for name in ("pad", "mask", "cls", "sep") if (token := f"<{name}>") in self._named}
+        roles |= {
+            name: token for name in ("pad", "mask", "cls", "sep") if (token := f"<{name}>") in self._special_tokens
+        }
         self.special = {role: names.index(token) for role, token in roles.items()}
         self.vocab_size, self.eod, self.pad = size, self.special["eos"], self.special.get("pad")
 
@@ -95,7 +97,7 @@ class TikTokenizer(Tokenizer):
             "pattern": PATTERNS[self._pattern],
             "vocab_size": str(self._asked_size),
             "num_special_tokens": str(self._num_special),
-            "special_tokens": str(list(self._named) or None),
+            "special_tokens": str(list(self._special_tokens) or None),
         }
 
     def files(self) -> dict[str, Path]:
@@ -113,7 +115,7 @@ class TikTokenizer(Tokenizer):
 
 
 def _read_ranks(path: Path, vocab_size: int, num_special: int) -> list[bytes]:
-    """The tokens in order of rank, as many as the vocabulary has room for."""
+    """Read the tokens in order of rank, as many as the vocabulary has room for."""
     try:
         entries = json.loads(path.read_bytes())
     except OSError as error:
@@ -122,7 +124,7 @@ def _read_ranks(path: Path, vocab_size: int, num_special: int) -> list[bytes]:
         raise DataError(f"--tokenizer-model {path} is cut short or damaged: {error}; {_AGAIN}") from error
     needed = vocab_size - num_special
     if not isinstance(entries, list):
-        raise DataError(f"--tokenizer-model {path} is no vocabulary of TikTokenizer: expected a JSON list; {_AGAIN}")
+        raise DataError(f"--tokenizer-model {path} is not a TikTokenizer vocabulary: expected a JSON list; {_AGAIN}")
     if len(entries) < needed:
         raise DataError(
             f"--tokenizer-model {path} has {len(entries)} tokens, and --vocab-size {vocab_size} with {num_special} "
@@ -130,9 +132,9 @@ def _read_ranks(path: Path, vocab_size: int, num_special: int) -> list[bytes]:
         )
     tokens = [_token(path, rank, entry) for rank, entry in enumerate(entries[:needed])]
     if needed < _NUM_BYTES:
-        raise DataError(f"--vocab-size {vocab_size} leaves {needed} ranks, and {_NUM_BYTES} are the bytes")
+        raise DataError(f"--vocab-size {vocab_size} leaves {needed} ranks, but the bytes alone need {_NUM_BYTES}")
     if len(set(tokens)) < len(tokens):
-        raise DataError(f"--tokenizer-model {path} has tokens that stand there twice; {_AGAIN}")
+        raise DataError(f"--tokenizer-model {path} has duplicate tokens; {_AGAIN}")
     return tokens
 
 

@@ -1,17 +1,18 @@
-"""BERT's WordPiece: text to words by Unicode's classes, words to the longest pieces that the vocabulary has.
+"""BERT's WordPiece: text to words by Unicode classes, words to the longest pieces in the vocabulary.
 
-Written here because the ids must be those of Google's reference on all text: the `tokenizers` library has the same
-algorithm with another idea of control characters (it drops unassigned and private ones too), of lower case (a final
-sigma) and of what is Chinese (it leaves out 256 characters), and gives up on words above another length.
+Implemented here because the ids must equal those of Google's reference on all text. The `tokenizers` library differs in
+control characters (it drops unassigned and private ones too), in lower case (a final sigma), in Chinese characters (it
+misses 256) and in the longest word.
 
-Most words come again: a dictionary of words already taken apart makes this faster than that library.
+Most words repeat: a dictionary of words already split makes this faster than that library.
 
-transformers' `BertTokenizer` knows neither [BOS], [EOS] and <extra_id_N>, which Megatron puts behind the vocabulary,
-nor texts without [CLS] and [SEP] around them; the tokenizer.json that `tokenizer_json` writes says both. Where the
-library takes words apart otherwise than Megatron, so does that file.
+transformers' `BertTokenizer` knows neither [BOS], [EOS] and <extra_id_N>, which Megatron appends to the vocabulary, nor
+texts without [CLS] and [SEP] around them; the tokenizer.json that `tokenizer_json` writes has both. Where the library
+splits words differently from Megatron, so does that file.
 
-Source:  Devlin et al. 2018, arXiv:1810.04805; google-research/bert tokenization.py as in Megatron-LM, which gives up on
-words above 200 characters instead of 100. Classes of characters are those of this Python's Unicode version.
+Source:  Devlin et al. 2018, arXiv:1810.04805; google-research/bert tokenization.py as in Megatron-LM, whose longest
+    word
+has 200 characters instead of 100. Character classes are those of this Python's Unicode version.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ _TOKENS_OF_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class WordPieceTokenizer(Tokenizer):
-    """`BertWordPieceLowerCase` and `BertWordPieceCase` of Megatron.
+    """Megatron's `BertWordPieceLowerCase` and `BertWordPieceCase`.
 
-    Special tokens written out in a text are plain text. Decoding joins the words with spaces, as Megatron does: what
-    stood between them in the text is lost in the ids.
+    Special tokens in a text are plain text. Decoding joins the words with spaces, as Megatron does: the original white
+    space is lost in the ids.
 
     Args:
-        vocab_file: a token on each line; the number of the line is its id.
-        lower_case: whether capitals and accents are taken off.
-        vocab_extra_ids: how many `<extra_id_N>` it has, which stand for the spans that T5 leaves out.
+        vocab_file: one token per line; the line number, from 0, is its id.
+        lower_case: whether to lower capitals and strip accents.
+        vocab_extra_ids: number of `<extra_id_N>` tokens, T5's sentinels.
 
-    Raises:  DataError if the vocabulary is missing, damaged, or none of BERT.
+    Raises:  DataError if the vocabulary is missing, damaged, or not of BERT.
     """
 
     def __init__(self, vocab_file: str | Path, *, lower_case: bool, vocab_extra_ids: int = 0) -> None:
@@ -76,7 +77,7 @@ class WordPieceTokenizer(Tokenizer):
         remembered, ids = self._words, list[int]()
         for word in require_text(text).translate(_CLEAN).split():
             pieces = remembered.get(word)
-            ids += self._take_apart(word) if pieces is None else pieces
+            ids += self._split_word(word) if pieces is None else pieces
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -98,7 +99,7 @@ class WordPieceTokenizer(Tokenizer):
         return {VOCABULARY_FILE: Path(self._vocab_file)}
 
     @property
-    def _card_class(self) -> str:
+    def _megatron_class(self) -> str:
         return f"BertWordPiece{'LowerCase' if self.lower_case else 'Case'}"
 
     def _settings(self) -> dict[str, Any]:
@@ -107,13 +108,13 @@ class WordPieceTokenizer(Tokenizer):
     def _tokens(self) -> Iterable[tuple[str, int]]:
         return ((token, number) for number, token in enumerate(self.tokens) if number not in self.extra_ids)
 
-    def _take_apart(self, word: str) -> tuple[int, ...]:
-        """Ids of what stands between two spaces, which are remembered."""
+    def _split_word(self, word: str) -> tuple[int, ...]:
+        """Return the ids of a text between two spaces, and cache them."""
         if self.lower_case:
             plain = unicodedata.normalize("NFD", word.lower())
-            parts = plain.translate(_WITHOUT_ACCENTS).split()
+            parts = plain.translate(_STRIP_ACCENTS).split()
         else:
-            parts = word.translate(_PUNCTUATION_APART).split()
+            parts = word.translate(_SPACE_PUNCTUATION).split()
         ids = tuple(number for part in parts for number in self._pieces(part))
         if len(word) <= LONGEST_WORD:
             if len(self._words) >= _REMEMBERED_WORDS:
@@ -122,7 +123,7 @@ class WordPieceTokenizer(Tokenizer):
         return ids
 
     def _pieces(self, word: str) -> list[int]:
-        """The longest token that the word begins with, then the longest that goes on from there, and so on."""
+        """Return the ids of a word by greedy longest match from its beginning."""
         if len(word) > LONGEST_WORD:
             return [self.special["unk"]]
         ids, begin, mark = list[int](), 0, ""
@@ -139,7 +140,7 @@ class WordPieceTokenizer(Tokenizer):
 
 
 class _Translation(dict[int, str | None]):
-    """A table for `str.translate` that works out each character when it first comes; None takes it out."""
+    """Table for `str.translate` that computes each character on first use; None deletes it."""
 
     def __init__(self, rule: Callable[[str], str | None]) -> None:
         super().__init__()
@@ -151,7 +152,7 @@ class _Translation(dict[int, str | None]):
 
 
 def _clean(character: str) -> str | None:
-    """Control characters out, spaces of all kinds plain, and each Chinese character a word of its own."""
+    """Delete control characters, make all kinds of spaces plain, and put spaces around each Chinese character."""
     if character in "\t\n\r ":
         return " "
     code, category = ord(character), unicodedata.category(character)
@@ -162,19 +163,19 @@ def _clean(character: str) -> str | None:
     return f" {character} " if any(code in block for block in _CHINESE) else character
 
 
-def _punctuation_apart(character: str) -> str:
-    """Each punctuation mark a word of its own."""
+def _space_punctuation(character: str) -> str:
+    """Put spaces around punctuation."""
     is_mark = character in _ASCII_PUNCTUATION or unicodedata.category(character).startswith("P")
     return f" {character} " if is_mark else character
 
 
-def _without_accents(character: str) -> str | None:
-    """The same, and combining marks out."""
-    return None if unicodedata.category(character) == "Mn" else _punctuation_apart(character)
+def _strip_accents(character: str) -> str | None:
+    """Delete combining marks and put spaces around punctuation."""
+    return None if unicodedata.category(character) == "Mn" else _space_punctuation(character)
 
 
 _CLEAN = _Translation(_clean)
-_PUNCTUATION_APART, _WITHOUT_ACCENTS = _Translation(_punctuation_apart), _Translation(_without_accents)
+_SPACE_PUNCTUATION, _STRIP_ACCENTS = _Translation(_space_punctuation), _Translation(_strip_accents)
 
 # In this order.
 _JOINED_IN_ENGLISH = (
@@ -192,22 +193,22 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
     ids = {token: number for number, token in enumerate(tokens)}
     if len(ids) < len(tokens):
         twice = next(token for number, token in enumerate(tokens) if ids[token] != number)
-        raise DataError(f"--vocab-file {path}: {twice!r} stands on two lines, so that an id has no token; {again}")
+        raise DataError(f"--vocab-file {path}: {twice!r} is on two lines, so that an id has no token; {again}")
     missing = [token for token in (_UNKNOWN, *_ROLES.values()) if token not in ids]
     if missing:
-        raise DataError(f"--vocab-file {path} is no vocabulary of BERT: it has no {', '.join(missing)}; {again}")
+        raise DataError(f"--vocab-file {path} is not a BERT vocabulary: it has no {', '.join(missing)}; {again}")
     return ids
 
 
 def is_word_continuation(tokenizer: Tokenizer) -> tuple[bool, ...]:
-    """Of each id, whether it goes on the word before it: marked with ##; never where pieces are not marked so."""
+    """Return, for each id, whether it continues a word (marked with ##); all False for other tokenizers."""
     if not isinstance(tokenizer, WordPieceTokenizer):
         return (False,) * tokenizer.vocab_size
     return tuple(token.startswith("##") for token in tokenizer.tokens)
 
 
 def tokenizer_json(tokenizer: WordPieceTokenizer) -> str:
-    """The content of tokenizer.json: the same ids, and nothing around a text."""
+    """Return the content of a tokenizer.json with the same ids, which adds nothing around a text."""
     from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
     from tokenizers.models import WordPiece
 
@@ -224,7 +225,7 @@ def tokenizer_json(tokenizer: WordPieceTokenizer) -> str:
 
 
 def tokenizer_config(tokenizer: WordPieceTokenizer) -> Mapping[str, Any]:
-    """The content of tokenizer_config.json beside it."""
+    """Return the content of tokenizer_config.json beside it."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "do_lower_case": tokenizer.lower_case,

@@ -18,7 +18,7 @@ from megalith.config.saved_args import REGISTERED
 from megalith.errors import CheckpointError
 from megalith.nn.precision import product_dtype_on
 from megalith.registry import IMPORT_FLAG
-from megalith.tokenizers.card import card_differences, side_by_side
+from megalith.tokenizers.fingerprint import fingerprint_differences, side_by_side
 
 # Arguments that decide the shape or the meaning of the weights, with the flag that a user knows each by.
 ARCHITECTURE = {name: all_settings()[name].flag for name in MODEL_SETTINGS if name != "make_vocab_size_divisible_by"}
@@ -202,7 +202,7 @@ def _of_experts(model: ModelConfig) -> dict[str, Any]:
 
 def _other_tokenizer(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Both cards side by side, where they differ; nothing where the checkpoint has none."""
-    differing = card_differences(saved, own) if saved else {}
+    differing = fingerprint_differences(saved, own) if saved else {}
     if not differing:
         return []
     rows = side_by_side(("the checkpoint", "this run"), differing)

@@ -15,7 +15,7 @@ from megalith.config.load import from_values
 from megalith.data.build import Datasets
 from megalith.data.gpt_dataset import GPTDataset
 from megalith.errors import ConfigError, DataError
-from megalith.tokenizers.card import write_card
+from megalith.tokenizers.fingerprint import write_fingerprint
 
 
 class Samples:
@@ -117,11 +117,11 @@ def test_every_dataset_is_held_against_the_tokenizer(tmp_path: Path) -> None:
     run = run_of(4)
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, mock_data=False, data_path=tuple(prefixes)))
     (said,) = compare_tokenizers(run, card)
-    assert "a has no tokenizer card" in said and said.endswith("the same holds for 2 more of the datasets")
+    assert "a.card is missing" in said and said.endswith("the same holds for 2 more of the datasets")
     for prefix in prefixes:
-        write_card(prefix, card)
+        write_fingerprint(prefix, card)
     assert compare_tokenizers(run, card) == []
-    write_card(prefixes[2], {**card, "vocab_size": 10})
+    write_fingerprint(prefixes[2], {**card, "vocab_size": 10})
     with pytest.raises(DataError, match=r"vocab_size +10 +9"):
         compare_tokenizers(run, card)
     assert compare_tokenizers(run_of(4), card) == []  # made-up data has no tokenizer of its own

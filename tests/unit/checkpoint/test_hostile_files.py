@@ -23,7 +23,7 @@ from megalith.config import load
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.report.history import read_history
 from megalith.tokenizers.byte_level import read_byte_pair_vocabulary
-from megalith.tokenizers.card import card_path, read_card
+from megalith.tokenizers.fingerprint import fingerprint_path, read_fingerprint
 
 MakeContent = Callable[..., CheckpointContent]
 DEEP = "[" * 100_000
@@ -85,9 +85,9 @@ def test_deep_nesting_is_damage(tmp_path: Path, make_content: MakeContent, text:
 def test_deep_nesting_in_other_files(tmp_path: Path, text: str) -> None:
     path = tmp_path / "file.json"
     path.write_text(text)
-    card_path(str(tmp_path / "data")).write_text(text)
+    fingerprint_path(str(tmp_path / "data")).write_text(text)
     with pytest.raises(DataError):
-        read_card(str(tmp_path / "data"))
+        read_fingerprint(str(tmp_path / "data"))
     with pytest.raises(DataError):
         read_byte_pair_vocabulary(str(path), str(path))
     with pytest.raises(ConfigError, match="per-split"):

@@ -18,7 +18,7 @@ from megalith.data.encoding import SentenceSettings
 from megalith.data.indexed import IndexedDataset, IndexedWriter
 from megalith.data.sentences import SentenceSplitter, find_parameters
 from megalith.errors import DataError
-from megalith.tokenizers.card import read_card, write_card
+from megalith.tokenizers.fingerprint import read_fingerprint, write_fingerprint
 from megalith.tokenizers.null import NullTokenizer
 
 CARD = {"class": "NullTokenizer", "vocab_size": 100, "special": {"eod": 99}, "files": {}}
@@ -30,7 +30,7 @@ def write(prefix: Path, documents: list[list[int]], card: dict[str, object] | No
             writer.add_document(tokens, [len(tokens)] if tokens else [])
         writer.finalize()
     if card:
-        write_card(str(prefix), card)
+        write_fingerprint(str(prefix), card)
     return str(prefix)
 
 
@@ -118,13 +118,13 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dataset = IndexedDataset(whole)
     assert [tokens.tolist() for tokens in dataset[:]] == [[1, 2], [4], [3]]
     assert dataset.document_index.tolist() == [0, 1, 2, 3, 3]
-    assert read_card(whole) == CARD
+    assert read_fingerprint(whole) == CARD
     assert main(["data", "merge", second, first, "--output-prefix", whole]) == 0
     assert IndexedDataset(whole).get(0).tolist() == [3]
     assert main(["data", "merge", first, "--output-prefix", first]) == 2
     assert main(["data", "merge", first, "--input", str(folder), "--output-prefix", whole]) == 2
     capsys.readouterr()
-    write_card(second, {**CARD, "vocab_size": 50})
+    write_fingerprint(second, {**CARD, "vocab_size": 50})
     assert main(["data", "merge", first, second, "--output-prefix", str(tmp_path / "no")]) == 3
     assert "vocab_size" in capsys.readouterr().err
     (folder / "c.idx").touch()

@@ -94,7 +94,7 @@ def test_the_fingerprint_tells_sources_apart() -> None:
 def test_a_registered_tokenizer_is_a_tokenizer() -> None:
     assert isinstance(TOKENIZER, Tokenizer)
     assert TOKENIZER.decode(TOKENIZER.encode("né")) == "né" and TOKENIZER.encode_batch(["a", "b"]) == [[97], [98]]
-    card = TOKENIZER.card()
+    card = TOKENIZER.fingerprint()
     assert card["class"] == "bytes" and card["vocab_size"] == 257 and len(card["vocabulary"]) == 64
     with pytest.raises(DataError, match="257"):
         TOKENIZER.decode([257])

@@ -29,7 +29,7 @@ class Letters:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(number) for number in ids)
 
-    def card(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         return {"class": "Letters", "vocab_size": self.vocab_size, "special": {"eod": self.eod}, "files": {}}
 
     def identity(self) -> dict[str, Any]:

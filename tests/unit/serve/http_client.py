@@ -48,7 +48,7 @@ class LetterTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join("<end>" if number == EOD else ALPHABET[number] for number in ids)
 
-    def card(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         return {}
 
     def identity(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def test_null_tokenizer() -> None:
     assert tokenizer.decode(tokenizer.encode("1 2 3")) == "1 2 3"
     assert tokenizer.encode_batch(["7", "-1 131"]) == [[7], [-1, 131]]
     assert tokenizer.identity() == {"class": "_NullTokenizer", "tokenizer_path": [None], "vocab_size": "131"}
-    assert tokenizer.card()["special"] == {"eod": 131}
+    assert tokenizer.fingerprint()["special"] == {"eod": 131}
     assert tokenizer.files() == {} and tokenizer.extra_ids == ()
     with pytest.raises(DataError, match=r"not 'x{40}\.\.\.'"):
         NullTokenizer(9).encode("x" * 1000)
@@ -97,7 +97,7 @@ def test_a_checkpoint_brings_its_files(shared: Path, tmp_path: Path) -> None:
         shutil.copy(path, folder / name)
     moved = with_files_in(folder, config)
     assert moved.tokenizer_model == str(folder / "tokenizer.model")
-    assert build_tokenizer(moved).card() == tokenizer.card()
+    assert build_tokenizer(moved).fingerprint() == tokenizer.fingerprint()
     null = TokenizerConfig("NullTokenizer", vocab_size=9)
     assert with_files_in(folder, null) == null
 

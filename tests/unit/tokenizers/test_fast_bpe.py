@@ -67,7 +67,7 @@ def test_gigatoken_itself(
     pytest.importorskip("gigatoken", reason="the extra data is not installed")
     encode = arrays(1)
     encode(["ab"])
-    assert encode._fast is not None and not caplog.records
+    assert encode._gigatoken is not None and not caplog.records
     source = random.Random(3)
     texts = json.loads((shared / "golden" / "tokenizers" / "texts.json").read_text())
     texts += [
@@ -86,8 +86,8 @@ def test_gigatoken_on_every_character(block: int, shared: Path) -> None:
     tokenizer = GPT2BPETokenizer(folder / "gpt2-vocab.json", folder / "gpt2-merges.txt")
     encode = tokenizer.array_encoder()
     assert isinstance(encode, BytePairArrays)
-    encode.change_over()
-    assert encode._fast is not None
+    encode.use_gigatoken()
+    assert encode._gigatoken is not None
     letters = [chr(code) for code in range(block, block + 0x8000) if not 0xD800 <= code < 0xE000]
     for a, b in zip(letters[::2], letters[1::2], strict=True):
         text = f" {a}{b}x{a} {b} {a}{a}1'{b}"
@@ -120,14 +120,14 @@ def test_a_library_that_does_not_do_is_left_alone(
     with caplog.at_level(logging.WARNING):
         assert [ids.tolist() for ids in encode(["ab", "cd"])] == tokenizer.encode_batch(["ab", "cd"])
     (record,) = caplog.records
-    assert "tiktoken encodes, more slowly" in record.getMessage()
+    assert "using tiktoken" in record.getMessage()
 
 
 def test_wrong_ids_later_on_stop(
     tokenizer: GPT2BPETokenizer, arrays: Callable[[int], BytePairArrays], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, lambda text: [0] if text == "wrong" else tokenizer.encode(text))
-    monkeypatch.setattr(fast_bpe, "_COMPARED_EACH", 3)
+    monkeypatch.setattr(fast_bpe, "_COMPARE_INTERVAL", 3)
     encode = arrays(1)
     encode(["begin", "a", "b"])
     encode(["c", "wrong", "e"])  # the third and the sixth are compared
@@ -141,12 +141,12 @@ def test_a_process_that_has_grown_begins_with_an_empty_memory(
     pretend(monkeypatch, tokenizer.encode)
     resident = iter([100, 100 + fast_bpe._LARGEST_GROWTH, 101 + fast_bpe._LARGEST_GROWTH, 50, 51])
     monkeypatch.setattr(fast_bpe, "_resident_bytes", lambda: next(resident))
-    monkeypatch.setattr(fast_bpe, "_LOOKED_EACH", 2)
+    monkeypatch.setattr(fast_bpe, "_MEMORY_CHECK_INTERVAL", 2)
     encode = arrays(1)
     encode(["begin"])
     used = []
     for text in "abcdef":
-        used.append(encode._fast)
+        used.append(encode._gigatoken)
         assert encode([text])[0].tolist() == tokenizer.encode(text)
     assert used[0] is used[1] is used[2] is not used[3] is used[4] is used[5]
 

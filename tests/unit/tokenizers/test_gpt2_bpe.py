@@ -184,6 +184,6 @@ def test_identity_holds_paths_and_card_does_not(tmp_path: Path) -> None:
     tokenizer = write(tmp_path, MERGES)
     paths = [str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt")]
     assert tokenizer.identity() == {"class": "_GPT2BPETokenizer", "tokenizer_path": paths}
-    card = json.loads(json.dumps(tokenizer.card()))
+    card = json.loads(json.dumps(tokenizer.fingerprint()))
     assert card["vocab_size"] == 260 and card["special"] == {"eod": 259}
     assert str(tmp_path) not in json.dumps(card)

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from megalith.config import TokenizerConfig
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import build_tokenizer
-from megalith.tokenizers.card import card_differences, require_tokenizer_of_data, write_card
+from megalith.tokenizers.fingerprint import fingerprint_differences, require_tokenizer_of_data, write_fingerprint
 from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
 from megalith.tokenizers.huggingface import HuggingFaceTokenizer, hub_cache
 from megalith.tokenizers.sentence_piece import Llama2Tokenizer
@@ -106,7 +106,7 @@ def test_card_and_files(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x")
     tokenizer = HuggingFaceTokenizer(tmp_path)
     assert set(tokenizer.files()) == {"tokenizer.json", "tokenizer_config.json"}
-    card = tokenizer.card()
+    card = tokenizer.fingerprint()
     assert (
         card["vocab_size"] == 257
         and card["special"] == {"eod": 256, "eos": 256}
@@ -115,7 +115,9 @@ def test_card_and_files(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "tokenizer.json").write_bytes((tmp_path / "tokenizer.json").read_bytes())
-    assert card_differences(HuggingFaceTokenizer(other).card(), card) == {}  # wherever it lies, whatever names its end
+    assert (
+        fingerprint_differences(HuggingFaceTokenizer(other).fingerprint(), card) == {}
+    )  # wherever it lies, whatever names its end
 
 
 def test_what_is_no_text_or_no_id(tmp_path: Path) -> None:
@@ -161,12 +163,12 @@ def test_a_model_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.Mon
     (model / "refs" / "main").write_text("0a1b2c")
     by_path = HuggingFaceTokenizer(snapshot)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert HuggingFaceTokenizer("some/model").card() == by_path.card()
-    assert HuggingFaceTokenizer(snapshot / "tokenizer.json").card() == by_path.card()
+    assert HuggingFaceTokenizer("some/model").fingerprint() == by_path.fingerprint()
+    assert HuggingFaceTokenizer(snapshot / "tokenizer.json").fingerprint() == by_path.fingerprint()
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     with pytest.raises(DataError, match=r"some/model.*elsewhere"):
         HuggingFaceTokenizer("some/model")
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         HuggingFaceTokenizer("../hub")
 
 
@@ -199,7 +201,7 @@ def test_nothing_around_a_text_and_more_special_tokens(tmp_path: Path) -> None:
     assert (plain.vocab_size, tokenizer.vocab_size, tokenizer.extra_ids) == (258, 259, (258,))
     assert plain.encode("a") == [256, *tokenizer.encode("a")]
     assert tokenizer.encode("<extra_id_0></s>") == [258, 257]
-    differing = card_differences(plain.card(), tokenizer.card())
+    differing = fingerprint_differences(plain.fingerprint(), tokenizer.fingerprint())
     assert set(differing) == {
         "vocabulary",
         "vocab_size",
@@ -238,12 +240,12 @@ def test_a_llama_folder_without_tokenizer_json(llama: Path, shared: Path) -> Non
     assert (tokenizer.eod, tokenizer.vocab_size) == (megatron.eod, megatron.vocab_size)
     assert tokenizer.encode("a</s>b") == [*megatron.encode("a"), 2, *megatron.encode("b")[1:]]
     assert tokenizer.decode(tokenizer.encode("a</s>")) == "<s>a</s>"
-    assert HuggingFaceTokenizer(llama, around=False).encode("a") == megatron.encode("a")[1:]
-    assert set(tokenizer.card()["files"]) == {"tokenizer.model"} <= set(tokenizer.files())
+    assert HuggingFaceTokenizer(llama, add_special_tokens=False).encode("a") == megatron.encode("a")[1:]
+    assert set(tokenizer.fingerprint()["files"]) == {"tokenizer.model"} <= set(tokenizer.files())
 
 
 def test_what_a_llama_folder_says_of_its_beginning_and_end(llama: Path) -> None:
-    bare = HuggingFaceTokenizer(llama, around=False).encode("who")
+    bare = HuggingFaceTokenizer(llama, add_special_tokens=False).encode("who")
     _say(llama, "tokenizer_config.json", add_bos_token=False, add_eos_token=True)
     assert HuggingFaceTokenizer(llama).encode("who") == [*bare, 2]
     added = {"800": {"content": "<|im_end|>"}, "x": 1}
@@ -275,7 +277,7 @@ def test_a_folder_for_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "transformers", library)
     folder = _bert_folder(tmp_path)
     tokenizer = HuggingFaceTokenizer(folder)
-    assert (tokenizer.eod, set(tokenizer.card()["files"])) == (257, {"vocab.txt"})
+    assert (tokenizer.eod, set(tokenizer.fingerprint()["files"])) == (257, {"vocab.txt"})
     assert asked == [((str(folder),), {"local_files_only": True, "trust_remote_code": False})]
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(DataError, match=r"vocab\.txt.*AutoTokenizer.*\bhf\b"):
@@ -306,15 +308,15 @@ def test_an_export_reads_the_data_of_the_original(tmp_path: Path) -> None:
     _say(folder, "tokenizer_config.json", eos_token="<|endoftext|>")
     imported = HuggingFaceTokenizer(folder)
     assert imported.encode("the") == original.encode("the") == [257]
-    write_card(str(tmp_path / "data"), original.card())
-    assert require_tokenizer_of_data(str(tmp_path / "data"), imported.card()) is None
+    write_fingerprint(str(tmp_path / "data"), original.fingerprint())
+    assert require_tokenizer_of_data(str(tmp_path / "data"), imported.fingerprint()) is None
     # The same number of ids for other tokens is another tokenizer.
     other = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = other["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (folder / "tokenizer.json").write_text(json.dumps(other), encoding="utf-8")
     with pytest.raises(DataError, match="vocabulary"):
-        require_tokenizer_of_data(str(tmp_path / "data"), HuggingFaceTokenizer(folder).card())
+        require_tokenizer_of_data(str(tmp_path / "data"), HuggingFaceTokenizer(folder).fingerprint())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import sentencepiece
 from megalith.config import TokenizerConfig
 from megalith.errors import DataError
 from megalith.tokenizers import build_tokenizer
-from megalith.tokenizers.card import card_differences
+from megalith.tokenizers.fingerprint import fingerprint_differences
 from megalith.tokenizers.sentence_piece import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer
 
 TEXT = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs"]
@@ -77,19 +77,21 @@ def test_cards_and_identities(tmp_path: Path) -> None:
         "vocab_extra_ids": "4",
     }
     assert llama.identity()["class"] == "_Llama2Tokenizer" and set(llama.files()) == {"tokenizer.model"}
-    differing = card_differences(t5.card(), SentencePieceTokenizer(model, 5).card())
+    differing = fingerprint_differences(t5.fingerprint(), SentencePieceTokenizer(model, 5).fingerprint())
     assert set(differing) == {"vocab_size", "setting vocab_extra_ids"}
-    assert not card_differences(llama.card(), GPTSentencePieceTokenizer(model).card()), "ids mean the same pieces"
+    assert not fingerprint_differences(llama.fingerprint(), GPTSentencePieceTokenizer(model).fingerprint()), (
+        "ids mean the same pieces"
+    )
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "cannot read --tokenizer-model .*No such file"),
-        (b"", "is cut short or no SentencePiece model"),
-        (b"not a model, though it is long enough for one", "is cut short or no SentencePiece model"),
+        (b"", "is truncated or not a SentencePiece model"),
+        (b"not a model, though it is long enough for one", "is truncated or not a SentencePiece model"),
         (b"<!DOCTYPE html><html><body>404: Not Found</body></html>", "is a web page"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of git LFS"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a Git LFS pointer"),
     ],
 )
 def test_broken_files_are_named(tmp_path: Path, content: bytes | None, message: str) -> None:
@@ -105,5 +107,5 @@ def test_broken_files_are_named(tmp_path: Path, content: bytes | None, message: 
 def test_half_a_model(tmp_path: Path) -> None:
     path = train(tmp_path)
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(DataError, match="is cut short or no SentencePiece model"):
+    with pytest.raises(DataError, match="is truncated or not a SentencePiece model"):
         GPTSentencePieceTokenizer(path)

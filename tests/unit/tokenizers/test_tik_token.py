@@ -57,7 +57,7 @@ def test_named_special_tokens_by_the_flags(tmp_path: Path) -> None:
     identity = tokenizer.identity()
     assert identity["class"] == "CustomTikTokenizer" and identity["vocab_size"] == "262"
     assert identity["special_tokens"] == "['<pad>', '<unk>', '</s>', '<s>']"
-    assert tokenizer.card()["settings"] == {"pattern": "v1", "num_special_tokens": 6}
+    assert tokenizer.fingerprint()["settings"] == {"pattern": "v1", "num_special_tokens": 6}
     plain = TikTokenizer(path, vocab_size=262, num_special_tokens=6)
     assert plain.identity()["special_tokens"] == "None" and set(plain.files()) == {"tiktoken.vocab.json"}
 
@@ -83,7 +83,7 @@ def _swap(content: list[dict[str, Any]]) -> Any:
         (lambda content: {"a": 1}, "expected a JSON list"),
         (lambda content: _swap(content), "is damaged: entry 3"),
         (lambda content: [*content[:-1], {"rank": 256}], "is damaged: entry 256"),
-        (lambda content: [*content[:-1], {**content[256], "token_bytes": "AA=="}], "stand there twice"),
+        (lambda content: [*content[:-1], {**content[256], "token_bytes": "AA=="}], "duplicate tokens"),
         (lambda content: content[:200], "has 200 tokens, and --vocab-size 260 with 3 special tokens needs 257"),
     ],
 )

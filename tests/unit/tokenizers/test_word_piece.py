@@ -73,7 +73,7 @@ def test_special_ids(vocabulary: Path) -> None:
     assert (tokenizer.eod, tokenizer.pad, tokenizer.extra_ids) == (size + 1, 0, (size + 2, size + 3))
     assert tokenizer.vocab_size == size + 4
     assert tokenizer.identity()["lower_case"] == "True" and tokenizer.identity()["vocab_extra_ids"] == "2"
-    assert tokenizer.card()["class"] == "BertWordPieceLowerCase"
+    assert tokenizer.fingerprint()["class"] == "BertWordPieceLowerCase"
 
 
 def test_decoding_joins_words_as_megatron_does(vocabulary: Path) -> None:
@@ -102,7 +102,7 @@ def test_lines_end_in_either_way(tmp_path: Path, end: str) -> None:
         (b"<html>404", "is a web page"),
         (b"[PAD]\n\xff\n", "is not text: byte 6"),
         (b"[PAD]\n[CLS]\n", r"has no \[UNK\], \[SEP\], \[MASK\]"),
-        ("\n".join([*SPECIAL, "a", "a "]).encode(), "'a' stands on two lines"),
+        ("\n".join([*SPECIAL, "a", "a "]).encode(), "'a' is on two lines"),
     ],
 )
 def test_broken_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from megalith.errors import DataError
-from megalith.tokenizers.card import (
-    card_differences,
-    card_path,
-    read_card,
+from megalith.tokenizers.fingerprint import (
+    fingerprint_differences,
+    fingerprint_path,
+    read_fingerprint,
     require_same,
     require_tokenizer_of_data,
     vocabulary_hash,
-    write_card,
+    write_fingerprint,
 )
 
 HASH = "0123456789abcdef" * 4
@@ -30,12 +30,12 @@ CARD: dict[str, Any] = {
 
 def test_there_and_back(tmp_path: Path) -> None:
     prefix = str(tmp_path / "my.data_text_document")
-    assert read_card(prefix) is None
-    write_card(prefix, CARD)
-    assert read_card(prefix) == CARD
+    assert read_fingerprint(prefix) is None
+    write_fingerprint(prefix, CARD)
+    assert read_fingerprint(prefix) == CARD
     assert [path.name for path in tmp_path.iterdir()] == ["my.data_text_document.card"]
-    write_card(prefix, {**CARD, "vocab_size": 1})
-    found = read_card(prefix)
+    write_fingerprint(prefix, {**CARD, "vocab_size": 1})
+    found = read_fingerprint(prefix)
     assert found is not None and found["vocab_size"] == 1
 
 
@@ -44,7 +44,7 @@ def test_megatron_takes_the_card_for_a_half_of_the_pair(tmp_path: Path) -> None:
     prefix = tmp_path / "a_text_document"
     for ending in (".bin", ".idx"):
         Path(f"{prefix}{ending}").touch()
-    write_card(str(prefix), CARD)
+    write_fingerprint(str(prefix), CARD)
     for file in tmp_path.iterdir():
         assert file.with_suffix(".bin" if file.suffix == ".idx" else ".idx").is_file()
 
@@ -66,7 +66,7 @@ def test_megatron_takes_the_card_for_a_half_of_the_pair(tmp_path: Path) -> None:
     ],
 )
 def test_differences(change: dict[str, Any], differing: dict[str, tuple[str, str]]) -> None:
-    assert card_differences(CARD, {**CARD, **change}) == differing
+    assert fingerprint_differences(CARD, {**CARD, **change}) == differing
 
 
 VOCABULARY = {**CARD, "vocabulary": HASH}
@@ -97,7 +97,7 @@ IMPORTED = {
     ],
 )
 def test_cards_with_the_same_vocabulary_agree(one: dict[str, Any], other: dict[str, Any], differing: set[str]) -> None:
-    for found in (card_differences(one, other), card_differences(other, one)):
+    for found in (fingerprint_differences(one, other), fingerprint_differences(other, one)):
         assert differing <= set(found) and bool(found) == bool(differing)
 
 
@@ -110,7 +110,7 @@ def test_a_vocabulary_is_hashed_by_id() -> None:
 def test_an_older_card_says_that_classes_are_compared(tmp_path: Path) -> None:
     prefix = str(tmp_path / "data")
     for card, older in ((CARD, True), ({**VOCABULARY, "vocabulary": "a" * 64}, False)):
-        write_card(prefix, card)
+        write_fingerprint(prefix, card)
         with pytest.raises(DataError) as caught:
             require_tokenizer_of_data(prefix, IMPORTED)
         assert ("older version" in str(caught.value)) == older
@@ -135,34 +135,34 @@ def test_side_by_side() -> None:
 def test_data_of_another_tokenizer_stops(tmp_path: Path) -> None:
     prefix = str(tmp_path / "data")
     said = require_tokenizer_of_data(prefix, CARD)
-    assert said is not None and "has no tokenizer card" in said
-    write_card(prefix, CARD)
+    assert said is not None and "data.card is missing" in said
+    write_fingerprint(prefix, CARD)
     assert require_tokenizer_of_data(prefix, CARD) is None
     with pytest.raises(DataError, match=r"vocab_size +512 +99") as caught:
         require_tokenizer_of_data(prefix, {**CARD, "vocab_size": 99})
-    assert str(card_path(prefix)) in str(caught.value)
+    assert str(fingerprint_path(prefix)) in str(caught.value)
 
 
 def test_sentinels_of_t5_are_in_no_text(tmp_path: Path) -> None:
     """Data without --vocab-extra-ids serve a run with them, as Megatron's command lines have it."""
     prefix, more = str(tmp_path / "data"), {**CARD, "vocab_size": 612, "settings": {"vocab_extra_ids": 100}}
-    write_card(prefix, CARD)
+    write_fingerprint(prefix, CARD)
     assert require_tokenizer_of_data(prefix, more) is None
     with pytest.raises(DataError, match=r"vocab_size +512 +513"):
         require_tokenizer_of_data(prefix, {**more, "vocab_size": 613})
-    write_card(prefix, more)
+    write_fingerprint(prefix, more)
     assert require_tokenizer_of_data(prefix, CARD) is None
 
 
 def test_the_null_tokenizer_reads_data_that_it_has_room_for(tmp_path: Path) -> None:
     prefix = str(tmp_path / "data")
     null = {"class": "NullTokenizer", "vocab_size": 513, "special": {"eod": 512}, "files": {}}
-    write_card(prefix, CARD)
+    write_fingerprint(prefix, CARD)
     said = require_tokenizer_of_data(prefix, null)
     assert said is not None and "room for its ids" in said
     with pytest.raises(DataError, match="511.*--vocab-size 512"):
         require_tokenizer_of_data(prefix, {**null, "vocab_size": 511})
-    write_card(prefix, {**null, "vocab_size": 9})
+    write_fingerprint(prefix, {**null, "vocab_size": 9})
     with pytest.raises(DataError, match=r"vocab_size +9 +513"):
         require_tokenizer_of_data(prefix, null)
 
@@ -170,11 +170,11 @@ def test_the_null_tokenizer_reads_data_that_it_has_room_for(tmp_path: Path) -> N
 @pytest.mark.parametrize("content", ["{", "[]", "{}", json.dumps({"class": 3})])
 def test_a_damaged_card_stops(tmp_path: Path, content: str) -> None:
     prefix = str(tmp_path / "data")
-    card_path(prefix).write_text(content)
+    fingerprint_path(prefix).write_text(content)
     with pytest.raises(DataError, match=r"data.card"):
-        read_card(prefix)
+        read_fingerprint(prefix)
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot write .*none/data.card"):
-        write_card(str(tmp_path / "none" / "data"), CARD)
+        write_fingerprint(str(tmp_path / "none" / "data"), CARD)
