@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megalith.assemble.training import BuiltRun
 from megalith.checkpoint.rank_group import RankGroup
-from megalith.compat.megatron.memory import MemoryReport, theory, theory_lines
+from megalith.compat.megatron.memory import MemoryReport, theoretical_memory, theory_lines
 from megalith.compat.megatron.run_console import MegatronConsole, RunConsole
 from megalith.config import RunConfig
 from megalith.config.saved_args import megatron_args
@@ -105,7 +105,7 @@ def build_hooks(
     state, context = built.run.state, built.run.state.context
     first = context.rank == 0
     memory = partial(memory_in_use, context.device)
-    figures = "" if config.model.registered_layers else theory_lines(theory(config, state.model.vocab_size))
+    figures = "" if config.model.registered_layers else theory_lines(theoretical_memory(config, state.model.vocab_size))
     hooks: list[Hook] = [_metrics(config, folder, built)] if first else []
     hooks.append(_console(config, console))
     hooks.append(MemoryReport(context, memory, console.print, figures, config.log.log_memory_interval))

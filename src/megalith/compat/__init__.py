@@ -1,1 +1,1 @@
-"""Meeting other programs at the border: what they print, what they accept."""
+"""Compatibility with other programs: what they print and which command lines they accept."""

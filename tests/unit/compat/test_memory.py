@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megalith.compat.megatron.console_lines import timing_lines
-from megalith.compat.megatron.memory import memory_line, theory, theory_lines
+from megalith.compat.megatron.memory import memory_line, theoretical_memory, theory_lines
 from megalith.compat.megatron.run_console import duration
 from megalith.config import RunConfig, from_values
 from megalith.models.gpt import GPT
@@ -23,7 +23,7 @@ def run(layers: int, hidden: int, heads: int, length: int, **more: object) -> Ru
 
 
 def test_the_users_124m() -> None:
-    assert theory_lines(theory(run(12, 768, 12, 512), 50304)).splitlines() == [
+    assert theory_lines(theoretical_memory(run(12, 768, 12, 512), 50304)).splitlines() == [
         "Number of parameters in transformer block in billions:  0.08",
         "Number of parameters in embedding layers in billions: 0.04",
         "Total number of parameters in billions: 0.12",
@@ -37,10 +37,10 @@ def test_of_a_model_of_experts_every_expert_counts() -> None:
     parts = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False}
     parts |= {"untie_embeddings_and_output_weights": True, "group_query_attention": True, "num_query_groups": 2}
     parts |= {"ffn_hidden_size": 48, "num_experts": 4, "moe_router_topk": 2}
-    text = theory_lines(theory(run(2, 16, 4, 32, **parts, micro_batch_size=2, global_batch_size=4), 512))
+    text = theory_lines(theoretical_memory(run(2, 16, 4, 32, **parts, micro_batch_size=2, global_batch_size=4), 512))
     assert "weight and optimizer=0.63 MB, activation=0.14 MB, total=0.76 MB" in text
-    some = theory(run(2, 16, 4, 32, **parts, moe_layer_freq="[0,1]"), 512).transformer
-    every = theory(run(2, 16, 4, 32, **parts), 512).transformer
+    some = theoretical_memory(run(2, 16, 4, 32, **parts, moe_layer_freq="[0,1]"), 512).transformer
+    every = theoretical_memory(run(2, 16, 4, 32, **parts), 512).transformer
     assert every - some == 3 * 16 * 48 * 3  # three experts less in the first layer
 
 
@@ -53,13 +53,13 @@ def test_experts_on_latent_vectors_are_narrow() -> None:
     routers = 4 * 16  # which Megatron's formula leaves out
     embedding = 512 * 16
     whole = sum(parameter.numel() for parameter in model.parameters()) - routers - embedding
-    assert theory(settings, 512).transformer == whole
+    assert theoretical_memory(settings, 512).transformer == whole
 
 
 def test_of_t5_both_stacks_count() -> None:
     parts = {"model_family": "t5", "decoder_seq_length": 16, "tokenizer_type": "BertWordPieceCase"}
     parts |= {"vocab_size": None, "vocab_file": "v.txt", "vocab_extra_ids": 10, "decoder_num_layers": 3}
-    figures = theory(run(2, 64, 4, 32, **parts, mock_data=False, data_path=["x"]), 512)
+    figures = theoretical_memory(run(2, 64, 4, 32, **parts, mock_data=False, data_path=["x"]), 512)
     norm, attention, feed_forward = 2 * 64, 4 * 64 * 64, 2 * 64 * 256
     encoder = 2 * (attention + feed_forward + 2 * norm) + norm
     assert figures.transformer == encoder + 3 * (2 * attention + feed_forward + 3 * norm) + norm
@@ -77,16 +77,16 @@ def test_of_t5_both_stacks_count() -> None:
 )
 def test_the_goldens(more: dict[str, object], weights: str) -> None:
     """`weight and optimizer` of golden `pretrain/gpt2_torch_dist`, and by its formula in other layouts."""
-    text = theory_lines(theory(run(2, 16, 4, 32, **more), 512))
+    text = theory_lines(theoretical_memory(run(2, 16, 4, 32, **more), 512))
     assert f"weight and optimizer={weights} MB" in text
 
 
 def test_activations_where_megatron_has_a_formula() -> None:
     parts = {"world_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}
-    text = theory_lines(theory(run(12, 768, 12, 512, **parts), 50432))
+    text = theory_lines(theoretical_memory(run(12, 768, 12, 512, **parts), 50432))
     layers, embedding, loss = 12 * 22 * 512 * 768, 8 * 512 + 512 * 768, 2 * 512 * (768 + 50432 / 2)
     assert f"activation={1.05 * (layers + embedding + loss) / 2**20:.2f} MB" in text
-    text = theory_lines(theory(run(12, 768, 12, 512, recompute_granularity="selective", **parts), 50432))
+    text = theory_lines(theoretical_memory(run(12, 768, 12, 512, recompute_granularity="selective", **parts), 50432))
     # 12 layers x 34 s b h, embedding 9 s b (h) and the loss 4 s b (h + V), over two ranks.
     layers, embedding, loss = 12 * 34 * 512 * 768, 8 * 512 + 512 * 768, 4 * 512 * (768 + 50432)
     assert f"activation={(layers + embedding + loss) / 2 / 2**20:.2f} MB" in text

@@ -1,1 +1,1 @@
-"""Megatron-LM's borders: its console lines."""
+"""Compatibility with Megatron-LM: console lines, tools under its flags, and launch scripts."""

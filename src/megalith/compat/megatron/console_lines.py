@@ -1,7 +1,7 @@
-"""Megatron's console lines as pure functions: values in, one text out. Nothing here prints or reads a clock.
+"""Megatron's console lines as pure functions of their values; nothing here prints or reads a clock.
 
-The wording is that of the newest form (0.16.1 and the head of its repository), blanks at the ends included, because
-users search and parse these lines. Source: docs/reference/console.md; golden `pretrain`.
+The wording is that of the newest version (0.16.1 and the head of its repository), white space at the ends included,
+because users search and parse these lines. Source: docs/reference/console.md; golden `pretrain`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from megalith.train.results import Evaluation, Times, WindowReport
 
 
 def stamp(moment: datetime) -> str:
-    """Date and time as every line of the newest form carries it."""
+    """Format date and time as the lines of the newest version show them."""
     return moment.strftime("%Y-%m-%d %H:%M:%S.%f")
 
 
 def as_float32(value: float) -> float:
-    """Round to single precision: the learning rate is printed after that rounding."""
+    """Round to single precision; the learning rate is printed after this rounding."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
-# Lines without a choice in them: each is called with its values. Megatron's blanks at the ends are kept.
+# Lines without alternatives, formatted with their values. Megatron's white space at the ends is kept.
 
 parameter_type_line = "using torch.{} for parameters ...".format
 micro_batches_line = "setting number of microbatches to constant {}".format
@@ -35,6 +35,7 @@ seeds_line = "> setting random seeds to {} ...".format
 initialised_line = "time to initialize megatron (seconds): {:.3f}".format
 decay_style_line = "> learning rate decay style: {}".format
 growth_line = "ramping up batch size from {} to {}".format
+skipping_training_line = "skipping training (--skip-train is on) ...".format
 train_iterations_line = "setting training iterations to {}".format
 milestone_line = "[{}] datetime: {:%Y-%m-%d %H:%M:%S.%f} ".format
 evaluating_line = "Evaluating on {} samples".format
@@ -50,7 +51,7 @@ exit_on_signal_line = "[exiting program after receiving {}.] datetime: {:%Y-%m-%
 
 
 def world_size_line(world: int, data: int, context: int, tensor: int, pipeline: int) -> str:
-    """The first line of a run."""
+    """Return the first line of a run."""
     return (
         f"using world size: {world}, data-parallel size: {data}, context-parallel size: {context}, hierarchical "
         f"context-parallel sizes: None, tensor-model-parallel size: {tensor}, pipeline-model-parallel size: {pipeline}"
@@ -58,21 +59,21 @@ def world_size_line(world: int, data: int, context: int, tensor: int, pipeline: 
 
 
 def argument_dump(arguments: Mapping[str, Any]) -> str:
-    """Every argument by name, dotted to a column, sorted as Megatron sorts (whole lines, case aside)."""
+    """Return every argument by name, dotted to a column, sorted as Megatron sorts (whole lines, ignoring case)."""
     lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in arguments.items()]
     head, tail = "------------------------ arguments ------------------------", "end of arguments"
     return "\n".join([head, *sorted(lines, key=str.lower), f"-------------------- {tail} ---------------------"])
 
 
 def parameters_line(number: int, tensor_rank: int = 0, pipeline_rank: int = 0) -> str:
-    """Parameters held by one model-parallel rank."""
+    """Return the line with the number of parameters on one model-parallel rank."""
     return (
         f" > number of parameters on (tensor, pipeline) model parallel rank ({tensor_rank}, {pipeline_rank}): {number}"
     )
 
 
 def target_sizes_lines(train: int | None, validation: int | None, test: int | None) -> str:
-    """Samples that the run will draw from each split, None for all there are."""
+    """Return the numbers of samples that the run draws from each split, None for all."""
     return (
         " > datasets target sizes (minimum size):\n"
         f"    train:      {train}\n    validation: {validation}\n    test:       {test}"
@@ -80,7 +81,7 @@ def target_sizes_lines(train: int | None, validation: int | None, test: int | No
 
 
 def ramp_lines(start: int, increment: int, samples: int, final: int) -> str:
-    """How the batch grows under `--rampup-batch-size`."""
+    """Return the description of the batch size under `--rampup-batch-size`."""
     return (
         f"will use batch size rampup starting from global batch size {start} to global batch size {final} with "
         f"batchsize increments {increment} over {samples} samples.\nsetting initial batch size to {start}"
@@ -90,13 +91,8 @@ def ramp_lines(start: int, increment: int, samples: int, final: int) -> str:
 # Training and evaluation
 
 
-def skipping_training_line() -> str:
-    """`--skip-train`."""
-    return "skipping training (--skip-train is on) ..."
-
-
 def iteration_line(window: WindowReport, moment: datetime, *, throughput: bool = False) -> str:
-    """One line for the steps since the last one; a value that the last step did not have is left out."""
+    """Return the line for the steps since the last one; a value that the last step does not have is left out."""
     parts = [
         f" [{stamp(moment)}] iteration {window.iteration:8d}/{window.train_iterations:8d}",
         f"consumed samples: {window.consumed_samples:12d}",
@@ -124,8 +120,8 @@ def iteration_line(window: WindowReport, moment: datetime, *, throughput: bool =
 
 
 def evaluation_lines(evaluation: Evaluation) -> str:
-    """The losses and perplexities of an evaluation between dashes."""
-    named = evaluation.final or evaluation.split != "validation"  # of several validation sets each has its name
+    """Return losses and perplexities of an evaluation between dashes."""
+    named = evaluation.final or evaluation.split != "validation"  # each of several validation sets has its name
     where = f" on {evaluation.split} set" if named else ""
     losses = {"lm loss": evaluation.loss, **evaluation.further_losses}
     values = "".join(
@@ -137,7 +133,7 @@ def evaluation_lines(evaluation: Evaluation) -> str:
 
 
 def timing_lines(times: Times, option: str = "minmax") -> str:
-    """Milliseconds that things took: minmax or max over all ranks, or all of them (`--timing-log-option`)."""
+    """Return timings in ms: minmax or max over all ranks, or each rank (`--timing-log-option`)."""
     if option == "all":
         return "\n".join(["times across ranks (ms):", *(_of_all_ranks(name, each) for name, each in times.items())])
     head = "(min, max) time across ranks (ms):" if option == "minmax" else "max time across ranks (ms):"
@@ -155,7 +151,7 @@ def _span(seconds: Sequence[float], option: str) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), with the loss capped at 20 as the original does."""
+    """Return exp(loss), with the loss capped at 20 as Megatron does."""
     return math.exp(min(20.0, loss))
 
 
@@ -163,17 +159,17 @@ def perplexity(loss: float) -> float:
 
 
 def as_typed(folder: str, *words: str | None) -> str:
-    """A folder as the command line names it, which is how Megatron prints it; as it is where no word names it."""
+    """Return a folder as one of `words` names it, which is how Megatron prints it; unchanged if none does."""
     return next((word for word in words if word and os.path.normpath(word) == os.path.normpath(folder)), folder)
 
 
 def saving_line(iteration: int, directory: str, form: str, moment: datetime) -> str:
-    """Before a checkpoint is written; `form` is "torch_dist" or "torch"."""
+    """Return the line before a checkpoint is written; `form` is "torch_dist" or "torch"."""
     return f"[{stamp(moment)}] saving checkpoint at iteration {iteration:7d} to {directory} in {form} format"
 
 
 def saved_line(iteration: int, directory: str, moment: datetime, *, tensor: int = 1, pipeline: int = 1) -> str:
-    """After a checkpoint is complete on disk: the first of `tensor` and `pipeline` ranks says so."""
+    """Return the line after a checkpoint is complete on disk, said for the first tensor and pipeline rank."""
     return (
         f"  [{stamp(moment)}] successfully saved checkpoint from iteration {iteration:7d} to {directory} "
         f"[ t 1/{tensor}, p 1/{pipeline} ]"
@@ -181,7 +177,7 @@ def saved_line(iteration: int, directory: str, moment: datetime, *, tensor: int 
 
 
 def no_checkpoint_lines(tracker: str) -> str:
-    """The first start: `tracker` is the path of the missing tracker file."""
+    """Return the warning of a first start; `tracker` is the path of the missing tracker file."""
     return (
         f"WARNING: could not find the metadata file {tracker}\n"
         "    will not load any checkpoints and will start from random"
@@ -189,19 +185,19 @@ def no_checkpoint_lines(tracker: str) -> str:
 
 
 def loading_line(directory: str, iteration: int, *, distributed: bool) -> str:
-    """Before a checkpoint is read; `distributed` for the torch_dist form."""
+    """Return the line before a checkpoint is read; `distributed` for the torch_dist format."""
     what = "distributed checkpoint" if distributed else "checkpoint"
     return f" loading {what} from {directory} at iteration {iteration}"
 
 
 def schedule_lines(values: Sequence[tuple[str, Any]], *, overridden: bool) -> list[str]:
-    """One line for each value of the schedule that a resume took from the checkpoint or kept from the command line."""
+    """Return one line for each schedule value that a resume took from the checkpoint or the command line."""
     if overridden:
         return [f" > overriding {name} value to {value}" for name, value in values]
     return [f" > using checkpoint value {value} for {name}" for name, value in values]
 
 
 def loaded_line(directory: str, iteration: int, *, tensor: int = 1, pipeline: int = 1) -> str:
-    """After a checkpoint is loaded, as `saved_line`."""
+    """Return the line after a checkpoint is loaded, as `saved_line`."""
     place = f"[ t 1/{tensor}, p 1/{pipeline} ]"
     return f"  successfully loaded checkpoint from {directory} {place} at iteration {iteration}"

@@ -1,8 +1,8 @@
-"""Megatron's converters under their own flags: `tools/checkpoint_util.py` (2023) and `tools/checkpoint/convert.py`.
+"""Megatron's checkpoint converters with their flags: `tools/checkpoint_util.py` (2023), `tools/checkpoint/convert.py`.
 
-Both are told loader and saver plugins by name; here there is one converter, which sees by itself what the source is.
-Like Megatron's, these write weights only, keep the iteration, and pad the vocabulary anew. What they print is what
-happens: there is no second process and no queue.
+Both take names of loader and saver plugins; here one converter detects the source format by itself. As in Megatron they
+write weights only, keep the iteration, and pad the vocabulary anew. Their lines are printed as the work is done; there
+is no second process and no queue.
 Source: docs/reference/checkpoints.md#converters.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,55 +34,43 @@ from megalith.errors import ConfigError
 _MEGATRON = ("core", "mcore", "megatron", "legacy")
 _FAMILIES = {family.title: name for name, family in FAMILIES.items() if not family.encoder_decoder}
 _HUGGINGFACE = ("llama_mistral", "llama2_hf", "mixtral_hf")
-_REFUSED_LOADERS = {
-    "llava": "models of images are not part of this program",
-}
+_NO_IMAGES = "models of images are not part of this program"
+_REFUSED_LOADERS = {"llava": _NO_IMAGES}
 _EXPORT = "`megalith checkpoint export SAVE_DIR HF_DIR` writes Hugging Face folders, with their tokenizer"
 _REFUSED_SAVERS = {
-    "hf_llava": "models of images are not part of this program",
-    "llava": "models of images are not part of this program",
+    **dict.fromkeys(("hf_llava", "llava"), _NO_IMAGES),
     **dict.fromkeys(("hf", "llama_hf", "llama2_hf", "llama3_hf", "mixtral_hf", "qwen2_hf"), _EXPORT),
 }
-# Flags of plugins that are not here, Megatron's own and of its forks.
+# Flags of unsupported plugins, of Megatron and its forks.
 _REFUSED_FLAGS = {
     "hf_tokenizer_path": _EXPORT,
     "save_dtype": f"{_EXPORT}; --dtype says in which format",
-    "vit_dummy_head_count": "models of images are not part of this program",
+    "vit_dummy_head_count": _NO_IMAGES,
 }
-# What the tools inherit of a checkpoint and say so.
+# Arguments that the tools take from a checkpoint and report.
 _INHERITED = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "seq_length",
-    "num_attention_heads",
-    "num_query_groups",
-    "group_query_attention",
-    "kv_channels",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "make_vocab_size_divisible_by",
-    "padded_vocab_size",
-    "tokenizer_type",
+    *("num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "num_attention_heads", "num_query_groups"),
+    *("group_query_attention", "kv_channels", "max_position_embeddings", "position_embedding_type"),
+    *("make_vocab_size_divisible_by", "padded_vocab_size", "tokenizer_type"),
 )
 _WITHOUT_EFFECT = {
     "max_queue_size": "there is no queue",
-    "no_checking": "nothing that is checked is costly",
+    "no_checking": "the checks are cheap",
     "megatron_path": "Megatron is not imported",
-    "model_size": "config.json says it",
-    "loader_transformer_impl": "the names in the files say it",
-    "sequential_save": "a tensor is read when it is written, and no model is held",
+    "model_size": "it is read from config.json",
+    "loader_transformer_impl": "it is detected from the names in the files",
+    "sequential_save": "each tensor is read when it is written, and no whole model is held",
 }
 
 
 @dataclass(frozen=True)
 class Tool:
-    """One of Megatron's tools."""
+    """Properties of one of Megatron's converters."""
 
     name: str
-    plugin: str  # its word before the names of plugins
-    dtype: str | None  # of what it writes; None: that of the checkpoint
-    legacy: str  # the generation of the names that `--saver legacy` writes
+    plugin: str  # prefix of plugin names
+    dtype: str | None  # dtype of the result; None: that of the checkpoint
+    legacy: str  # generation of the weight names that `--saver legacy` writes
 
 
 TOOLS = {
@@ -93,7 +80,7 @@ TOOLS = {
 
 
 def run_tool(name: str, argv: Sequence[str], say: Callable[[str], None] = print) -> int:
-    """Convert as one of Megatron's tools does.
+    """Convert a checkpoint as one of Megatron's tools does; return the exit code.
 
     Raises:
         ConfigError: a flag asks for what is not here.
@@ -127,7 +114,7 @@ def run_tool(name: str, argv: Sequence[str], say: Callable[[str], None] = print)
         say(note)
     tensor, pipeline = result["tensor_model_parallel_size"], result["pipeline_model_parallel_size"]
     say(console_lines.saved_line(iteration, str(options.save_dir), datetime.now(), tensor=tensor, pipeline=pipeline))
-    for line in _last_words(tool, options):
+    for line in _closing_notes(tool, options):
         say(line)
     if "optimizer" in common:
         command = f"megalith checkpoint convert {shlex.quote(str(options.load_dir))} DIR --tp {tensor} --pp {pipeline}"
@@ -137,7 +124,7 @@ def run_tool(name: str, argv: Sequence[str], say: Callable[[str], None] = print)
 
 
 def read_flags(name: str, argv: Sequence[str], *, files: bool = True) -> argparse.Namespace:
-    """Read and check the flags of one of Megatron's tools; the vocabulary file is looked for if `files`."""
+    """Read and check the flags of one of Megatron's tools; with `files` the vocabulary file must exist."""
     options = _parser(TOOLS[name]).parse_args(argv)
     _refuse(options, files)
     return options
@@ -153,26 +140,26 @@ def _parser(tool: Tool) -> ToolParser:
     add = parser.add_argument
     add("--model-type", required=True, metavar="TYPE", help="GPT or BERT")
     add("--loader", default="megatron", metavar="NAME", help=f"{', '.join(_MEGATRON)}; {', '.join(_HUGGINGFACE)}")
-    add("--saver", default="megatron", metavar="NAME", help="core, mcore or megatron, which are one; legacy")
-    add("--load-dir", required=True, type=local_path, metavar="DIR", help="the save folder to convert")
-    add("--save-dir", required=True, type=local_path, metavar="DIR", help="the save folder to write")
+    add("--saver", default="megatron", metavar="NAME", help="core, mcore or megatron (equivalent), or legacy")
+    add("--load-dir", required=True, type=local_path, metavar="DIR", help="save folder to convert")
+    add("--save-dir", required=True, type=local_path, metavar="DIR", help="save folder to write")
     add("--max-queue-size", type=int, metavar="N", help="no effect")
     add("--no-checking", action="store_true", help="no effect")
     add("--megatron-path", metavar="DIR", help="no effect")
-    add("--true-vocab-size", type=int, metavar="N", help="tokens of the vocabulary; by default the tokenizer's")
-    add("--vocab-file", type=local_path, metavar="FILE", help="vocabulary whose tokens are counted")
-    add("--target-tensor-parallel-size", type=int, metavar="N", help="by default that of the checkpoint")
-    add("--target-pipeline-parallel-size", type=int, metavar="N", help="by default that of the checkpoint")
-    add("--target-expert-parallel-size", type=int, default=1, metavar="N", help="by default 1")
+    add("--true-vocab-size", type=int, metavar="N", help="tokens of the vocabulary (the tokenizer's)")
+    add("--vocab-file", type=local_path, metavar="FILE", help="vocabulary file whose tokens are counted")
+    add("--target-tensor-parallel-size", type=int, metavar="N", help="tensor-parallel size (the checkpoint's)")
+    add("--target-pipeline-parallel-size", type=int, metavar="N", help="pipeline-parallel size (the checkpoint's)")
+    add("--target-expert-parallel-size", type=int, default=1, metavar="N", help="expert-parallel size (1)")
     add("--loader-transformer-impl", metavar="NAME", help="no effect")
     add("--saver-transformer-impl", metavar="NAME", help="local")
     add("--position-embedding-type", metavar="NAME", help="compared with that of the checkpoint")
-    add("--checkpoint-type", metavar="NAME", help="of --loader llama_mistral: hf")
+    add("--checkpoint-type", metavar="NAME", help="with --loader llama_mistral: hf")
     add("--model-size", metavar="NAME", help="no effect")
-    add("--tokenizer-model", metavar="FILE", help="of --loader llama_mistral")
-    add("--make-vocab-size-divisible-by", type=int, metavar="N", help="of --loader llama_mistral")
-    add("--bf16", action="store_true", help="of --loader llama_mistral: write bfloat16")
-    add("--fp16", action="store_true", help="of --loader llama_mistral: write float16")
+    add("--tokenizer-model", metavar="FILE", help="accepted with --loader llama_mistral")
+    add("--make-vocab-size-divisible-by", type=int, metavar="N", help="refused; use --true-vocab-size")
+    add("--bf16", action="store_true", help="with --loader llama_mistral: write bfloat16")
+    add("--fp16", action="store_true", help="with --loader llama_mistral: write float16")
     add("--sequential-save", action="store_true", help="no effect")
     for name in _REFUSED_FLAGS:
         add(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS)
@@ -180,7 +167,7 @@ def _parser(tool: Tool) -> ToolParser:
 
 
 def _refuse(options: argparse.Namespace, files: bool) -> None:
-    """Refuse what is not here by a ConfigError that names every such flag."""
+    """Raise a ConfigError that names every flag that is not supported."""
     wrong = []
     if options.model_type not in _FAMILIES:
         wrong.append(f"--model-type {options.model_type} is not converted by this version; it converts GPT and BERT")
@@ -201,7 +188,7 @@ def _refuse(options: argparse.Namespace, files: bool) -> None:
     if files and options.vocab_file is not None and not options.vocab_file.is_file():
         wrong.append(f"--vocab-file {options.vocab_file} does not exist")
     if options.make_vocab_size_divisible_by is not None:
-        wrong.append("--make-vocab-size-divisible-by is not taken here; give --true-vocab-size")
+        wrong.append("--make-vocab-size-divisible-by is not supported by this tool; give --true-vocab-size")
     if wrong:
         raise ConfigError(wrong)
 
@@ -217,31 +204,31 @@ def _wanted(tool: Tool, options: argparse.Namespace) -> ConversionOptions:
         ep=options.target_expert_parallel_size,
         optimizer=False,
         dtype=dtype,
-        true_vocab_size=_vocabulary(options),
+        true_vocab_size=_true_vocab_size(options),
         names=tool.legacy if options.saver == "legacy" else CORE,
         replace=True,
     )
 
 
-def _vocabulary(options: argparse.Namespace) -> int | None:
-    """The number of tokens, where it is told; a ConfigError if the file is no vocabulary."""
+def _true_vocab_size(options: argparse.Namespace) -> int | None:
+    """Return the number of tokens if given. Raises ConfigError if the file is not a vocabulary."""
     if options.vocab_file is None:
         size: int | None = options.true_vocab_size
         return size
     try:
         tokens = json.loads(options.vocab_file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--vocab-file {options.vocab_file} is no JSON vocabulary: {error}") from error
+        raise ConfigError(f"--vocab-file {options.vocab_file} is not a JSON vocabulary: {error}") from error
     if options.true_vocab_size not in (None, len(tokens)):
         raise ConfigError(
-            f"--true-vocab-size {options.true_vocab_size} and --vocab-file {options.vocab_file}, which has "
-            f"{len(tokens)} tokens, contradict each other; give one of them"
+            f"--true-vocab-size {options.true_vocab_size} contradicts --vocab-file {options.vocab_file}, which has "
+            f"{len(tokens)} tokens; give one of them"
         )
     return len(tokens)
 
 
 def _check_source(options: argparse.Namespace, form: str, args: dict[str, Any]) -> None:
-    """Refuse a source that is of another format, family or kind of positions than the flags say."""
+    """Raise ConfigError if format, family or positions of the source contradict the flags."""
     if (form == "huggingface") != (options.loader in _HUGGINGFACE):
         use = "--loader llama_mistral --checkpoint-type hf" if form == "huggingface" else "--loader core"
         raise ConfigError(f"--loader {options.loader}: {options.load_dir} is of format {form}; use {use}")
@@ -249,9 +236,9 @@ def _check_source(options: argparse.Namespace, form: str, args: dict[str, Any]) 
     held = model_of(args).model_family if args else _FAMILIES[options.model_type]
     if held != _FAMILIES[options.model_type]:
         raise ConfigError(f"--model-type {options.model_type}: the model in {options.load_dir} is {held.upper()}")
-    asked, positions = options.position_embedding_type, args.get("position_embedding_type", "learned_absolute")
-    if asked is not None and asked != positions:
-        raise ConfigError(f"--position-embedding-type {asked}: the model in {options.load_dir} has {positions}")
+    given, positions = options.position_embedding_type, args.get("position_embedding_type", "learned_absolute")
+    if given is not None and given != positions:
+        raise ConfigError(f"--position-embedding-type {given}: the model in {options.load_dir} has {positions}")
 
 
 def _inherited_lines(args: dict[str, Any]) -> list[str]:
@@ -264,18 +251,18 @@ def _inherited_lines(args: dict[str, Any]) -> list[str]:
 
 
 def _overwritten_lines(args: dict[str, Any]) -> list[str]:
-    """What the checkpoint has other than by default, in the words of Megatron's savers."""
+    """Return the non-default arguments of the checkpoint, in the wording of Megatron's savers."""
     settings = all_settings()
     known = {name: settings[name].default for name in sorted(args) if name in settings and not settings[name].required}
     return [
-        f"Overwriting default {name} value {_plain(default)} with value from checkpoint {_plain(args[name])}."
+        f"Overwriting default {name} value {_display(default)} with value from checkpoint {_display(args[name])}."
         for name, default in known.items()
-        if name not in _INHERITED and _plain(args[name]) != _plain(default)
+        if name not in _INHERITED and _display(args[name]) != _display(default)
     ]
 
 
-def _plain(value: Any) -> str:
-    """A value as it is said: that of a list of one, and None for nothing."""
+def _display(value: Any) -> str:
+    """Format a value for a line: a list of one as its element, an empty one as None."""
     if isinstance(value, list | tuple) and len(value) < 2:
         value = value[0] if value else None
     return str(list(value) if isinstance(value, tuple) else None if value == "" else value)
@@ -290,8 +277,8 @@ def _without_effect(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def _last_words(tool: Tool, options: argparse.Namespace) -> list[str]:
-    """How these files differ from those of Megatron's tool."""
+def _closing_notes(tool: Tool, options: argparse.Namespace) -> list[str]:
+    """Return how these files differ from those of Megatron's tool."""
     lines = []
     if options.saver == "legacy":
         reader = "Megatron-LM 23.06" if tool.legacy == "2023" else "Megatron-Core 0.8 to 0.12 with --use-legacy-models"
@@ -307,33 +294,38 @@ def _last_words(tool: Tool, options: argparse.Namespace) -> list[str]:
 
 
 class Progress:
-    """Says which part of the model is being read, and that it has arrived when the next one begins."""
+    """Console lines about the part of the model that is being read, and about its arrival."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._begun = set[str]()
+        self._seen = set[str]()
         self._current: str | None = None
 
     def __call__(self, chunk: Chunk) -> None:
         part = _part_of(chunk)
-        if part not in self._begun:
+        if part not in self._seen:
             self.finish()
-            self._begun.add(part)
+            self._seen.add(part)
             self._current = part
             self._say(f"sending {part}")
 
     def finish(self) -> None:
-        """All that was sent has arrived."""
+        """Say that the current part has arrived."""
         if self._current is not None:
             self._say(f"received {self._current}")
             self._current = None
 
 
 def _part_of(chunk: Chunk) -> str:
-    if (layer := re.match(r"(?:encoder|decoder)\.layers\.(\d+)?", chunk.key)) is not None:
-        return f"transformer layer {layer[1] or chunk.offset[0]}"
-    if chunk.key.startswith("mtp.layers."):
-        return f"layer {chunk.key.split('.')[2]} of multi-token prediction"
-    if chunk.key.startswith(("encoder.final_layernorm.", "decoder.final_layernorm.")):
-        return "final layernorm"
-    return "embeddings" if chunk.key.startswith("embedding.") else "output layer"
+    """Return the part of the model that holds a tensor, by the path of its module in the model."""
+    match chunk.key.split("."):
+        case ["encoder" | "decoder", "layers", layer, *_]:
+            # A stacked tensor has its layers on the first axis, not in its key.
+            return f"transformer layer {layer if layer.isdigit() else chunk.offset[0]}"
+        case ["mtp", "layers", layer, *_]:
+            return f"layer {layer} of multi-token prediction"
+        case ["encoder" | "decoder", "final_layernorm", *_]:
+            return "final layernorm"
+        case ["embedding", *_]:
+            return "embeddings"
+    return "output layer"

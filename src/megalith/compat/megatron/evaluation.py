@@ -1,4 +1,4 @@
-"""What an evaluation prints: the lines of Megatron's tasks/main.py, and what is said beside them.
+"""Console lines of an evaluation: those of Megatron's tasks/main.py, and further ones.
 
 Source: docs/reference/evaluation.md.
 """
@@ -17,7 +17,7 @@ _RULE = "!" * 80
 
 
 class EvaluationConsole:
-    """Megatron's lines on the way to a result, with one of progress every `log_interval` batches."""
+    """Listener that prints Megatron's lines, one of progress every `log_interval` batches."""
 
     def __init__(self, say: Callable[[str], None], log_interval: int) -> None:
         self._say, self._log_interval = say, log_interval
@@ -40,7 +40,7 @@ class EvaluationConsole:
 
 
 def result_line(task: str, result: Accuracy | TextLoss | MaskedResult) -> str:
-    """The line of a result; `task` in capitals."""
+    """Return the line of a result; `task` is in capitals."""
     start = f" validation results on {task} | "
     if isinstance(result, MaskedResult):  # a task of our own
         return start + _masked_numbers(result)
@@ -70,11 +70,11 @@ def _masked_numbers(result: MaskedResult) -> str:
 
 
 def between_dashes(line: str) -> list[str]:
-    """A line between two of dashes, one longer than it."""
+    """Return a line between two of dashes that are one longer."""
     dashes = "-" * (len(line) + 1)
     return [dashes, line, dashes]
 
 
 def alarm_lines(alarms: Sequence[Alarm]) -> list[str]:
-    """The last lines of an evaluation that has alarms."""
+    """Return the last lines of an evaluation with alarms, empty without alarms."""
     return [_RULE, *(line for alarm in alarms for line in alarm.lines()), _RULE] if alarms else []

@@ -1,9 +1,10 @@
-"""Megatron's memory report: its theoretical figures as its own formula gives them, and what is measured beside them.
+"""Memory report of a run: Megatron's theoretical footprint by its own formula, and the measured memory.
 
-Megatron's "MB" are MiB. Its formula counts 18 bytes a parameter (16-bit weight and gradient, fp32 main weight, fp32
-gradient and two moments) whatever the precision is, every expert on every rank, and activations as of a 16-bit GPT; it
-is printed for those who compare runs. What is measured here stands in the line below. Of T5 Megatron counts the encoder
-alone; here the decoder with its two attentions counts too, and activations are left out, for there is no formula.
+Megatron's "MB" are MiB. Its formula counts 18 bytes per parameter (16-bit weight and gradient, fp32 master weight, fp32
+gradient and two moments) whatever the precision, every expert on every rank, and activations as of a 16-bit GPT; it is
+printed for comparison between runs. The measured figures follow on a line of their own. For T5 Megatron counts the
+encoder only; here the decoder with its two attentions is counted too, and activations are left out for lack of a
+formula.
 
 Source: Korthikanti et al. 2022, arXiv:2205.05198, table 2; docs/reference/console.md#memory-report; the log_rank0.txt
 of golden `pretrain` (experts, and activations without sequence parallelism).
@@ -22,26 +23,25 @@ from megalith.train.throughput import attention_products, feed_forward_weights
 
 _MB = 1024.0 * 1024.0
 _REPLICATED_BYTES = 18.0
-_BESIDE = 1.05  # buffers and the like, where the bound counts the activations
+_BESIDE = 1.05  # allowance for buffers and the like, on top of the bound
 _DIVIDED_BYTES, _DIVISIBLE_BYTES = 6.0, 12.0  # with the distributed optimizer
 
 
 @dataclass(frozen=True)
-class Theory:
-    """Megatron's figures."""
+class TheoreticalMemory:
+    """Megatron's theoretical numbers of parameters and bytes."""
 
     transformer: float
     embedding: float
     most_loaded: float  # parameters of the most loaded (tensor, pipeline) rank
     weight_and_optimizer: float  # its bytes
-    activation: float | None  # its bytes; None where Megatron has no formula
-    # parameters of the layers of multi-token prediction, but for what joins embeddings to states; None where there are
-    # none
+    activation: float | None  # its bytes; None if Megatron has no formula
+    # parameters of the multi-token prediction layers without their input projections; None if there are none
     prediction: float | None = None
 
 
-def theory(run: RunConfig, vocab_size: int) -> Theory:
-    """The figures for a run with this padded vocabulary."""
+def theoretical_memory(run: RunConfig, vocab_size: int) -> TheoreticalMemory:
+    """Compute the theoretical footprint of a run with this padded vocabulary."""
     model, parallel = run.model, run.parallel
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     transformer = _transformer(model)
@@ -52,7 +52,7 @@ def theory(run: RunConfig, vocab_size: int) -> Theory:
     each = _REPLICATED_BYTES
     if parallel.shards_optimizer_only:
         each = _DIVIDED_BYTES + _DIVISIBLE_BYTES / run.data_parallel_size
-    return Theory(
+    return TheoreticalMemory(
         transformer,
         table * (2 if untied else 1),
         most_loaded,
@@ -63,7 +63,7 @@ def theory(run: RunConfig, vocab_size: int) -> Theory:
 
 
 def _transformer(model: ModelConfig) -> float:
-    """Parameters of all layers and of the last norm of each stack."""
+    """Count the parameters of all layers and of the final norm of each stack."""
     hidden, gate = model.hidden_size, 1.5 if model.gated else 1.0
     norm = (1 if model.normalization == "RMSNorm" else 2) * hidden
     attention = 2 * _attention(model)
@@ -75,21 +75,21 @@ def _transformer(model: ModelConfig) -> float:
 
 
 def _layers(model: ModelConfig, experts: Sequence[int]) -> float:
-    """Parameters of layers of a decoder with so many experts each, 0 where it is dense."""
+    """Count the parameters of decoder layers, given the number of experts of each (0 for a dense layer)."""
     hidden = model.hidden_size
     norm = (1 if model.normalization == "RMSNorm" else 2) * hidden
     return sum(2 * (_attention(model) + feed_forward_weights(model, number)) + 2 * norm for number in experts)
 
 
 def _attention(model: ModelConfig) -> float:
-    """Half the parameters of attention, with the norms of latent vectors."""
+    """Count half of the parameters of attention, with the norms of latent vectors."""
     norm = 1 if model.normalization == "RMSNorm" else 2
     latent = (model.q_lora_rank or 0) + model.kv_lora_rank if model.multi_latent_attention else 0
     return attention_products(model, 0) + norm * latent / 2
 
 
 def _activation(run: RunConfig, vocab_size: int) -> float | None:
-    """Bytes of the first stage on one rank: by the paper's table where its setting is, by a bound elsewhere."""
+    """Estimate the activations of the first stage on one rank, in bytes: by the paper's table or by a bound."""
     model, parallel = run.model, run.parallel
     if model.family.encoder_decoder:
         return None
@@ -111,8 +111,8 @@ def _activation(run: RunConfig, vocab_size: int) -> float | None:
     return total * _BESIDE
 
 
-def theory_lines(figures: Theory) -> str:
-    """Megatron's lines after the first iteration line, the doubled blank of the first included."""
+def theory_lines(figures: TheoreticalMemory) -> str:
+    """Return Megatron's lines that follow the first iteration line, with the doubled blank of the first."""
     size = f"Theoretical memory footprints: weight and optimizer={figures.weight_and_optimizer / _MB:.2f} MB"
     if figures.activation is not None:
         total = figures.weight_and_optimizer + figures.activation
@@ -132,7 +132,7 @@ def theory_lines(figures: Theory) -> str:
 
 
 def memory_line(rank: int, iteration: int, figures: Mapping[str, int]) -> str:
-    """What a rank holds, in Megatron's words on a GPU, and the resident size of the process elsewhere."""
+    """Return the memory of a rank: Megatron's wording on a GPU, the resident size of the process elsewhere."""
     head = f"[Rank {rank}] (after {iteration} iterations) memory (MB)"
     names = {"allocated": "allocated_bytes", "max allocated": "max_allocated_bytes", "reserved": "reserved_bytes"}
     names |= {"max reserved": "max_reserved_bytes"}
@@ -144,15 +144,15 @@ def memory_line(rank: int, iteration: int, figures: Mapping[str, int]) -> str:
 
 @dataclass(eq=False)
 class MemoryReport(Hook):
-    """Says after the first line, and then as often as asked, what the first copy of the model holds on each rank.
+    """Hook that reports the memory of the first replica's ranks after the first line, then every `interval` iterations.
 
-    All ranks have this hook; what others than the first rank say goes to their own logs.
+    All ranks have this hook; ranks other than the first write to their own logs.
     """
 
     context: ParallelContext
     figures: Callable[[], Mapping[str, int]]
     say: Callable[[str], None]
-    theory_text: str  # Megatron's figures, said once
+    theory_text: str  # Megatron's figures, printed once
     interval: int | None = None  # iterations; None for the first line only
 
     def after_window(self, report: WindowReport) -> None:

@@ -34,7 +34,7 @@ class _LogFile(logging.FileHandler):
         warn(f"WARNING: no more is written to {self.baseFilename}: {sys.exc_info()[1]}")
 
 
-class _Shown(logging.Handler):
+class _WarningHandler(logging.Handler):
     """Handler that prints logged warnings to stderr."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class RunConsole:
     def __init__(self, log_path: Path | None, out: TextIO | None = None, *, shows: bool = True) -> None:
         self._out, self._shows = out or sys.stdout, shows
         self._logger = logging.getLogger("megalith")
-        self._handlers: list[logging.Handler] = [_Shown()] if shows else []
+        self._handlers: list[logging.Handler] = [_WarningHandler()] if shows else []
         if log_path is None:
             self._logger.addHandler(_NOWHERE)
             return
@@ -111,11 +111,11 @@ class MegatronConsole(Hook):
 
     console: RunConsole
     save: str | None  # the checkpoint folder; None where the run does not save
-    layout: Layout  # of the ranks that save together
+    layout: Layout  # layout of the ranks that save together
     throughput: bool = False  # TFLOP/s in the iteration lines (`--log-throughput`)
-    passing: str | None = None  # the folder of the checkpoints of which only the last one is kept
+    passing: str | None = None  # folder of non-persistent checkpoints, of which only the last is kept
     save_format: str = "torch_dist"
-    timing_option: str = "minmax"  # of `--timing-log-option`
+    timing_option: str = "minmax"  # `--timing-log-option`
     _speed_shown: float | None = None
 
     def after_window(self, report: WindowReport) -> None:

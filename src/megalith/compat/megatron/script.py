@@ -1,10 +1,9 @@
-"""Launch scripts of bash, read without a shell: which program they start, with which words.
+"""Interpreter of bash launch scripts, without a shell: which programs they start, with which arguments.
 
-A script is the commands that it would run, in order, with their variables filled in. Followed are assignments, arrays,
-`export`, `if` and `case` where they are about variables, functions, `eval` of a text, and scripts inside the script:
-texts behind `bash -c` and here-documents for a shell, of `sbatch` or `srun` too. Of a loop the first pass is read. What
-only a shell could know, such as the output of a command, is left as it stands; what is not followed is said in the
-notes.
+A script is reduced to the commands that it would run, in order, with their variables expanded. Supported are
+assignments, arrays, `export`, `if` and `case` on variables, functions, `eval` of a text, and scripts inside the script:
+texts after `bash -c` and here-documents for a shell, also through `sbatch` or `srun`. Of a loop the first pass is read.
+What only a shell could know, such as the output of a command, is kept literally; the notes name what is not followed.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ _SEPARATORS = ("\n", ";", "&&", "||", "|", "&", ";;")
 _REDIRECTIONS = (">", ">>", "<", ">&", "&>", "<<", "<<-", "<<<")
 _INTRODUCING = ("then", "else", "do", "{", "}", "!", "time", "function")
 _SHELLS = ("bash", "sh", "zsh", "dash")
-_READ_SCRIPTS = (*_SHELLS, "sbatch", "ssh")  # run what comes on their standard input
-_DEEPEST = 20  # of functions and scripts inside each other; a function may call itself without end
-_MOST = 1000  # of them in all; a function that calls itself twice would have a million
+_READ_SCRIPTS = (*_SHELLS, "sbatch", "ssh")  # run their standard input
+_DEEPEST = 20  # nesting of functions and scripts; a function may recurse without end
+_MOST = 1000  # functions and scripts run in all; one that calls itself twice would run a million
 _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
     **{"-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt},
     **{"-ge": operator.ge, "-lt": operator.lt, "-le": operator.le},
@@ -35,7 +34,7 @@ _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its words, the first of which is the program, and the line that it begins on."""
+    """Command of a script: its words, of which the first is the program, and its first line."""
 
     words: tuple[str, ...]
     line: int
@@ -43,17 +42,17 @@ class Command:
 
 @dataclass
 class Script:
-    """What was read."""
+    """Result of reading a script."""
 
     commands: list[Command] = field(default_factory=list)
-    exported: dict[str, str] = field(default_factory=dict)  # variables that it gives them
-    # what `#SBATCH` lines ask for: "nodes", "ntasks", "ntasks-per-node"
+    exported: dict[str, str] = field(default_factory=dict)  # environment variables of the commands
+    # options of `#SBATCH` lines: "nodes", "ntasks", "ntasks-per-node"
     directives: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # what could not be followed, one line each
 
 
 def read_script(text: str, arguments: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Script:
-    """Read a script that is started with these arguments (`$1`, `$2` and so on) and variables."""
+    """Read a script started with these arguments (`$1`, `$2` and so on) and environment variables."""
     reader = _Interpreter(Variables(environ or {}, arguments))
     reader.read(text)
     script = reader.script
@@ -77,29 +76,29 @@ _SLURM_VARIABLES = {
 
 
 def _directives(text: str) -> dict[str, str]:
-    """What the `#SBATCH` lines of a script say of its processes."""
+    """Return the options of the `#SBATCH` lines that concern processes."""
     lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     found = [match for line in lines for match in _DIRECTIVE.finditer(line)]
     return {match[1] or {"N": "nodes", "n": "ntasks"}[match[2]]: match[3] for match in found}
 
 
 class _Interpreter:
-    """One pass over the statements."""
+    """Single pass over the statements of a script."""
 
     def __init__(self, variables: Variables) -> None:
         self.variables, self.script = variables, Script()
-        self._skipping: list[bool] = []  # of each `if` around: whether its present branch is passed over
-        self._taken: list[bool] = []  # whether a branch of it has been read
+        self._skipping: list[bool] = []  # for each enclosing `if`: whether its current branch is skipped
+        self._taken: list[bool] = []  # for each enclosing `if`: whether one of its branches has been run
         self._functions: dict[str, list[Token]] = {}
-        self._outside: tuple[str, ...] = ()  # words before the shell that reads the present text
+        self._outside: tuple[str, ...] = ()  # words before the shell that reads the current text
         self._depth, self._followed = 0, 0
-        self._line: int | None = None  # of the script, for commands of a text in it
+        self._line: int | None = None  # line of the script, for commands of a nested text
 
     def read(self, text: str) -> None:
-        """Run a script, this one or one inside it."""
+        """Run a script: the outer one, or one inside it."""
         asked = _directives(text)
         self.script.directives |= asked
-        # sbatch sets these in the job; what the caller's environment says goes before.
+        # sbatch sets these in the job; the caller's environment takes precedence.
         given = {name: value for what, value in asked.items() for name in _SLURM_VARIABLES[what]}
         self.variables.environ = given | dict(self.variables.environ)
         self.run(tokens(text))
@@ -109,8 +108,8 @@ class _Interpreter:
         while rest:
             self._statement(rest)
 
-    def _inside(self, stream: Sequence[Token], outside: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
-        """Run a function or a script inside the script, with its own arguments and what stands before its shell."""
+    def _run_nested(self, stream: Sequence[Token], outside: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
+        """Run a function or a nested script with its own arguments and the words before its shell."""
         self._followed += 1
         if self._depth >= _DEEPEST or self._followed > _MOST:
             note = "functions or scripts that begin each other again and again are read in part"
@@ -123,14 +122,14 @@ class _Interpreter:
         self.variables.arguments, self._outside, self._skipping, self._taken = before
         self._depth -= 1
 
-    def _text(self, text: str, line: int, arguments: Sequence[str], outside: Sequence[str] = ()) -> None:
-        """Run a text of the script, whose commands count as those of its line."""
+    def _run_text(self, text: str, line: int, arguments: Sequence[str], outside: Sequence[str] = ()) -> None:
+        """Run a text of the script; its commands count as those of its line."""
         before, self._line = self._line, self._line or line
-        self._inside(tokens(text), outside, arguments)
+        self._run_nested(tokens(text), outside, arguments)
         self._line = before
 
     def _statement(self, rest: list[Token]) -> None:
-        """Take one statement off the stream."""
+        """Take one statement off the stream and run it."""
         statement: list[Token] = []
         depth = 0
         while rest:
@@ -152,7 +151,7 @@ class _Interpreter:
             self._skipping[-1] = self._taken[-1]
 
     def _act(self, statement: list[Token], rest: list[Token]) -> None:
-        """Follow a statement; `rest` is what comes after it, of which `case` and functions take their parts."""
+        """Run a statement; `rest` is what follows, of which `case` and functions take their parts."""
         head = _plain(statement[0]) if isinstance(statement[0], Word) else ""
         if head in ("if", "elif"):
             self._test(statement[1:], statement[0].line, first=head == "if")
@@ -161,7 +160,7 @@ class _Interpreter:
                 self._skipping.pop(), self._taken.pop()
         elif any(self._skipping):
             return
-        elif name := _defined(statement):
+        elif name := _function_name(statement):
             self._functions[name] = _block(statement, rest)
         elif head == "case":
             self._case(statement, rest)
@@ -185,7 +184,7 @@ class _Interpreter:
         self._skipping[-1], self._taken[-1] = not holds, bool(holds)
 
     def _condition(self, condition: list[Token]) -> bool | None:
-        """Whether tests that `&&` and `||` join hold, from left to right as in bash; None where that needs a shell."""
+        """Evaluate tests joined by `&&` and `||`, from left to right as bash does; None if that needs a shell."""
         result, joined, words = None, "", list[str]()
         for token in [*condition, Operator("&&", 0, False)]:
             if isinstance(token, Word):
@@ -209,7 +208,7 @@ class _Interpreter:
         self.script.notes.append(f"line {statement[0].line}: of this `{head}` one pass is read")
 
     def _case(self, statement: list[Token], rest: list[Token]) -> None:
-        """Run the branch of `case WORD in PATTERN) ... ;; esac` whose pattern is that of the word."""
+        """Run the branch of `case WORD in PATTERN) ... ;; esac` whose pattern matches the word."""
         whole, depth = list(statement), 1
         while rest and depth:
             token = rest.pop(0)
@@ -259,16 +258,16 @@ class _Interpreter:
             return
         words, document = self._words(rest)
         if words[:1] == ["eval"]:
-            self._text(" ".join(words[1:]), line, self.variables.arguments)
+            self._run_text(" ".join(words[1:]), line, self.variables.arguments)
         elif words[:1] == ["shift"]:
             self.variables.arguments = self.variables.arguments[1:]
         elif words and words[0] in self._functions:
-            self._inside(self._functions[words[0]], arguments=words[1:])
+            self._run_nested(self._functions[words[0]], arguments=words[1:])
         elif (place := _shell_text(words)) is not None:
-            self._text(words[place], line, words[place + 2 :], words[:place])
+            self._run_text(words[place], line, words[place + 2 :], words[:place])
         elif document and any(PurePath(word).name in _READ_SCRIPTS for word in words):
             self.script.directives |= _directives(document)
-            self._text(document, line, (), words)
+            self._run_text(document, line, (), words)
         elif words[:1] in (["."], ["source"]) and len(words) > 1:
             self.script.notes.append(f"line {self._line or line}: {plain(words[1])} is read there, and not here")
         elif words:
@@ -276,13 +275,13 @@ class _Interpreter:
             self.script.commands.append(Command((*self._outside, *words), self._line or line))
 
     def _other_scripts(self, words: Sequence[str], line: int) -> None:
-        """Say which scripts a command starts, which are files of their own."""
+        """Note the script files that a command starts."""
         for word in words:
             if word.endswith(".sh") and words[0] not in ("echo", "printf", "chmod", "cp", "mv"):
                 self.script.notes.append(f"line {self._line or line}: it starts {plain(word)}, which is not read")
 
     def _assign(self, match: re.Match[str], rest: list[Token], own: dict[str, str], declaring: str) -> None:
-        """Take `NAME=value` or `NAME=(...)` off the statement."""
+        """Take `NAME=value` or `NAME=(...)` off the statement and assign it."""
         word = rest.pop(0)
         assert isinstance(word, Word)
         name, adds, values = match[1], bool(match[2]), self.variables.values
@@ -310,7 +309,7 @@ class _Interpreter:
                 values[name] = own[name]
 
     def _words(self, statement: list[Token]) -> tuple[list[str], str]:
-        """The words of a command, redirections left out, and the here-document that it reads."""
+        """Return the words of a command without redirections, and the here-document that it reads."""
         words: list[str] = []
         document = ""
         rest = list(statement)
@@ -329,7 +328,7 @@ class _Interpreter:
 
 
 def _shell_text(words: Sequence[str]) -> int | None:
-    """The place of the script in `... bash -c SCRIPT ...`; None where there is none."""
+    """Return the index of SCRIPT in `... bash -c SCRIPT ...`; None if there is none."""
     shell = next((place for place, word in enumerate(words) if PurePath(word).name in _SHELLS), None)
     for place in range(shell + 1, len(words) - 1) if shell is not None else ():
         if not words[place].startswith("-"):
@@ -339,15 +338,15 @@ def _shell_text(words: Sequence[str]) -> int | None:
     return None
 
 
-def _defined(statement: Sequence[Token]) -> str:
-    """The name of the function that a statement begins to define; empty for any other."""
+def _function_name(statement: Sequence[Token]) -> str:
+    """Return the name of the function that a statement begins to define; empty for any other statement."""
     marks = [token.text if isinstance(token, Operator) else _plain(token) for token in statement[:4]]
     names = bool(marks) and re.fullmatch(r"[\w.:-]+", marks[0])
     return marks[0] if names and (marks[1:3] == ["(", ")"] or marks[1:2] == ["{"]) else ""
 
 
 def _block(statement: Sequence[Token], rest: list[Token]) -> list[Token]:
-    """The statements between the brackets of a function, taken off what comes."""
+    """Take the statements between the braces of a function off the stream."""
     opening = next((place for place, token in enumerate(statement) if _plain(token) == "{"), None)
     inside = list(statement[opening + 1 :]) if opening is not None else []
     depth = 1 if opening is not None else 0
@@ -364,13 +363,13 @@ def _block(statement: Sequence[Token], rest: list[Token]) -> list[Token]:
 
 
 def _plain_head(statement: Sequence[Token]) -> str:
-    """The first word of a statement behind `then` and its like."""
+    """Return the first word of a statement after `then` and similar words."""
     heads = [_plain(token) for token in statement]
     return next((head for head in heads if head not in _INTRODUCING), "")
 
 
 def _plain(token: Token) -> str:
-    """An unquoted word as written; empty for any other."""
+    """Return an unquoted word as written; empty for any other token."""
     if isinstance(token, Operator) or len(token.parts) != 1 or token.parts[0].quoted:
         return ""
     return token.parts[0].text
@@ -383,12 +382,12 @@ def _assigned(word: Token) -> re.Match[str] | None:
 
 
 def _is_command(rest: Sequence[Token]) -> bool:
-    """Whether a command follows, so that an assignment is for it alone."""
+    """Return whether a command follows, so that an assignment is for it alone."""
     return any(isinstance(token, Word) and not _assigned(token) for token in rest)
 
 
 def _holds(words: list[str]) -> bool | None:
-    """Whether a test of texts or numbers holds; None where it needs a shell."""
+    """Evaluate a test of texts or numbers; None if it needs a shell."""
     if words[:1] not in (["["], ["[["], ["test"]) or not all(is_known(word) for word in words):
         return None
     inside = [word for word in words[1:] if word not in ("]", "]]")]
@@ -406,7 +405,7 @@ def _holds(words: list[str]) -> bool | None:
     return result if result is None or not negated else not result
 
 
-# Options of torchrun and torch.distributed.launch -> what they say here; those without a value are in `_SWITCHES`.
+# Options of torchrun and torch.distributed.launch -> keys of `Launch.options`; `_SWITCHES` take no value.
 _OPTIONS = {
     "nproc-per-node": "processes",
     "nnodes": "hosts",
@@ -424,32 +423,32 @@ _TASKS = ("srun", "mpirun", "mpiexec")
 
 @dataclass(frozen=True)
 class Launch:
-    """A program with its flags, and how it is started."""
+    """Program with its flags, and the launcher that starts it."""
 
     program: str  # path of the .py file, as the script writes it
-    flags: tuple[str, ...]  # its words
+    flags: tuple[str, ...]  # its arguments
     launcher: str  # "torchrun", "torch.distributed.launch", "deepspeed", "srun", "mpirun" or "python"
-    options: dict[str, str]  # what the launcher is told: processes (of each host), hosts, host, address, port
+    options: dict[str, str]  # launcher options: processes (per host), hosts, host, address, port
     line: int  # of the script
 
     @property
     def name(self) -> str:
-        """File name of the program."""
+        """Return the file name of the program."""
         return PurePath(self.program).name
 
     @property
     def processes(self) -> int | None:
-        """Of each host; None where the script does not say a number."""
-        return _whole(self.options.get("processes", "1"))
+        """Return the processes per host; None if the script gives no number."""
+        return _positive_int(self.options.get("processes", "1"))
 
     @property
     def hosts(self) -> int | None:
-        """None where the script does not say a number."""
-        return _whole(self.options.get("hosts", "1"))
+        """Return the number of hosts; None if the script gives no number."""
+        return _positive_int(self.options.get("hosts", "1"))
 
 
 def find_launch(script: Script) -> list[Launch]:
-    """The programs that a script starts, in order; helpers such as `mkdir` are not among them."""
+    """Return the Python programs that a script starts, in order, without helpers such as `mkdir`."""
     found = [_launch(command, script.directives) for command in script.commands]
     return [launch for launch in found if launch is not None]
 
@@ -460,19 +459,19 @@ def _launch(command: Command, directives: Mapping[str, str]) -> Launch | None:
     if program is None or words[0] in _SAYING:
         return None
     before, flags = words[:program], words[program + 1 :]
-    if any(word.endswith(".sh") for word in before):  # a script that hands its arguments on, which may be one text
+    if any(word.endswith(".sh") for word in before):  # a script that passes its arguments on, which may be one text
         flags = [piece for word in flags for piece in (word.split() if word.lstrip().startswith("--") else [word])]
     launcher = next((PurePath(word).name for word in before if PurePath(word).name in _LAUNCHERS), "")
     launcher = launcher or next((PurePath(word).name for word in before if PurePath(word).name in _TASKS), "")
     runs = any(PurePath(word).name.startswith("python") for word in before) or program == 0
     if not launcher and not runs:
         return None
-    options = _tasks(before, directives) if launcher in _TASKS else _read(before)
+    options = _task_options(before, directives) if launcher in _TASKS else _launcher_options(before)
     return Launch(words[program], tuple(flags), launcher or "python", options, command.line)
 
 
-def _tasks(words: Sequence[str], directives: Mapping[str, str]) -> dict[str, str]:
-    """Processes of each host and hosts of what starts one process for each task; its own words come first."""
+def _task_options(words: Sequence[str], directives: Mapping[str, str]) -> dict[str, str]:
+    """Return processes per host and hosts of srun or mpirun; its own options go before directives."""
     said = dict(directives)
     names = {"N": "nodes", "nodes": "nodes", "ntasks-per-node": "ntasks-per-node", "npernode": "ntasks-per-node"}
     names |= {"n": "ntasks", "np": "ntasks", "ntasks": "ntasks"}
@@ -486,7 +485,7 @@ def _tasks(words: Sequence[str], directives: Mapping[str, str]) -> dict[str, str
     return {name: value for name, value in (("processes", each), ("hosts", hosts)) if value}
 
 
-def _read(words: Sequence[str]) -> dict[str, str]:
+def _launcher_options(words: Sequence[str]) -> dict[str, str]:
     options: dict[str, str] = {}
     rest = list(words)
     while rest:
@@ -500,5 +499,5 @@ def _read(words: Sequence[str]) -> dict[str, str]:
     return options
 
 
-def _whole(text: str) -> int | None:
+def _positive_int(text: str) -> int | None:
     return int(text) if text.isdigit() and int(text) > 0 else None

@@ -1,6 +1,6 @@
-"""The words of a bash script: quoting, comments and continued lines, and what the variables in them stand for.
+"""Lexer of bash scripts: quoting, comments, continued lines and the expansion of variables.
 
-A word is a list of parts, for its quoting decides whether what a variable holds is split again. Nothing is run.
+A word is a list of parts, because quoting decides whether the value of a variable is split again. Nothing is run.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _CONTINUED_COMMENT = re.compile(r"\\[ \t]*(#[^\n]*)?\n")
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a word."""
+    """Part of a word with one kind of quoting."""
 
     text: str
-    expands: bool  # whether variables in it are looked up: everywhere but in single quotes
-    quoted: bool  # whether it stands in quotes, so that blanks in it do not divide
+    expands: bool  # whether variables in it are expanded: everywhere but in single quotes
+    quoted: bool  # whether it is quoted, so that blanks in it do not split the word
 
 
 @dataclass(frozen=True)
 class Word:
-    """One word."""
+    """Word of a script."""
 
     parts: tuple[Part, ...]
     line: int
@@ -35,24 +35,24 @@ class Word:
 
 @dataclass(frozen=True)
 class Operator:
-    """What stands between words: `;`, a bracket, the end of a line."""
+    """Token between words: `;`, a bracket, the end of a line."""
 
     text: str
     line: int
-    glued: bool  # whether it stands directly behind a word, as the bracket of `NAME=(` and the mark of `2>` do
+    glued: bool  # whether it directly follows a word, as the bracket of `NAME=(` and the `>` of `2>` do
 
 
 Token = Word | Operator
 
 
-class _Reader:
-    """One pass over the text."""
+class _Lexer:
+    """Single pass over the text of a script."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at, self.line = text, 0, 1
 
     def read(self) -> list[Token]:
-        """All tokens; the word behind `<<` is the text of the here-document, which follows at the end of its line."""
+        """Return all tokens; the word after `<<` becomes the text of its here-document."""
         done: list[Token] = []
         waiting: list[int] = []  # places of the words that name the end of a here-document
         for token in self._tokens():
@@ -68,7 +68,7 @@ class _Reader:
         return done
 
     def _document(self, name: Word, *, strips: bool) -> Word:
-        """The lines up to the one that is the name; quotes around the name keep what is in them as it is."""
+        """Read a here-document up to the line that equals `name`; a quoted name prevents expansion."""
         end, lines = "".join(part.text for part in name.parts), list[str]()
         expands = not any(part.quoted for part in name.parts)
         while self._at < len(self._text):
@@ -94,10 +94,10 @@ class _Reader:
                 yield Word(tuple(self._parts()), line)
 
     def _skipped(self) -> bool:
-        """Pass over blanks, comments, and the ends of continued lines.
+        """Skip blanks, comments, and continuations of lines; return whether anything was skipped.
 
-        A backslash that blanks or a comment follow continues nothing in bash; in a list of flags it is meant to, and
-        the scripts that users have show it, so the line is taken as continued.
+        In bash a backslash before blanks or a comment continues nothing. In a list of flags it is meant to, as scripts
+        of users show, so it counts as a continuation.
         """
         letter = self._text[self._at]
         if letter in " \t\r":
@@ -156,7 +156,7 @@ class _Reader:
         return iter([Part(text, False, True)]) if quote == "'" else _unescaped(text, '$`"\\')
 
     def _braced(self) -> str:
-        """`${...}` or `$(...)` to its closing bracket."""
+        """Take `${...}` or `$(...)` up to its closing bracket."""
         opening = self._text[self._at + 1]
         closing = {"{": "}", "(": ")"}[opening]
         depth, end = 0, self._at + 1
@@ -175,12 +175,12 @@ class _Reader:
 
 
 def tokens(text: str) -> list[Token]:
-    """The words and operators of a script, comments left out."""
-    return _Reader(text).read()
+    """Return the words and operators of a script, without comments."""
+    return _Lexer(text).read()
 
 
 def _unescaped(text: str, letters: str) -> Iterator[Part]:
-    """A text in double quotes as its parts: a backslash takes the meaning of these letters and joins lines."""
+    """Yield the parts of a text in double quotes: a backslash escapes `letters` and joins lines."""
     plain, at = "", 0
     while at < len(text):
         pair = text[at : at + 2]
@@ -216,16 +216,16 @@ _SUMS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 
 @dataclass
 class Variables:
-    """What a script knows."""
+    """Variables of a script and their expansion."""
 
-    environ: Mapping[str, str] = field(default_factory=dict)  # variables from outside
+    environ: Mapping[str, str] = field(default_factory=dict)  # environment variables
     arguments: Sequence[str] = ()
     values: dict[str, Value] = field(default_factory=dict)  # name -> text, or the elements of an array
-    missing: list[str] = field(default_factory=list)  # names that were asked for and are set nowhere, in order
-    commands: list[str] = field(default_factory=list)  # commands whose output was asked for, in order
+    missing: list[str] = field(default_factory=list)  # referenced names that are not set, in order
+    commands: list[str] = field(default_factory=list)  # command substitutions, in order
 
     def expand(self, word: Word) -> list[str]:
-        """The words that a word becomes: none for an empty variable, several for an array or a text with blanks."""
+        """Return the words that a word expands to: none for an empty variable, several for an array or blanks."""
         done: list[str] = []
         current: str | None = None
         for part in word.parts:
@@ -233,7 +233,7 @@ class Variables:
             if part.quoted and len(pieces) == 1:
                 current = (current or "") + pieces[0]
                 continue
-            if not pieces:  # of an empty array not even "${A[@]}" leaves a word
+            if not pieces:  # an empty array leaves no word, not even as "${A[@]}"
                 continue
             current = (current or "") + pieces[0] if pieces[0] or current is not None else None
             for piece in pieces[1:]:
@@ -242,11 +242,11 @@ class Variables:
         return [*done, current] if current is not None else done
 
     def text(self, word: Word) -> str:
-        """A word as one text, as an assignment takes it."""
+        """Expand a word to one text, as in an assignment."""
         return "".join(self._text(part.text) if part.expands else part.text for part in word.parts)
 
     def _part(self, part: Part) -> list[str]:
-        """The pieces of a part, the first to be joined to what stands before it, the last to what comes after."""
+        """Expand a part to pieces: the first joins the text before it, the last the text after it."""
         if not part.expands:
             return [part.text]
         whole = _REFERENCE.fullmatch(part.text)
@@ -263,7 +263,7 @@ class Variables:
         return [*([""] if text[0].isspace() else []), *pieces, *([""] if text[-1].isspace() else [])]
 
     def _elements(self, reference: re.Match[str]) -> list[str] | None:
-        """Of `${NAME[@]}` and `$@` the elements; None for what is one text."""
+        """Return the elements of `${NAME[@]}` or `$@`; None for a reference to one text."""
         if reference["special"] in ("@", "*"):
             return list(self.arguments)
         braced = _BRACED.fullmatch(reference["braced"] or "")
@@ -368,8 +368,8 @@ class Variables:
             return _kept(f"$(({text}))")
 
 
-# What is left as it stands stays one piece of a word wherever it goes, into a text that is read again too: the
-# characters that mean something to a shell are kept as others, of Unicode's private area, until the end.
+# Text that only a shell could expand must stay one part of a word wherever it goes, also when a text is read again.
+# Its special characters are therefore mapped to Unicode's private use area until the end.
 _SHELLS_OWN = " \t\n\"'$`()|;&<>\\#*?[]{}=-"
 _KEPT = {ord(mark): 0xE000 + ord(mark) for mark in _SHELLS_OWN}
 _PLAIN = {kept: mark for mark, kept in _KEPT.items()}
@@ -380,17 +380,17 @@ def _kept(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """A text with what was left as it stands as it was written."""
+    """Return a text with protected characters restored."""
     return text.translate(_PLAIN)
 
 
 def is_known(text: str) -> bool:
-    """Whether nothing in a text was left for a shell."""
+    """Return whether a text has no part that only a shell could expand."""
     return text == plain(text)
 
 
 def _value_of(text: str) -> int:
-    """The value of what stands between `$((` and `))`, with C's operators; SyntaxError or ValueError otherwise."""
+    """Evaluate what stands in `$((...))`, with C's operators. Raises SyntaxError or ValueError if impossible."""
     condition, question, branches = text.partition("?")
     if question:
         open_questions = 1
@@ -417,7 +417,7 @@ _TESTS: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
 
 
 def _number(node: ast.expr) -> int:
-    """The value of a sum or a test of whole numbers, where a test gives 0 or 1; ValueError for anything else."""
+    """Evaluate arithmetic on whole numbers, where a comparison gives 0 or 1. Raises ValueError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _SUMS:
@@ -434,7 +434,7 @@ def _number(node: ast.expr) -> int:
 
 
 def _trimmed(value: str, mark: str, pattern: str) -> str:
-    """`${NAME%pattern}` and its kin."""
+    """Expand `${NAME%pattern}`, `%%`, `#` or `##`."""
     ends = range(len(value) + 1)
     if mark.startswith("%"):
         cuts = [cut for cut in ends if fnmatch.fnmatchcase(value[cut:], pattern)]

@@ -1,7 +1,7 @@
-"""`tasks/main.py` under Megatron's flags: what of them an evaluation uses, what it has no use for, what is refused.
+"""Megatron's `tasks/main.py` flags: those that an evaluation uses, ignores or refuses.
 
-The architecture is that of the checkpoint. What the command line says of it is compared, since a script that was
-written for another model is a mistake that would otherwise end as a bad score.
+The architecture comes from the checkpoint. Flags of the architecture are compared with it, because a script written for
+another model is a mistake that would otherwise show only as a bad score.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _USED = (
     *("fp16", "bf16"),
     *(*OF_LAUNCH, *TOKENIZER_SETTINGS),
 )
-_NOT_ARCHITECTURE = (  # of the group model, what does not change what is computed here
+_NOT_ARCHITECTURE = (  # settings of the model group that do not change an evaluation
     *("hidden_dropout", "attention_dropout", "init_method_std", "use_cpu_initialization", "add_position_embedding"),
     *("attention_backend", "transformer_impl", "make_vocab_size_divisible_by", "attention_softmax_in_fp32"),
 )
 
 
 class ToolParser(argparse.ArgumentParser):
-    """Reads the flags of one of Megatron's programs; what is wrong with them is a ConfigError."""
+    """Parser of the flags of one of Megatron's programs; errors are ConfigErrors."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
@@ -73,26 +73,26 @@ def _parser() -> ToolParser:
         prog="tasks/main.py",
         allow_abbrev=False,
         description="Megatron's zero-shot tasks. Architecture and tokenizer come from the checkpoint; other flags are "
-        "those of pretrain_gpt.py. `megalith evaluate` does the same with fewer words.",
+        "those of pretrain_gpt.py. `megalith evaluate` does the same with fewer flags.",
     )
     add = parser.add_argument
     add("--task", required=True, metavar="TASK", help="LAMBADA or WIKITEXT103")
     add("--valid-data", nargs="*", default=None, metavar="FILE", help="the file to measure on")
-    add("--strict-lambada", action="store_true", help="ask for the last word, not only for its last token")
-    add("--overlapping-eval", type=int, metavar="N", help="tokens that a window scores (32)")
+    add("--strict-lambada", action="store_true", help="score the whole last word, not only its last token")
+    add("--overlapping-eval", type=int, metavar="N", help="tokens that each later window scores (32)")
     add("--eval-micro-batch-size", type=int, metavar="N", help="instead of --micro-batch-size")
     add("--train-data", nargs="+", metavar="FILE", help="no effect: nothing is trained")
     add("--epochs", type=int, metavar="N", help="no effect: nothing is trained")
     add("--keep-last", action="store_true", help="no effect: no batch is left out")
-    add("--json", type=local_path, metavar="FILE", help="write the result there too (not Megatron's)")
-    add("--fail-on-alarm", action="store_true", help="end with code 7 if the result cannot be right (not Megatron's)")
+    add("--json", type=local_path, metavar="FILE", help="also write the result to FILE (not in Megatron)")
+    add("--fail-on-alarm", action="store_true", help="exit with code 7 if the result raises an alarm (not in Megatron)")
     return parser
 
 
 def read_flags(argv: Sequence[str], *, files: bool = True) -> tuple[Request, Path | None, bool, list[str]]:
-    """Return the evaluation that a command line of tasks/main.py asks for, --json, --fail-on-alarm, and notes.
+    """Return the evaluation that a command line of tasks/main.py requests, --json, --fail-on-alarm, and notes.
 
-    A ConfigError says everything that is wrong with it; the file to measure on is looked for if `files`.
+    Raises ConfigError with everything that is wrong; with `files` the file to measure on must exist.
     """
     options, rest = _parser().parse_known_args(list(argv))
     if options.task in REFUSED:
@@ -133,7 +133,7 @@ def shared_values(reading: Reading, problems: list[str], program: str, divides: 
         problems.append(f"--config {reading.recipe}: {program} reads no recipe; give the flags")
     checkpoint = given.get("load") or given.get("pretrained_checkpoint")
     if not checkpoint:
-        problems.append("--load is required (the folder of the checkpoint); Megatron would take random weights")
+        problems.append("--load is missing (the folder of the checkpoint); Megatron would use random weights")
     if given.get("context_parallel_size", 1) > 1:
         problems.append(
             f"--context-parallel-size {given['context_parallel_size']}: {divides}, not sequences; use "
@@ -168,7 +168,7 @@ def idle_flags(given: Mapping[str, Any], nothing: Mapping[str, Sequence[str]], u
 
 
 def stated_architecture(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What settings of a command line say of the architecture, for `contradictions`."""
+    """Return the settings of a command line that describe the architecture, for `contradictions`."""
     settings = all_settings()
     return {
         name: value
@@ -178,7 +178,7 @@ def stated_architecture(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def contradictions(stated: Mapping[str, Any], args: Mapping[str, Any], registry: Registry = EMPTY) -> list[str]:
-    """Where a command line and a checkpoint disagree on the architecture, each naming both."""
+    """Return where a command line and a checkpoint disagree on the architecture, each naming both values."""
     model, settings = model_of(args, registry), all_settings()
     resolved = {
         "ffn_hidden_size": model.ffn_size,
@@ -196,7 +196,7 @@ def contradictions(stated: Mapping[str, Any], args: Mapping[str, Any], registry:
             setting = settings[name]
             found.append(
                 f"{setting.flag} {setting.as_given(value)} contradicts the checkpoint ({setting.as_given(held)}); "
-                "leave it out (the checkpoint knows), or give the checkpoint that was meant"
+                "leave it out (the checkpoint has it), or give the intended checkpoint"
             )
     return found
 
@@ -222,5 +222,5 @@ def _notes(
 
 
 def help_text() -> str:
-    """What --help prints."""
+    """Return the text of --help."""
     return _parser().format_help()

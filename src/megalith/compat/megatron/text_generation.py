@@ -1,6 +1,6 @@
-"""`tools/run_text_generation_server.py` under Megatron's flags: which of them a server uses, and which it needs not.
+"""Megatron's `tools/run_text_generation_server.py` flags: those that a server uses or ignores.
 
-Architecture and tokenizer are those of the checkpoint; what the command line says of the architecture is compared.
+Architecture and tokenizer come from the checkpoint; flags of the architecture are compared with it.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _USED = (
 
 @dataclass(frozen=True)
 class ServerFlags:
-    """What a command line asks for."""
+    """Settings that a command line requests."""
 
     checkpoint: Path
-    server: argparse.Namespace  # flags about the server itself, as of `megalith serve`
+    server: argparse.Namespace  # flags of the server itself, as in `megalith serve`
     defaults: Defaults
     iteration: int | None = None
     dtype: str | None = None
     tokenizer: TokenizerConfig | None = None
     registry: Registry = EMPTY
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the launch and the layout, by name
-    stated: Mapping[str, Any] = field(default_factory=dict)  # what it says of the architecture, by setting
-    seed: int | None = None  # of the first request that names none; None: unpredictable
+    settings: Mapping[str, Any] = field(default_factory=dict)  # launch and layout settings, by name
+    stated: Mapping[str, Any] = field(default_factory=dict)  # settings of the architecture, by name
+    seed: int | None = None  # seed of the first request without one; None: unpredictable
     max_batch: int | None = None
-    notes: tuple[str, ...] = ()  # what has no effect
+    notes: tuple[str, ...] = ()  # flags without effect
 
 
 def _parser() -> ToolParser:
@@ -51,24 +51,24 @@ def _parser() -> ToolParser:
         allow_abbrev=False,
         description="Megatron's text generation server: PUT /api on port 5000, and OpenAI's endpoints beside it. "
         "Architecture and tokenizer come from the checkpoint of --load; other flags are those of pretrain_gpt.py. The "
-        "flags of `megalith serve` about keys, hosts and limits hold here too.",
+        "flags of `megalith serve` about keys, hosts and limits work here too.",
     )
     add = parser.add_argument
-    add("--temperature", type=float, metavar="T", help="of requests that do not say it (1.0)")
-    add("--top_k", "--top-k", type=int, metavar="K", help="of requests that do not say it (0: all)")
-    add("--top_p", "--top-p", type=float, metavar="P", help="of requests that do not say it (0.0: all)")
-    add("--num-tokens-to-generate", type=int, metavar="N", help="of requests that do not say it (64)")
-    add("--out-seq-length", type=int, metavar="N", help="of prompt and answer together, of requests that do not say it")
-    add("--max-tokens-to-oom", type=int, metavar="N", help="prompts x length at most of one request (no limit)")
-    add("--max-batch-size", "--inference-max-requests", type=int, metavar="N", help="sequences worked on at once")
-    add("--return-log-probs", action="store_true", help="no effect: a request says it")
-    add("--prompts", nargs="+", metavar="TEXT", help="no effect: requests bring them")
+    add("--temperature", type=float, metavar="T", help="sampling temperature if a request sets none (1.0)")
+    add("--top_k", "--top-k", type=int, metavar="K", help="top-k if a request sets none (0: all)")
+    add("--top_p", "--top-p", type=float, metavar="P", help="top-p if a request sets none (0.0: all)")
+    add("--num-tokens-to-generate", type=int, metavar="N", help="new tokens if a request sets none (64)")
+    add("--out-seq-length", type=int, metavar="N", help="tokens of prompt and answer if a request sets none")
+    add("--max-tokens-to-oom", type=int, metavar="N", help="most prompts x length of one request (no limit)")
+    add("--max-batch-size", "--inference-max-requests", type=int, metavar="N", help="most sequences in a batch")
+    add("--return-log-probs", action="store_true", help="no effect: requests set it")
+    add("--prompts", nargs="+", metavar="TEXT", help="no effect: requests contain them")
     add("--parsers", nargs="+", metavar="NAME", help="no effect")
     return parser
 
 
 def read_flags(argv: Sequence[str], server_flags: argparse.ArgumentParser) -> ServerFlags:
-    """What a command line of the script asks for; a ConfigError says everything that is wrong with it."""
+    """Read a command line of the script. Raises ConfigError with everything that is wrong."""
     options, rest = _parser().parse_known_args(list(argv))
     server, others = server_flags.parse_known_args(rest)
     reading = read_command_line(others)
@@ -130,5 +130,5 @@ def _notes(
 
 
 def help_text() -> str:
-    """What --help prints."""
+    """Return the text of --help."""
     return _parser().format_help()
