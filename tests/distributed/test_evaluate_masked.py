@@ -17,7 +17,7 @@ from megalith.config import ModelConfig, PrecisionConfig, TokenizerConfig
 from megalith.config.saved_args import weights_args
 from megalith.distributed.context import ParallelContext
 from megalith.errors import DataError
-from megalith.evaluate.masked import Cut, MaskedResult, MaskedScorer, open_samples
+from megalith.evaluate.masked import MaskedResult, MaskedScorer, SampleLengths, open_samples
 from megalith.layout import Layout
 from megalith.models.bert import Bert
 from megalith.models.families import model_class
@@ -72,7 +72,7 @@ def asked(folder: str, layout: Layout, scratch: str, count: int | None = None) -
     assert isinstance(trained.model, Bert | T5)
     own = Path(scratch) / str(context.rank)
     own.mkdir(parents=True)
-    cut = Cut(24, 20)
+    cut = SampleLengths(24, 20)
     config = trained.model.config
     samples, _ = open_samples(Path(folder) / "text.txt", config, trained.args, trained.tokenizer, cut, own)
     told: list[int] = []
@@ -119,7 +119,7 @@ def test_the_loss_is_that_of_training(tmp_path: Path) -> None:
         folder = save(tmp_path / name, name)
         result, _ = asked(str(folder), Layout(), str(tmp_path / name / "scratch"), 3)
         trained = load_trained(folder / "C", torch.device("cpu"), dtype=torch.float64)
-        model, cut = trained.model, Cut(24, 20)
+        model, cut = trained.model, SampleLengths(24, 20)
         (tmp_path / name / "other").mkdir()
         samples, _ = open_samples(
             folder / "text.txt", model.config, trained.args, trained.tokenizer, cut, tmp_path / name / "other"
@@ -141,7 +141,7 @@ def with_other_texts(folder: str, scratch: str) -> str:
     own.mkdir(parents=True)
     (own / "text.txt").write_text(f"aa bb\ncc dd\naa {'bb' if context.rank else 'cc'}\ndd aa\n" * 9)
     config = trained.model.config
-    samples, _ = open_samples(own / "text.txt", config, trained.args, trained.tokenizer, Cut(16), own)
+    samples, _ = open_samples(own / "text.txt", config, trained.args, trained.tokenizer, SampleLengths(16), own)
     with pytest.raises(DataError) as caught:
         MaskedScorer(trained.model, context)(samples)
     return str(caught.value)

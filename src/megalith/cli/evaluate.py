@@ -251,11 +251,11 @@ def _measure_denoising(
     request: Request, path: Path, trained: Trained, context: ParallelContext, listener: Listener
 ) -> MaskedResult:
     """Measure how well a model predicts masked tokens or corrupted spans."""
-    from megalith.evaluate.masked import Cut, MaskedScorer, open_samples
+    from megalith.evaluate.masked import MaskedScorer, SampleLengths, open_samples
     from megalith.models.language_model import DenoisingModel
 
     assert isinstance(trained.model, DenoisingModel), "the task fits the model"
-    cut = Cut(request.seq_length, request.decoder_seq_length)
+    cut = SampleLengths(request.seq_length, request.decoder_seq_length)
     with TemporaryDirectory(prefix="megalith-evaluate-") as scratch:
         samples, notes = open_samples(path, trained.model.config, trained.args, trained.tokenizer, cut, Path(scratch))
         for note in notes:

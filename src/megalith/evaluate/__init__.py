@@ -1,1 +1,1 @@
-"""How good a trained model is: log-probabilities of given text, perplexity, cloze tasks, and alarms."""
+"""Evaluation of trained models: log-probabilities of text, perplexity, cloze tasks, masked tokens, and alarms."""

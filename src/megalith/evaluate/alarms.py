@@ -1,7 +1,7 @@
-"""Results that cannot be right: what gives them away, and what is likely behind them.
+"""Alarms for results that cannot be right, with their likely causes.
 
-An evaluation of random weights, or through the wrong tokenizer, ends as orderly as any other, with a number. So every
-result is held against what guessing would give, and the model and its tokenizer against what is known of them.
+An evaluation of random weights, or with the wrong tokenizer, also ends with a plausible-looking number. So every result
+is compared with guessing, and the model and its tokenizer with what is known of them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megalith.tokenizers import padded_vocab_size
 from megalith.train.metrics import read_metrics
 
 _HARDLY_LEARNT = 0.75  # of ln V: above it a model has learnt little more than which tokens are frequent
-_LAST_STEPS, _LAST_SHARE = 20, 10  # whose losses are averaged: so many, and no more than the last tenth of the run
+_LAST_STEPS, _LAST_SHARE = 20, 10  # the losses of this many last steps are averaged, at most the last tenth of the run
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """Something that cannot be right."""
+    """Finding that cannot be right, and its likely cause."""
 
     what: str
     cause: str
@@ -39,26 +39,26 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known beside the result."""
+    """Facts beside the result that help to explain it."""
 
     vocab_size: int
-    iteration: int  # of the checkpoint; 0 for weights that name none
-    other_tokenizer: str | None = None  # how it differs from the training's; None if it does not, as far as known
+    iteration: int  # of the checkpoint; 0 if unknown
+    other_tokenizer: str | None = None  # how it differs from the training's; None if no difference is known
     never_trained: bool = False
-    training_loss: float | None = None  # at the end of the training, in nats; None where nothing says it
+    training_loss: float | None = None  # at the end of the training, in nats; None if unknown
 
     @property
     def uniform(self) -> float:
-        """The loss of a guess of equal probabilities, in nats."""
+        """Return the loss of guessing with equal probabilities, in nats."""
         return math.log(self.vocab_size)
 
 
 def alarms_of(result: Accuracy | TextLoss | MaskedResult, evidence: Evidence) -> list[Alarm]:
-    """Everything that is wrong with a result and its model, the result first."""
+    """Return all alarms of a result and its model, those of the result first."""
     if isinstance(result, MaskedResult):
-        found = _of_masked(result, evidence)
+        found = _masked_alarms(result, evidence)
     else:
-        about = _of_accuracy(result, evidence) if isinstance(result, Accuracy) else _of_text(result, evidence)
+        about = _accuracy_alarm(result, evidence) if isinstance(result, Accuracy) else _text_alarm(result, evidence)
         found = [] if about is None else [about]
     if evidence.other_tokenizer is not None:
         found.append(Alarm(f"the tokenizer is not the one of the training: {evidence.other_tokenizer}", _TOKENIZER))
@@ -68,8 +68,8 @@ def alarms_of(result: Accuracy | TextLoss | MaskedResult, evidence: Evidence) ->
 
 
 _TOKENIZER = (
-    "--vocab-file and --merge-file (or --tokenizer-model) name other files than the training had; leave them out, the "
-    "checkpoint has its own where Megalith wrote it"
+    "--vocab-file and --merge-file (or --tokenizer-model) name other files than those of the training; leave them out: "
+    "a checkpoint that Megalith wrote has its own"
 )
 _RANDOM = (
     "no training step was taken before this checkpoint was written, or it was never loaded into the run that wrote it "
@@ -77,14 +77,14 @@ _RANDOM = (
 )
 
 
-def _of_accuracy(result: Accuracy, evidence: Evidence) -> Alarm | None:
+def _accuracy_alarm(result: Accuracy, evidence: Evidence) -> Alarm | None:
     if result.total == 0:
         return Alarm(
             f"all {result.skipped} samples were skipped, nothing was measured",
-            "none has a context before its last word or token; is the text in the key text of each line, and whole?",
+            'none has a context before its last word or token; check that the key "text" of each line has whole texts',
         )
     if math.isnan(result.loss):
-        return _not_a_number()
+        return _nan_alarm()
     if result.correct > result.by_chance:
         return None
     what = (
@@ -94,14 +94,14 @@ def _of_accuracy(result: Accuracy, evidence: Evidence) -> Alarm | None:
     return Alarm(what, _cause(result.loss, evidence))
 
 
-def _of_text(result: TextLoss, evidence: Evidence) -> Alarm | None:
+def _text_alarm(result: TextLoss, evidence: Evidence) -> Alarm | None:
     if result.num_tokens == 0:
         return Alarm(
             f"all {result.skipped or result.num_documents} texts were skipped, nothing was measured",
-            "they are empty or of a single token; is this the right file, and its text in the key text of each line?",
+            'they are empty or a single token; check the file, and that the key "text" of each line has its text',
         )
     if math.isnan(result.mean):
-        return _not_a_number()
+        return _nan_alarm()
     if result.mean <= evidence.uniform:
         return None
     what = (
@@ -111,7 +111,7 @@ def _of_text(result: TextLoss, evidence: Evidence) -> Alarm | None:
     return Alarm(what, _cause(result.mean, evidence))
 
 
-def _of_masked(result: MaskedResult, evidence: Evidence) -> list[Alarm]:
+def _masked_alarms(result: MaskedResult, evidence: Evidence) -> list[Alarm]:
     tokens, orders = result.tokens, result.orders
     if not tokens.total:
         return [
@@ -122,7 +122,7 @@ def _of_masked(result: MaskedResult, evidence: Evidence) -> list[Alarm]:
             )
         ]
     if math.isnan(tokens.mean):
-        return [_not_a_number()]
+        return [_nan_alarm()]
     found, by_chance = [], tokens.total / evidence.vocab_size
     if tokens.correct <= by_chance or tokens.mean > evidence.uniform:
         what = (
@@ -130,24 +130,24 @@ def _of_masked(result: MaskedResult, evidence: Evidence) -> list[Alarm]:
             f"guessing among {evidence.vocab_size} tokens, which finds {by_chance:.2g} at {evidence.uniform:.4g}"
         )
         found.append(Alarm(what, _cause(tokens.mean, evidence)))
-    # Where all answers are the same, a model that knows them is no better than one that does not.
-    if orders is not None and orders.total and orders.share <= result.one_answer < 1.0:
+    # If all samples have the same answer, accuracy cannot tell a trained model from a constant one.
+    if orders is not None and orders.total and orders.share <= result.majority_share < 1.0:
         what = (
-            f"the order of two texts is told right {orders.correct} of {orders.total} times, no better than always "
-            f"giving the more frequent answer ({result.one_answer:.3g})"
+            f"the order of two texts is predicted right {orders.correct} of {orders.total} times, no better than "
+            f"always giving the more frequent answer ({result.majority_share:.3g})"
         )
         cause = (
             "the weights are random, see below"
             if evidence.never_trained
-            else "the head that tells them apart was trained too short or on other text, or was not in the checkpoint "
-            "that the model was made of (a BertForMaskedLM has none); compare with the sop loss of the training, "
-            "where guessing gives 0.69"
+            else "the head that predicts the order was trained too briefly or on other text, or was missing from the "
+            "checkpoint that the model was made from (a BertForMaskedLM has none); compare with the sop loss of the "
+            "training, where guessing gives 0.69"
         )
         found.append(Alarm(what, cause))
     return found
 
 
-def _not_a_number() -> Alarm:
+def _nan_alarm() -> Alarm:
     return Alarm(
         "the loss is not a number",
         "the training that wrote this checkpoint diverged, or the weights overflow in their precision; take an earlier "
@@ -156,7 +156,7 @@ def _not_a_number() -> Alarm:
 
 
 def _cause(loss: float, evidence: Evidence) -> str:
-    """The likeliest explanation of a result that is no better than guessing."""
+    """Return the likeliest explanation of a result that is no better than guessing."""
     if evidence.never_trained:
         return "the weights are random, see below"
     if evidence.other_tokenizer is not None:
@@ -168,7 +168,7 @@ def _cause(loss: float, evidence: Evidence) -> str:
         hardly = evidence.training_loss > _HARDLY_LEARNT * evidence.uniform
     trained = f" ({evidence.iteration} iterations)" if evidence.iteration else ""
     if hardly:
-        return f"the model has hardly learnt yet{trained}: {measured}; train longer, and look at its validation loss"
+        return f"the model has hardly learnt yet{trained}: {measured}; train longer and watch the validation loss"
     if loss > evidence.uniform:
         return (
             f"the model is surer of wrong tokens than of right ones ({measured}): the token ids mean something else to "
@@ -177,12 +177,12 @@ def _cause(loss: float, evidence: Evidence) -> str:
         )
     return (
         f"the model has learnt{trained}, but not this ({measured}): its training text is of another kind or language, "
-        "or it is too small or was trained too short for it"
+        "or it is too small or was trained too briefly for it"
     )
 
 
 def training_loss(save_folder: Path, iteration: int) -> float | None:
-    """The mean loss of the last steps before a checkpoint, as the run that wrote it kept it; None if it did not."""
+    """Return the mean loss of the last steps before a checkpoint from its run's metrics; None if unknown."""
     try:
         records = read_metrics(save_folder / "run" / "metrics.jsonl")
     except (OSError, ValueError, KeyError):
@@ -197,9 +197,9 @@ def training_loss(save_folder: Path, iteration: int) -> float | None:
 
 
 def never_trained(model: LanguageModel, context: ParallelContext) -> bool:
-    """Whether all norms are one and all biases zero, on all ranks: the first update changes them.
+    """Return whether all norms are one and all biases zero, on all ranks; the first update changes them.
 
-    Models without biases have too little to tell in half precision, where small updates of a one are lost: they count
+    Models without biases have too little evidence in half precision, where small updates of a one are lost: they count
     as trained unless they are in at least fp32.
     """
     biases, ones = 0, True
@@ -214,9 +214,9 @@ def never_trained(model: LanguageModel, context: ParallelContext) -> bool:
 
 
 def size_difference(args: Mapping[str, Any], tokenizer_size: int) -> str | None:
-    """Whether a tokenizer has another size than the vocabulary table of Megatron's args was made for.
+    """Return how a tokenizer's size contradicts the vocabulary table of Megatron's args; None if it fits.
 
-    For checkpoints without a card, written by Megatron: its table is the vocabulary padded by its rule.
+    For checkpoints without a fingerprint, written by Megatron: their table is the vocabulary padded by its rule.
     """
     rows, divisible = args.get("padded_vocab_size"), args.get("make_vocab_size_divisible_by")
     if not rows or not divisible:

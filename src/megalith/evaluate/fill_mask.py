@@ -1,4 +1,4 @@
-"""What a model takes the [MASK] of a text for, with probabilities."""
+"""Mask filling: the likeliest tokens for the [MASK]s of a text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONTINUES = "##"  # of WordPiece: goes on the word before it
 
 @dataclass(frozen=True)
 class Candidate:
-    """A token that may stand in place of a mask, and its probability."""
+    """Token for a mask, with its probability."""
 
     token: int
     text: str
@@ -24,15 +24,15 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Filled:
-    """A text without masks."""
+class FilledText:
+    """Text with its masks filled."""
 
     text: str  # with the likeliest token in place of each mask
     masks: tuple[tuple[Candidate, ...], ...]  # of each mask in order the likeliest tokens, likeliest first
 
 
-def fill_masks(model: LanguageModel, tokenizer: Tokenizer, text: str, count: int = 1) -> Filled:
-    """Find the likeliest tokens for each [MASK] of a text, all of which are hidden at once.
+def fill_masks(model: LanguageModel, tokenizer: Tokenizer, text: str, count: int = 1) -> FilledText:
+    """Predict the likeliest tokens for each [MASK] of a text, all masked at once.
 
     Args:
         model: A masked language model, whole on this rank.
@@ -48,13 +48,13 @@ def fill_masks(model: LanguageModel, tokenizer: Tokenizer, text: str, count: int
     mask = tokenizer.decode([special["mask"]]).strip()
     parts = text.split(mask)
     if len(parts) < 2:
-        raise DataError(f"has no {mask}, so that there is nothing to be found: put one where a token is hidden")
+        raise DataError(f"has no {mask}: put one in place of each token to predict")
     ids = [special["cls"]]
     for number, part in enumerate(parts):
-        ids += [special["mask"]] * (number > 0) + _between(tokenizer, part)
+        ids += [special["mask"]] * (number > 0) + _encode_part(tokenizer, part)
     ids.append(special["sep"])
     if len(ids) > positions and model.config.position_embedding_type == "learned_absolute":
-        raise DataError(f"has {len(ids)} tokens, and the model has {positions} positions; give a shorter one")
+        raise DataError(f"has {len(ids)} tokens, but the model has {positions} positions; give a shorter text")
     tokens_1S = torch.tensor([ids], device=model.device)
     with torch.inference_mode():
         logits_SV = model(tokens_1S, types_BS=torch.zeros_like(tokens_1S))[0, :, : tokenizer.vocab_size]
@@ -77,10 +77,10 @@ def fill_masks(model: LanguageModel, tokenizer: Tokenizer, text: str, count: int
             else (filled + likeliest)
         )
         filled += part
-    return Filled(filled, masks)
+    return FilledText(filled, masks)
 
 
-def _between(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a part of a text, without what some tokenizers put around every text."""
+def _encode_part(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a part of a text, without the tokens that some tokenizers put around every text."""
     around = {tokenizer.special[role] for role in ("cls", "sep")}
     return [number for number in tokenizer.encode(text) if number not in around]

@@ -1,8 +1,8 @@
-"""A model class of lm-evaluation-harness: `lm_eval --model megalith --model_args checkpoint=DIR --tasks ...`.
+"""Model class for lm-evaluation-harness: `lm_eval --model megalith --model_args checkpoint=DIR --tasks ...`.
 
-Needs the extra `eval`. Versions of lm-eval that look for plugins find it by the entry point of this package; for older
-ones `python -m megalith.evaluate.lm_eval` is their command with this class in it. Under torchrun every process runs the
-harness on all requests, and they share the work inside; the first one prints.
+Needs the extra `eval`. Versions of lm-eval with plugins find it by the entry point of this package; for older ones
+`python -m megalith.evaluate.lm_eval` is their command with this class registered. Under torchrun every process runs the
+harness on all requests and shares the work inside this class; the first process prints.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ _SEED = 1234
 
 @register_model("megalith")
 class MegalithLM(TemplateLM):
-    """A checkpoint as lm-eval sees it.
+    """Adapter of a checkpoint to lm-eval's interface.
 
     Args:
         checkpoint: a save folder, one checkpoint in it, or a Hugging Face folder.
         iteration: which checkpoint of a save folder.
-        tp, pp: processes that share layers, that make a pipeline; the rest share the requests.
+        tp, pp: tensor- and pipeline-parallel sizes; the remaining processes share the requests.
         dtype: float32, bfloat16 or float16; that of the checkpoint if None.
-        device: cpu; anything else is CUDA where there is one.
-        batch_size: of one forward pass.
-        max_length: of context and continuation; the model's if None.
-        max_gen_toks: tokens that are generated where a task does not say.
+        device: cpu; anything else is CUDA if there is one.
+        batch_size: samples of one forward pass.
+        max_length: most tokens of context and continuation; the model's if None.
+        max_gen_toks: tokens to generate if a task does not set them.
         max_batch_size: not used.
-        tokenizer: that of the model where the checkpoint does not have its own: tokenizer_type, vocab_file, merge_file,
-            tokenizer_model and the other flags of a tokenizer, by their names. `import` names the modules, separated by
-            spaces, that register what the checkpoint or they name.
+        tokenizer: flags of the tokenizer by name (tokenizer_type, vocab_file, merge_file, tokenizer_model and so on),
+            for checkpoints without one. `import` names the modules, separated by spaces, that register what the
+            checkpoint or these flags name.
 
     Raises:
-        ConfigError, CheckpointError: the checkpoint cannot be loaded so.
+        ConfigError, CheckpointError: the checkpoint cannot be loaded this way.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class MegalithLM(TemplateLM):
             raise ConfigError(f"dtype={dtype} is not known; use float32, bfloat16 or float16")
         path = Path(checkpoint)
         settings = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-        where = "cpu" if device == "cpu" else "auto"  # lm-eval says cuda where nobody has said anything
+        where = "cpu" if device == "cpu" else "auto"  # lm-eval passes cuda by default
         model = model_in(saved_args(path, iteration), path, registry)
         self._ranks = ExitStack()
         self._context = self._ranks.enter_context(
@@ -99,8 +99,8 @@ class MegalithLM(TemplateLM):
         for note in trained.notes:
             _log.warning("%s", note)
         self._trained = trained
-        size = int(str(batch_size)) if str(batch_size).isdigit() else DEFAULT_BATCH  # lm-eval also says "auto"
-        # A folder of Hugging Face has no padded rows: what its table has beyond its tokenizer counts there too.
+        size = int(str(batch_size)) if str(batch_size).isdigit() else DEFAULT_BATCH  # lm-eval also passes "auto"
+        # A Hugging Face folder has no padded rows: rows beyond its tokenizer count there too.
         num_tokens = None if trained.from_huggingface else trained.tokenizer.vocab_size
         self._scorer = Scorer(trained.gpt, self._context, batch_size=size, num_tokens=num_tokens)
         self._max_length = min(max_length or self._scorer.context_length, self._scorer.context_length)
@@ -123,12 +123,12 @@ class MegalithLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Tokens of context and continuation that are read at once."""
+        """Return the most tokens of context and continuation in one forward pass."""
         return self._max_length
 
     @property
     def max_gen_toks(self) -> int:
-        """Tokens that are generated where a task does not say."""
+        """Return the tokens to generate if a task does not set them."""
         return self._max_gen_toks
 
     @property
@@ -153,7 +153,7 @@ class MegalithLM(TemplateLM):
                 _log.warning("a continuation of %d tokens is cut to %d", len(continuation), self._max_length)
             ids = [*(context or [self.prefix_token_id]), *continuation][-(self._max_length + 1) :]
             samples[number] = Sample(ids, min(len(continuation), len(ids) - 1))
-        # Samples of like length need little padding; the longest come first, so that memory runs out at once or never.
+        # Similar lengths need little padding; the longest come first, so that memory runs out at once or never.
         order = sorted(samples, key=lambda number: -len(samples[number].ids))
         ordered = [samples[number] for number in order]
         scores = dict(zip(order, self._score(ordered, "log-likelihoods", disable_tqdm), strict=True))
@@ -193,15 +193,15 @@ class MegalithLM(TemplateLM):
         return scores
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        answers = self._on_all(requests)
+        answers = self._generate_on_all_ranks(requests)
         for request, answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, answer)
         return answers
 
-    def _on_all(self, requests: list[Any]) -> list[str]:
-        """The answers to all requests, on every rank.
+    def _generate_on_all_ranks(self, requests: list[Any]) -> list[str]:
+        """Generate the answers to all requests; every rank returns all of them.
 
-        Replicas that are whole on one rank take requests in turn. Ranks that share a model serve all of them together.
+        Replicas that are whole on one rank take requests in turn. Ranks that share a model serve all requests together.
         """
         context, blocks = self._context, self._scorer.batch_size * blocks_for(self._max_length)
         if context.tp.size * context.pp.size == 1:
@@ -234,7 +234,7 @@ class MegalithLM(TemplateLM):
         return [texts[ticket] for ticket in tickets]
 
     def _request(self, prompt: str, options: dict[str, Any]) -> Request:
-        """What lm-eval means by `options`: greedy, unless they say otherwise."""
+        """Convert lm-eval's `options` to a request; greedy unless they say otherwise."""
         stops = options.get("until") or []
         stops = [stops] if isinstance(stops, str) else list(stops)
         count = int(options.get("max_gen_toks") or options.get("max_new_tokens") or self._max_gen_toks)
@@ -256,6 +256,6 @@ _open: list[MegalithLM] = []
 
 
 def leave_ranks() -> None:
-    """Let go of the other ranks, behind the last use of a model."""
+    """Release the process groups after the last use of a model."""
     while _open:
         _open.pop().close()

@@ -1,6 +1,6 @@
-"""`python -m megalith.evaluate.lm_eval`: the command of lm-evaluation-harness with `--model megalith` in it.
+"""lm-evaluation-harness with `--model megalith` registered: `python -m megalith.evaluate.lm_eval`.
 
-For versions of lm-eval that do not look for plugins; all arguments are lm-eval's own.
+For versions of lm-eval without plugins; all arguments are lm-eval's own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from megalith.errors import MegalithError, install_command
 
 
 def main() -> int:
-    """Run lm-eval; returns its exit code."""
+    """Run lm-eval and return its exit code."""
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:

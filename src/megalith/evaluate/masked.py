@@ -1,8 +1,8 @@
-"""What a model says of hidden tokens, on one process or on ranks that share the model.
+"""Evaluation of masked tokens (BERT, T5), on one process or on ranks that share the model.
 
-Samples are made from a dataset or a file of text as in training, with the same draws for everybody, and each is asked
-once. The ranks of a replica run their batches through the pipeline interpreter; replicas take batches in turn. All of
-the vocabulary table counts in the normalisation, as it does in the loss of training.
+Samples are made from a dataset or a text file as in training, with fixed random draws, and each is evaluated once. The
+ranks of a replica run their batches through the pipeline interpreter; replicas take batches in turn. The whole
+vocabulary table takes part in the softmax, as it does in the training loss.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ _SEED = 1234  # the same samples for every model of one tokenizer and length
 
 
 @dataclass(frozen=True)
-class Guesses:
-    """What was asked of a model, and how it answered."""
+class Predictions:
+    """Number, correct ones and summed loss of predictions."""
 
     total: int = 0
     correct: int = 0
     loss: float = 0.0  # summed over all of them, in nats
 
-    def __add__(self, other: Guesses) -> Guesses:
-        return Guesses(self.total + other.total, self.correct + other.correct, self.loss + other.loss)
+    def __add__(self, other: Predictions) -> Predictions:
+        return Predictions(self.total + other.total, self.correct + other.correct, self.loss + other.loss)
 
     @property
     def share(self) -> float:
-        """Of right ones; not a number of none."""
+        """Return the share of correct predictions; NaN if there are none."""
         return self.correct / self.total if self.total else math.nan
 
     @property
     def mean(self) -> float:
-        """Loss of one, in nats; not a number of none."""
+        """Return the mean loss in nats; NaN if there are no predictions."""
         return self.loss / self.total if self.total else math.nan
 
     @property
@@ -72,16 +72,16 @@ class Guesses:
 
 @dataclass(frozen=True)
 class MaskedResult:
-    """What a model found of what was hidden."""
+    """Accuracy and loss of masked tokens and, if the model has the head, of the order of sentences."""
 
     samples: int
-    tokens: Guesses
-    orders: Guesses | None = None  # of swapped sentence pairs; None where the model has no head for it
+    tokens: Predictions
+    orders: Predictions | None = None  # of swapped sentence pairs; None where the model has no head for it
     swapped: int = 0  # of these how many have
 
     @property
-    def one_answer(self) -> float:
-        """The share of orders that are right if the answer is always the more frequent one."""
+    def majority_share(self) -> float:
+        """Return the share of orders that always giving the more frequent answer gets right; NaN without orders."""
         if self.orders is None or not self.orders.total:
             return math.nan
         return max(self.swapped, self.orders.total - self.swapped) / self.orders.total
@@ -92,12 +92,12 @@ class MaskedResult:
 
 
 class MaskedScorer(BatchScorer[DenoisingModel]):
-    """Asks a model for what is hidden in samples."""
+    """Scorer of the masked tokens of samples."""
 
     def __call__(
         self, samples: MapDataset, count: int | None = None, on_batch: Callable[[int], None] = lambda number: None
     ) -> MaskedResult:
-        """Ask the first `count` samples, all of them if None; `on_batch` receives the number of each batch first."""
+        """Evaluate the first `count` samples, all if None; `on_batch` receives the number of each batch before it."""
         count = len(samples) if count is None else min(count, len(samples))
         digest = hashlib.blake2b(str(count).encode(), digest_size=16)
         for item in sorted({0, count // 2, count - 1}) if count else ():
@@ -113,8 +113,10 @@ class MaskedScorer(BatchScorer[DenoisingModel]):
 
 @dataclass(frozen=True)
 class _Tally:
-    tokens: Guesses = field(default=Guesses())
-    orders: Guesses = field(default=Guesses())
+    """Sums over the samples of a replica."""
+
+    tokens: Predictions = field(default=Predictions())
+    orders: Predictions = field(default=Predictions())
     swapped: int = 0
 
     def __add__(self, other: _Tally) -> _Tally:
@@ -151,7 +153,7 @@ class _Work(BatchWork):
         inputs = self._inputs(micro_batch)
         if not self._model.stage.predicts:
             return self._model.part(inputs, hidden)
-        self._results.append(_ask(self._model, inputs, hidden))
+        self._results.append(_evaluate(self._model, inputs, hidden))
         return self._results[-1].new_zeros(())
 
     def release(self, micro_batch: int) -> None:
@@ -159,19 +161,19 @@ class _Work(BatchWork):
 
     @property
     def tally(self) -> _Tally:
-        """Of all batches; nothing on a stage that predicts nothing."""
+        """Return the sums over all batches; zeros on a stage without predictions."""
         if not self._results:
             return _Tally()
         words, right, loss, orders, in_order, order_loss, swapped = torch.stack(self._results).sum(dim=0).tolist()
         return _Tally(
-            Guesses(round(words), round(right), loss),
-            Guesses(round(orders), round(in_order), order_loss),
+            Predictions(round(words), round(right), loss),
+            Predictions(round(orders), round(in_order), order_loss),
             round(swapped),
         )
 
 
-def _ask(model: DenoisingModel, inputs: Inputs, hidden_SBD: Tensor | None) -> Tensor:
-    """The numbers of `_Tally` of a micro-batch, [7] in fp64."""
+def _evaluate(model: DenoisingModel, inputs: Inputs, hidden_SBD: Tensor | None) -> Tensor:
+    """Return the numbers of `_Tally` for a micro-batch, [7] in fp64."""
     states_TD, logits_B2 = model.states_of_hidden_tokens(inputs, hidden_SBD)
     wanted_T = inputs.tensors["labels"].t()[inputs.tensors["loss_mask"].t() > 0]
     shared = (model.region, model.vocab_size, model.output_bias)
@@ -186,28 +188,28 @@ def _ask(model: DenoisingModel, inputs: Inputs, hidden_SBD: Tensor | None) -> Te
 
 
 def _sums(logprobs_T: Tensor, right_T: Tensor) -> Tensor:
-    """How many, how many right ones, and their loss: [3] in fp64."""
+    """Return the number of predictions, of correct ones, and the summed loss: [3] in fp64."""
     total = torch.full((), len(logprobs_T), dtype=torch.float64, device=logprobs_T.device)
     return torch.stack((total, right_T.sum().double(), -logprobs_T.double().sum()))
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether a path is the prefix of a .bin/.idx pair."""
+    """Return whether a path is the prefix of a .bin/.idx pair."""
     return idx_path(str(path)).is_file()
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How samples are cut and hidden, where it is not as in the training."""
+class SampleLengths:
+    """Lengths of samples that differ from those of the training."""
 
     seq_length: int | None = None  # tokens of a sample; those of the training, or the model's positions, if None
     decoder_seq_length: int | None = None  # of T5; that of the training, or half of a sample, if None
 
 
 def open_samples(
-    path: Path, model: ModelConfig, args: Mapping[str, Any], tokenizer: Tokenizer, cut: Cut, scratch: Path
+    path: Path, model: ModelConfig, args: Mapping[str, Any], tokenizer: Tokenizer, given: SampleLengths, scratch: Path
 ) -> tuple[MaskedDataset, list[str]]:
-    """Open the samples of a dataset or of a file of text, one pass over it; return them with notes for the user.
+    """Open the samples of a dataset or a text file, one pass over it; return them with notes for the user.
 
     Args:
         path: prefix of a dataset of `preprocess --split-sentences`, a jsonl with a text in each line, or a text whose
@@ -222,10 +224,10 @@ def open_samples(
     else:
         prefix = str(scratch / "text_sentence")
         _encode(path, tokenizer, prefix)
-    length = cut.seq_length or int(args.get("seq_length") or model.max_position_embeddings)
+    length = given.seq_length or int(args.get("seq_length") or model.max_position_embeddings)
     data = DataConfig(
         seq_length=length,
-        decoder_seq_length=cut.decoder_seq_length or int(args.get("decoder_seq_length") or max(8, length // 2)),
+        decoder_seq_length=given.decoder_seq_length or int(args.get("decoder_seq_length") or max(8, length // 2)),
         mask_prob=float(args.get("mask_prob") or DataConfig.mask_prob),
         short_seq_prob=float(args.get("short_seq_prob") or 0.0),
         test_data_path=(prefix,),
@@ -241,7 +243,7 @@ def _encode(path: Path, tokenizer: Tokenizer, prefix: str) -> None:
     splitter = PunctuationSplitter()
     with IndexedWriter(prefix, dtype) as writer:
         for text in _documents(path):
-            sentences = [part for sentence in splitter.split(text) for part in _parts(tokenizer.encode(sentence))]
+            sentences = [part for sentence in splitter.split(text) for part in _split_long(tokenizer.encode(sentence))]
             if sentences:
                 ids = np.concatenate([np.asarray(sentence, dtype) for sentence in sentences])
                 writer.add_document(ids, [len(sentence) for sentence in sentences])
@@ -257,7 +259,7 @@ def _documents(path: Path) -> Iterator[str]:
         yield from re.split(r"\n[ \t\r]*\n", text)
 
 
-def _parts(ids: list[int]) -> Iterator[list[int]]:
-    """A sentence in parts that are not too long: a document with a longer one would be left out."""
+def _split_long(ids: list[int]) -> Iterator[list[int]]:
+    """Split a sentence into parts that are not too long: a document with a longer one would be skipped."""
     for start in range(0, len(ids), LONGEST_SENTENCE):
         yield ids[start : start + LONGEST_SENTENCE]

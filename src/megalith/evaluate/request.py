@@ -1,4 +1,4 @@
-"""What a user wants measured, checked without torch."""
+"""Evaluation requests and their validation, without torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DETOKENIZER_CHOICES = ("auto", "none", "wiki", "ptb")
 
 @dataclass(frozen=True)
 class Request:
-    """An evaluation."""
+    """Request for an evaluation."""
 
     checkpoint: Path
     task: str  # a key of `TASKS`
@@ -51,14 +51,14 @@ class Request:
     stated: Mapping[str, Any] = field(default_factory=dict)  # the architecture that the command line expects
 
     def violations(self, *, files: bool = True) -> list[str]:
-        """What is wrong with it, in the words of the flags; with `files` also whether the file of the task exists."""
+        """Return what is wrong, naming the flags; with `files` the file of the task must exist."""
         found = []
         if self.task not in TASKS:
-            found.append(f"--task {self.task} is not known; it measures {', '.join(TASKS)}")
+            found.append(f"--task {self.task} is unknown; use one of {', '.join(TASKS)}")
         elif self.data is None and self.task != "cloze":
             found.append(f"--task {self.task} needs a file to measure on (--data FILE; of tasks/main.py: --valid-data)")
         if files and self.data is not None and not self.data.is_file() and not self._is_dataset:
-            found.append(f"{self.data} is no file to measure on{_where_from(self.task)}")
+            found.append(f"no such file: {self.data} (--data; of tasks/main.py: --valid-data){_where_from(self.task)}")
         for flag, given, tasks in (
             ("--samples", self.samples, MASKED_TASKS),
             ("--decoder-seq-length", self.decoder_seq_length, ("spans",)),
@@ -79,11 +79,11 @@ class Request:
 
     @property
     def _is_dataset(self) -> bool:
-        """Whether the data are the prefix of a .bin/.idx pair, for a task that takes one."""
+        """Return whether the data is the prefix of a .bin/.idx pair, for a task that takes one."""
         return self.task in MASKED_TASKS and Path(f"{self.data}.idx").is_file()
 
     def windows(self, context_length: int) -> tuple[int, int, list[str]]:
-        """Length and stride of windows over a model's context, and what is wrong with them."""
+        """Return length and stride of the windows over a model's context, and what is wrong with them."""
         length = self.seq_length or context_length
         stride = min(DEFAULT_OVERLAP, length) if self.overlap is None else self.overlap
         wrong = []
@@ -95,7 +95,7 @@ class Request:
         if stride > length:
             wrong.append(
                 f"--overlapping-eval {stride} is more than the {length} tokens of a window (--seq-length), so that "
-                f"tokens would be left out; give {length} or less"
+                f"tokens would be skipped; give {length} or less"
             )
         return length, stride, wrong
 
@@ -105,4 +105,4 @@ def _where_from(task: str) -> str:
         return ", nor the prefix of a dataset (PREFIX.bin and PREFIX.idx)"
     if task != "lambada":
         return ""
-    return "; docs/evaluation.md says where LAMBADA's comes from, and --task cloze needs none"
+    return "; docs/evaluation.md tells where to get LAMBADA's, and --task cloze needs no file"

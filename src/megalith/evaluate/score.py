@@ -1,9 +1,9 @@
-"""Log-probabilities of given tokens: padded batches, on one process or on ranks that share the model.
+"""Log-probabilities of given tokens in padded batches, on one process or on ranks that share the model.
 
 The ranks of a replica run their batches through the pipeline interpreter; replicas take batches in turn. Batches are
-padded on the right, which a causal model does not see. All of the vocabulary table counts in the normalisation, its
-padding too, as it does in the loss of training (and in Megatron's evaluation), unless the caller names the number of
-tokens: then padded rows have no probability, as in an exported model.
+padded on the right, which a causal model does not see. The whole vocabulary table, padding included, takes part in the
+softmax, as it does in the training loss (and in Megatron's evaluation). If the caller gives the number of tokens,
+padded rows have no probability, as in an exported model.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from megalith.schedules.pipeline import Op, make_schedule
 
 Ids = Sequence[int] | NDArray[np.int64]
 
-_BATCHES_AT_ONCE = 256  # of one pipeline program, whose results are kept on the device until it ends
-_LOGITS_AT_ONCE = 1 << 24  # on a CPU twice as fast as 1 << 26, whose memory is new pages each time
+_BATCHES_AT_ONCE = 256  # per pipeline program, whose results stay on the device until it ends
+_LOGITS_AT_ONCE = 1 << 24  # on a CPU twice as fast as 1 << 26, which allocates new pages each time
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Tokens of which the last ones are scored, each given all before it."""
+    """Token ids of which the last ones are targets, each scored given all ids before it."""
 
     ids: Ids
-    num_targets: int  # how many of the last ids are targets; at least one id is before them
+    num_targets: int  # number of targets at the end of `ids`; at least one id precedes them
 
 
 @dataclass(frozen=True)
 class Score:
-    """What the model says of the targets of a sample."""
+    """Log-probabilities of a sample's targets, and whether each target is the likeliest token."""
 
     logprobs: NDArray[np.float64]  # natural logarithms of their probabilities
     greedy: NDArray[np.bool_]  # for each, whether it is the most likely token
 
     @property
     def total(self) -> float:
-        """The log-probability of all targets together."""
+        """Return the log-probability of all targets together."""
         return float(self.logprobs.sum())
 
 
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 
 class BatchScorer(Generic[M]):
-    """Runs batches of samples through a model: the ranks of a replica share each, replicas take them in turn.
+    """Runner of batches: the ranks of a replica share each batch, replicas take batches in turn.
 
     Args:
         context: the ranks that share the model and the samples; this process alone if None. All of them call together,
@@ -76,7 +76,7 @@ class BatchScorer(Generic[M]):
         self.context = context or ParallelContext.solo(model.device)
 
     def run(self, count: int, make_work: Callable[[Sequence[range], int], W]) -> Iterator[tuple[Sequence[range], W]]:
-        """Yield the batches of each pipeline program of this replica, and their work (made with the first's number)."""
+        """Yield the batches of each pipeline program of this replica with their work, which `make_work` creates."""
         context, size = self.context, self.batch_size
         batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
         own = batches[context.dp.index :: context.dp.size]
@@ -88,7 +88,7 @@ class BatchScorer(Generic[M]):
             yield part, work
 
     def gather(self, found: T, nothing: T) -> list[T]:
-        """Gather what each replica found on every rank; `nothing` stands for ranks that predict no token."""
+        """Gather the results of each replica on every rank; ranks without predictions contribute `nothing`."""
         context = self.context
         if context.world.size == 1:
             return [found]
@@ -102,7 +102,7 @@ class BatchScorer(Generic[M]):
 
 
 class BatchWork:
-    """The batches of one program, a `pipeline.StageRunner`; `on_batch` receives the number of each beforehand."""
+    """Batches of one program (`pipeline.StageRunner`); `on_batch` receives the number of each before it runs."""
 
     def __init__(self, on_batch: Callable[[int], None], first: int) -> None:
         self._on_batch, self._first = on_batch, first
@@ -121,7 +121,7 @@ class BatchWork:
 
 
 class Scorer(BatchScorer[GenerativeModel | PlainModel]):
-    """Scores samples; only the first `num_tokens` rows of the vocabulary table (None: all) have a probability."""
+    """Scorer of token sequences; only the first `num_tokens` rows of the vocabulary (None: all) have a probability."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Scorer(BatchScorer[GenerativeModel | PlainModel]):
 
     @property
     def context_length(self) -> int:
-        """Tokens that the model reads at once; one more can be scored."""
+        """Return the tokens that the model reads at once; one more can be scored."""
         return self.model.config.max_position_embeddings
 
     def __call__(self, samples: Sequence[Sample], on_batch: Callable[[int], None] = lambda number: None) -> list[Score]:
@@ -205,7 +205,7 @@ class _Work(BatchWork):
         return states_TD.new_zeros(())
 
     def scores(self) -> Iterator[Score]:
-        """Of all samples, in order; none on a stage that predicts nothing."""
+        """Yield the scores of all samples, in order; none on a stage without predictions."""
         for batch, (logprobs, greedy) in zip(self._batches, self._results, strict=False):
             ends = np.cumsum([sample.num_targets for sample in batch])[:-1]
             parts = np.split(logprobs.double().cpu().numpy(), ends), np.split(greedy.cpu().numpy(), ends)
@@ -213,7 +213,7 @@ class _Work(BatchWork):
 
 
 def _length(batch: Sequence[Sample]) -> int:
-    """Tokens that are read of each sample, padding included; the last id of a sample is only a target."""
+    """Return the padded input length of a batch; the last id of a sample is only a target."""
     return max(len(sample.ids) for sample in batch) - 1
 
 
@@ -225,7 +225,7 @@ def _padded(batch: Sequence[Sample]) -> NDArray[np.int64]:
 
 
 def _targets(batch: Sequence[Sample]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where in [B * S] the targets are predicted, and the targets; those of the first sample first."""
+    """Return the positions in [B * S] that predict the targets, and the targets, sample by sample."""
     length, places, targets = _length(batch), [], []
     for row, sample in enumerate(batch):
         last, count = row * length + len(sample.ids) - 1, sample.num_targets
@@ -244,7 +244,7 @@ def score_targets(
     *,
     num_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The log-probability of each target, and whether no token is more likely (of equals the first counts).
+    """Return the log-probability of each target, and whether no token is likelier (the first of equals counts).
 
     Shapes: states [T, D], alike on all ranks of the region; weight [V, D] and bias [V] of the logits, the rows that are
         here; targets [T] -> 2 x [T], alike on all ranks. Logarithms are taken in at least fp32. The first
@@ -261,7 +261,7 @@ def score_targets(
 def _score_logits(
     logits_TV: Tensor, targets_T: Tensor, region: Region, vocab_size: int, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """As `score_targets`, of logits [T, V], the columns that are here; they may be overwritten."""
+    """Score targets as `score_targets` does, from the local columns of logits [T, V], which may be overwritten."""
     part = region.shard(vocab_size, even=False)
     logits_TV = logits_TV.to(at_least_fp32(logits_TV.dtype))
     if num_tokens < part.stop:
@@ -280,7 +280,7 @@ def _score_logits(
 
 
 def _argmax(logits_TV: Tensor) -> Tensor:
-    """The first largest logit of each row; on a CPU by numpy, whose search takes a fraction of torch's time."""
+    """Return the first largest logit of each row; on a CPU by numpy, which is several times faster than torch."""
     if logits_TV.device.type != "cpu":
         return logits_TV.argmax(dim=-1)
     return torch.from_numpy(logits_TV.numpy().argmax(-1))

@@ -45,27 +45,13 @@ _DEGREE = "\u00b0"
 
 # (old, new), each applied to the whole text before the next.
 _WIKITEXT_BEFORE_PAIRS = (
-    ("s '", "s'"),
-    (" @-@ ", "-"),
-    (" @,@ ", ","),
-    (" @.@ ", "."),
-    (" : ", ": "),
-    (" ; ", "; "),
-    (" . ", ". "),
-    (" ! ", "! "),
-    (" ? ", "? "),
-    (" , ", ", "),
+    *(("s '", "s'"), (" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."), (" : ", ": ")),
+    *((" ; ", "; "), (" . ", ". "), (" ! ", "! "), (" ? ", "? "), (" , ", ", ")),
 )
 _PAIRS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
 _WIKITEXT_AFTER_PAIRS = (
-    ("= = = =", "===="),
-    ("= = =", "==="),
-    ("= =", "=="),
-    (f" {_DEGREE} ", _DEGREE),
-    (" \n", "\n"),
-    ("\n ", "\n"),
-    (" N ", " 1 "),
-    (" 's", "'s"),
+    *(("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (f" {_DEGREE} ", _DEGREE)),
+    *((" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")),
 )
 _PTB = (
     (" '", "'"),
@@ -104,7 +90,7 @@ def ptb(text: str) -> str:
 
 
 def unchanged(text: str) -> str:
-    """LAMBADA's jsonl is plain text already."""
+    """Return the text unchanged: LAMBADA's jsonl is plain text already."""
     return text
 
 
@@ -113,7 +99,7 @@ DETOKENIZERS: dict[str, Detokenizer] = {"ptb": ptb, "wiki": wikitext, "lambada":
 
 
 def detokenizer_for(path: str) -> tuple[str, Detokenizer] | None:
-    """Name and function by what the path contains, as Megatron chooses; None if nothing fits."""
+    """Return name and function for a path by what it contains, as Megatron does; None if nothing fits."""
     return next(((name, function) for name, function in DETOKENIZERS.items() if name in path), None)
 
 
@@ -124,7 +110,7 @@ def _replaced(text: str, rules: tuple[tuple[str, str], ...]) -> str:
 
 
 def _tight(match: re.Match[str]) -> str:
-    """A pair of brackets or quotes without the blanks inside it."""
+    """Return a pair of brackets or quotes without the blanks inside it."""
     whole = match[0]
     return whole[0] + match[1] + whole[-1]
 
@@ -134,11 +120,11 @@ def bundled_path() -> Path:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The texts of a jsonl file, in order."""
+    """Read the texts of a jsonl file, in order. Raises DataError naming file and line of a bad one."""
     lines = read_text(path).removeprefix("\ufeff").split("\n")
     texts = [_text_of(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
     if not texts:
-        raise DataError(f"{path} is empty; it needs one JSON object a line, with a text under the key text")
+        raise DataError(f'{path} is empty; it needs one JSON object per line with a text under the key "text"')
     return texts
 
 
@@ -146,7 +132,7 @@ def _text_of(line: str, path: Path, number: int) -> str:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}:{number} is no JSON: {error}") from error
+        raise DataError(f"{path}:{number} is not valid JSON: {error}") from error
     text = found.get("text") if isinstance(found, dict) else None
     if not isinstance(text, str):
         keys = f"the keys {', '.join(found) or 'none'}" if isinstance(found, dict) else f"a {type(found).__name__}"
@@ -154,8 +140,8 @@ def _text_of(line: str, path: Path, number: int) -> str:
     return text
 
 
-def parts_of(text: str, tokenizer: Tokenizer, *, strict: bool) -> tuple[list[int], list[int]]:
-    """Context and target of a text; either may be empty."""
+def context_and_target(text: str, tokenizer: Tokenizer, *, strict: bool) -> tuple[list[int], list[int]]:
+    """Return context and target ids of a text; either may be empty."""
     if not strict:
         ids = tokenizer.encode(text)
         return ids[:-1], ids[-1:]
@@ -168,18 +154,18 @@ def parts_of(text: str, tokenizer: Tokenizer, *, strict: bool) -> tuple[list[int
 
 @dataclass(frozen=True)
 class Cloze:
-    """A task made ready for a model."""
+    """Cloze task as samples."""
 
     samples: tuple[Sample, ...]
-    skipped: int  # how many texts cannot: they have no context, or no target, or a target longer than the context
-    shortened: int  # how many have a longer context than the model reads; its beginning is left out
+    skipped: int  # texts without context or target, or with a target longer than the context
+    shortened: int  # texts whose context is longer than the model's and was truncated on the left
 
 
 def make_cloze(texts: Sequence[str], tokenizer: Tokenizer, *, strict: bool, context_length: int) -> Cloze:
     """Cut texts into contexts and targets: the last word if strict, else the last token."""
     samples, skipped, shortened = [], 0, 0
     for text in texts:
-        context, target = parts_of(text, tokenizer, strict=strict)
+        context, target = context_and_target(text, tokenizer, strict=strict)
         if not context or not target or len(target) > context_length:
             skipped += 1
             continue
@@ -191,12 +177,14 @@ def make_cloze(texts: Sequence[str], tokenizer: Tokenizer, *, strict: bool, cont
 
 @dataclass(frozen=True)
 class Accuracy:
+    """Accuracy of a cloze task."""
+
     correct: int
     total: int
     loss: float  # mean over all target tokens, in nats
     skipped: int  # of `Cloze`
     shortened: int  # of `Cloze`
-    by_chance: float  # how many a guess of equal probabilities would be expected to find
+    by_chance: float  # expected number of correct uniform guesses
 
     @property
     def share(self) -> float:
@@ -217,7 +205,7 @@ def accuracy(cloze: Cloze, scores: Sequence[Score], vocab_size: int) -> Accuracy
 
 @dataclass(frozen=True)
 class Windows:
-    """How a long text is cut."""
+    """Windows over a long text."""
 
     length: int  # predictions of one window, which reads as many tokens
     stride: int  # tokens between the beginnings of two windows; at most `length`, which means no overlap
@@ -226,7 +214,7 @@ class Windows:
         assert 1 <= self.stride <= self.length, f"stride {self.stride} of windows of {self.length}"
 
     def samples(self, ids: Ids) -> Iterator[Sample]:
-        """The windows of a text that score anything; together they score every id but the first, once."""
+        """Yield the windows that score anything; together they score every id but the first, once."""
         num_targets = len(ids) - 1
         scored, start = 0, 0
         while scored < num_targets:
@@ -236,23 +224,25 @@ class Windows:
             start += self.stride
 
     def count(self, num_ids: int) -> int:
-        """The windows that Megatron counts: behind the last one that scores anything it has some that are all mask."""
+        """Return Megatron's number of windows, which includes fully masked ones at the end."""
         targets = max(num_ids - 1 - self.stride, 0)
         return math.ceil(targets / self.stride) + 1
 
 
 @dataclass(frozen=True)
 class TextLoss:
+    """Loss of text under a model, with the counts that perplexities are taken over."""
+
     total: float  # summed over the predicted tokens, in nats
     num_tokens: int
-    num_words: int | None = None  # by which the benchmark counts, less the first; None where there is no such count
-    num_bytes: int | None = None  # of the whole text as UTF-8; None where the first token is not predicted
+    num_words: int | None = None  # words of the benchmark, less the first; None if it counts none
+    num_bytes: int | None = None  # of the whole text as UTF-8; None if the first token is not predicted
     num_documents: int = 1
-    skipped: int = 0  # texts that were not, being empty
+    skipped: int = 0  # empty texts
 
     @property
     def mean(self) -> float:
-        """Loss per token, in nats; not a number of no tokens."""
+        """Return the loss per token, in nats; NaN if there are no tokens."""
         return self.total / self.num_tokens if self.num_tokens else math.nan
 
     @property
@@ -261,12 +251,12 @@ class TextLoss:
 
     @property
     def token_ratio(self) -> float:
-        """Tokens for each word."""
+        """Return the tokens per word; NaN without words."""
         return self.num_tokens / self.num_words if self.num_words else math.nan
 
     @property
     def adjusted_perplexity(self) -> float:
-        """Perplexity per word of the benchmark, which does not depend on the tokenizer."""
+        """Return the perplexity per word of the benchmark, which is independent of the tokenizer."""
         return bounded_exp(self.mean * self.token_ratio)
 
     @property
@@ -275,7 +265,7 @@ class TextLoss:
 
 
 def bounded_exp(value: float) -> float:
-    """e^x, for x above 20 that of 20, as Megatron prints it."""
+    """Return e^x, with x capped at 20 as Megatron prints it."""
     return math.exp(value) if math.isnan(value) else math.exp(min(_LARGEST_EXPONENT, value))
 
 
@@ -290,15 +280,15 @@ def score_texts(
 
 
 class Listener(Protocol):
-    """Hears how an evaluation goes."""
+    """Callbacks for the progress of an evaluation."""
 
-    def building(self, path: Path) -> None: ...  # the samples are read from there
+    def building(self, path: Path) -> None: ...  # the samples are read from `path`
 
-    def found(self, samples: int) -> None: ...  # so many are asked
+    def found(self, samples: int) -> None: ...  # number of samples
 
     def counted(self, original: int, tokens: int) -> None: ...  # words and tokens of a text
 
-    def batch(self, number: int) -> None: ...  # is about to be computed
+    def batch(self, number: int) -> None: ...  # batch `number` is about to run
 
     def note(self, text: str) -> None: ...  # for the user
 
@@ -367,12 +357,12 @@ def measure_text(path: Path, scorer: Scorer, tokenizer: Tokenizer, windows: Wind
 
 
 def read_documents(path: Path) -> Sequence[str]:
-    """The texts of a jsonl file, or the one text of another."""
+    """Read the texts of a jsonl file, or the single text of any other file."""
     return read_texts(path) if format_of(path) == JSONL else [read_text(path)]
 
 
 def read_text(path: Path) -> str:
-    """A whole file as it is, line ends included."""
+    """Read a whole file, line ends included. Raises DataError if it cannot be read or is not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8")
     except OSError as error:

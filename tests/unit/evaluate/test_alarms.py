@@ -19,7 +19,7 @@ from megalith.evaluate.alarms import (
     size_difference,
     training_loss,
 )
-from megalith.evaluate.masked import Guesses, MaskedResult
+from megalith.evaluate.masked import MaskedResult, Predictions
 from megalith.evaluate.text import Accuracy, TextLoss
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
@@ -151,8 +151,8 @@ def test_half_precision_without_biases_tells_too_little() -> None:
 
 def _masked(correct: int, loss: float, orders: int | None = None, swapped: int = 50) -> MaskedResult:
     """100 tokens, and of 100 orders so many right ones."""
-    told = None if orders is None else Guesses(100, orders, 69.0)
-    return MaskedResult(100, Guesses(100, correct, 100 * loss), told, swapped)
+    told = None if orders is None else Predictions(100, orders, 69.0)
+    return MaskedResult(100, Predictions(100, correct, 100 * loss), told, swapped)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +163,11 @@ def _masked(correct: int, loss: float, orders: int | None = None, swapped: int =
         (_masked(0, 3.0), ["0 of 100 hidden tokens found"]),
         (_masked(40, 9.0), ["no better than guessing among 1000 tokens"]),
         (_masked(40, math.nan), ["the loss is not a number"]),
-        (_masked(40, 3.0, 50), ["the order of two texts is told right 50 of 100 times"]),
+        (_masked(40, 3.0, 50), ["the order of two texts is predicted right 50 of 100 times"]),
         (_masked(40, 3.0, 60, swapped=30), ["always giving the more frequent answer (0.7)"]),
         (_masked(40, 3.0, 100, swapped=100), []),
-        (_masked(0, 9.0, 10), ["0 of 100 hidden tokens", "told right 10 of 100"]),
-        (MaskedResult(0, Guesses()), ["0 samples have no hidden token, nothing was measured"]),
+        (_masked(0, 9.0, 10), ["0 of 100 hidden tokens", "predicted right 10 of 100"]),
+        (MaskedResult(0, Predictions()), ["0 samples have no hidden token, nothing was measured"]),
     ],
 )
 def test_hidden_tokens_at_chance(result: MaskedResult, said: list[str]) -> None:

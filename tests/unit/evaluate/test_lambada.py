@@ -11,7 +11,7 @@ import torch
 
 from megalith.errors import DataError
 from megalith.evaluate.score import Sample, Scorer
-from megalith.evaluate.text import Cloze, accuracy, bundled_path, make_cloze, parts_of, read_texts
+from megalith.evaluate.text import Cloze, accuracy, bundled_path, context_and_target, make_cloze, read_texts
 
 from .models import CONTEXT, VOCABULARY, Letters, small_model
 
@@ -24,16 +24,16 @@ def ids(text: str) -> list[int]:
 
 def test_the_last_token_or_the_last_word() -> None:
     text = "the cat and the  dog"
-    assert parts_of(text, TOKENIZER, strict=False) == (ids(text)[:-1], ids("g"))
-    assert parts_of(text, TOKENIZER, strict=True) == (ids("the cat and the"), ids(" dog"))
+    assert context_and_target(text, TOKENIZER, strict=False) == (ids(text)[:-1], ids("g"))
+    assert context_and_target(text, TOKENIZER, strict=True) == (ids("the cat and the"), ids(" dog"))
 
 
 def test_the_last_word_may_occur_before() -> None:
-    assert parts_of("dog or dog", TOKENIZER, strict=True) == (ids("dog or"), ids(" dog"))
+    assert context_and_target("dog or dog", TOKENIZER, strict=True) == (ids("dog or"), ids(" dog"))
 
 
 def test_blanks_around_a_text_do_not_count_in_strict() -> None:
-    assert parts_of(" a dog \n", TOKENIZER, strict=True) == (ids("a"), ids(" dog"))
+    assert context_and_target(" a dog \n", TOKENIZER, strict=True) == (ids("a"), ids(" dog"))
 
 
 @pytest.mark.parametrize(("text", "strict"), [("", False), ("x", False), ("", True), ("   ", True), ("word", True)])
@@ -92,7 +92,7 @@ def test_the_bundled_task() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"text": "a b"}\nnot json\n', "file.jsonl:2 is no JSON"),
+        ('{"text": "a b"}\nnot json\n', "file.jsonl:2 is not valid JSON"),
         ('{"text": "a b"}\n{"txt": "a b"}\n', 'file.jsonl:2 has no text under the key "text"; it has the keys txt'),
         ('["a"]\n', "it has a list"),
         ("\n\n", "is empty"),
