@@ -238,22 +238,17 @@ def _full_validation_sampler(run: RunConfig, dataset: Dataset) -> FullValidation
 
 
 def _loader(
-    run: RunConfig,
-    dataset: Dataset,
-    replica: int,
-    consumed: int,
-    micro_batch_size: int,
-    sampler: BatchSampler | None = None,
+    run: RunConfig, data: Dataset, rank: int, consumed: int, micro_batch_size: int, sampler: BatchSampler | None = None
 ) -> BatchLoader:
     if sampler is None:
         kind = SequentialSampler if _ends(run) else CyclicSampler
-        sampler = kind(len(dataset), micro_batch_size)
+        sampler = kind(len(data), micro_batch_size)
     return BatchLoader(
-        dataset,
+        data,
         micro_batch_size,
         consumed,
         num_workers=run.data.num_workers,
-        rank=replica,
+        rank=rank,
         num_ranks=run.data_parallel_size,
         sampler=sampler,
     )

@@ -31,7 +31,7 @@ from megalith.data.index_cache import Arrays, IndexSpec, load_or_build
 from megalith.data.samples import SplitDataset
 from megalith.errors import DataError
 
-MOST_DATASETS = 32766  # the numbers of the datasets are 16-bit
+MOST_DATASETS = 32766  # dataset numbers are stored as i16
 _SHORTEST_BLOCK = 512
 
 Blending = tuple[NDArray[np.int16], NDArray[np.int64]]
@@ -154,9 +154,7 @@ class BlendedDataset:
         Raises:  DataError if a dataset has fewer samples than the blend takes of it.
         """
         if len(datasets) > MOST_DATASETS:
-            raise DataError(
-                f"a blend of {len(datasets)} datasets is too large: at most {MOST_DATASETS}; merge some of them"
-            )
+            raise DataError(f"a blend has at most {MOST_DATASETS} datasets, not {len(datasets)}; merge some of them")
         self.datasets, self.requested, self.name = tuple(datasets), size, datasets[0].name
         self.weights = list(weights) if size is None or not sum(weights) else normalise(weights)
         self.identity = {

@@ -2,8 +2,7 @@
 
 The fingerprint lets a resume notice changed data. It covers what decides which tokens stand in sample i, apart from the
 number of epochs: the header and sequence lengths of the index, the size of the .bin and a sample of its bytes, the
-split, the seed and the sequence length; for a blend, this of each dataset in order, with its weight. Paths do not
-count.
+split, the seed and the sequence length; for a blend, this of each dataset in order, with its weight. No paths.
 
 The number of epochs is left out because a run may be continued beyond its first --train-iters or --train-samples. Where
 a larger number needs more epochs, all samples are shuffled anew, as in Megatron.
@@ -44,7 +43,7 @@ _DIGEST_SIZE = 8
 
 @dataclass(frozen=True)
 class Datasets:
-    """The datasets of a run; None for a split without a share. Unpacks into training, validation and test.
+    """Datasets of a run; None for a split without a share. Unpacks into training, validation and test.
 
     With `--multiple-validation-sets` the first of the sets is `valid`, and `further_valid` are the other ones.
     """
@@ -90,21 +89,15 @@ def build_datasets(
     """
     sources = data_sources(data)
     if sources.splits is not None:
-        by_split = [
-            _build_split(
-                _DatasetBuilder(data, factory, _parse_ratios(None), cache_is_checked), blend, split, sizes[split]
-            )
-            for split, blend in enumerate(sources.splits)
-        ]
+        builder = _DatasetBuilder(data, factory, _parse_ratios(None), cache_is_checked)
+        by_split = [_build_split(builder, blend, split, sizes[split]) for split, blend in enumerate(sources.splits)]
         train, valid, test = (sets[0] if sets else None for sets in by_split)
         return _warn_unsaved_cache(Datasets(train, valid, test, tuple(by_split[_VALIDATION][1:])))
     if sources.whole is not None:
         builder = _DatasetBuilder(data, factory, _parse_ratios(data.split), cache_is_checked)
         ratios = builder.ratios
         if ratios.matrix is not None and ratios.matrix[0] is None and sizes[0]:
-            raise ConfigError(
-                f"--split {ratios.text} gives training no share, but the run needs {sizes[0]} samples of it"
-            )
+            raise ConfigError(f"--split {ratios.text} gives training no share, but the run needs {sizes[0]} samples")
         train, valid, test = _build_blend(builder, sources.whole, sizes)
         return _warn_unsaved_cache(Datasets(train, valid, test))
     raise ConfigError("--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data")
@@ -191,9 +184,7 @@ class _DatasetBuilder:
             )
         return size
 
-    def build_blend(
-        self, datasets: Sequence[SplitDataset], weights: Sequence[float], size: int | None
-    ) -> BlendedDataset:
+    def blend(self, datasets: Sequence[SplitDataset], weights: Sequence[float], size: int | None) -> BlendedDataset:
         """Blend datasets of one split."""
         prefixes = [dataset.prefix for dataset in datasets if dataset.prefix is not None]
         written = max(idx_path(prefix).stat().st_mtime_ns for prefix in prefixes)
@@ -238,9 +229,7 @@ def _build_blend(builder: _DatasetBuilder, blend: Blend, sizes: Sizes, only: int
         surplus = builder.data.mid_level_dataset_surplus
         wanted = [[math.ceil(target * (1 + surplus)) for target in row] for row in targets]
     with ThreadPoolExecutor(builder.data.num_dataset_builder_threads, "megalith-index") as threads:
-        rows = list(
-            threads.map(lambda prefix, sizes: builder.build_splits(prefix, sizes, only), blend.prefixes, wanted)
-        )
+        rows = list(threads.map(lambda prefix, row: builder.build_splits(prefix, row, only), blend.prefixes, wanted))
     blends: list[Dataset | None] = []
     for split, column in enumerate(zip(*rows, strict=True)):
         datasets = [dataset for dataset in column if dataset is not None]
@@ -248,10 +237,10 @@ def _build_blend(builder: _DatasetBuilder, blend: Blend, sizes: Sizes, only: int
         if not datasets:
             blends.append(None)
         elif weights is not None:
-            blends.append(builder.build_blend(datasets, weights, sum(row[split] for row in targets)))
+            blends.append(builder.blend(datasets, weights, sum(row[split] for row in targets)))
         else:
             lengths = [len(dataset) for dataset in datasets]
-            blends.append(builder.build_blend(datasets, lengths, None if size is None else min(size, sum(lengths))))
+            blends.append(builder.blend(datasets, lengths, None if size is None else min(size, sum(lengths))))
     return blends
 
 

@@ -40,9 +40,7 @@ def dataset_prefixes(folder: Path) -> list[str]:
     prefixes = sorted({str(path.with_suffix("")) for path in halves})
     for prefix in prefixes:
         missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
-        problems += [
-            f"--input {folder}: {path.name} is missing, but the other file of its pair exists" for path in missing
-        ]
+        problems += [f"--input {folder}: {path.name} is missing beside its other half" for path in missing]
     if problems:
         raise ConfigError(problems)
     if not prefixes:
@@ -71,9 +69,7 @@ def merge(
     fingerprints = {prefix: fingerprint for prefix in prefixes if (fingerprint := read_fingerprint(prefix)) is not None}
     for prefix, fingerprint in fingerprints.items():
         start = next(iter(fingerprints))
-        require_same(
-            (start, prefix), fingerprints[start], fingerprint, "merge only datasets made with the same tokenizer"
-        )
+        require_same((start, prefix), fingerprints[start], fingerprint, "merge datasets of one tokenizer only")
     whole.parent.mkdir(parents=True, exist_ok=True)
     with IndexedWriter(output_prefix, first.dtype, multimodal=multimodal) as writer:
         for prefix in prefixes:
@@ -148,10 +144,8 @@ def dataset_statistics(dataset: IndexedDataset) -> DatasetStatistics:
     )
 
 
-def verify_tokens(
-    dataset: IndexedDataset, vocab_size: int, on_progress: Callable[[int], None] = lambda done: None
-) -> int:
-    """Check every token against the vocabulary and return the largest; `on_progress` receives the tokens read so far.
+def verify_tokens(dataset: IndexedDataset, vocab_size: int, on_read: Callable[[int], None] = lambda done: None) -> int:
+    """Check every token against the vocabulary and return the largest; `on_read` receives the tokens read so far.
 
     Raises:  DataError naming the first id outside the vocabulary, its sequence and its byte in the .bin.
     """
@@ -167,7 +161,7 @@ def verify_tokens(
                 f"the vocabulary of {vocab_size}; the file is damaged or was made with another tokenizer"
             )
         largest, done = max(largest, high), done + len(tokens)
-        on_progress(done)
+        on_read(done)
     return largest
 
 
@@ -179,7 +173,7 @@ def documents_without_end(dataset: IndexedDataset, eod: int) -> int:
         last = bounds[1:][np.diff(bounds) > 0] - 1
         if len(last):
             ends = dataset.pointers[last] // size + dataset.lengths[last]
-            # Mapped anew for each part, so that the pages of the last one are given back.
+            # Mapped anew for each block, so that the pages of the last one are freed.
             tokens = np.memmap(bin_path(dataset.prefix), dataset.dtype, mode="r")
             missing += int((tokens[ends - 1] != eod).sum())
     return missing

@@ -16,12 +16,12 @@ from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.fast_bpe import SURE_IDS, ArrayEncoder, array_encoder
 
-_BYTES_PER_TOKEN = 2  # of text; what has more tokens than that moves to a larger place
+_BYTES_PER_TOKEN = 2  # initial estimate; a text with more tokens makes the buffer grow
 
 
 @dataclass(frozen=True)
 class SentenceSettings:
-    """How texts are split into sentences.
+    """Settings of the splitting of texts into sentences.
 
     Attributes:
         keep_newlines: let line breaks behind a sentence be part of it.
@@ -138,7 +138,7 @@ class ChunkEncoder:
                 num_documents += len(batch[0])
         except DataError:
             return None
-        return _encoded_chunk(columns, part, num_documents, [])
+        return _encoded(columns, part, num_documents, [])
 
     def _encode_one_by_one(self, part: ChunkDocuments) -> EncodedChunk:
         columns, num_documents = self._new_buffers(part), 0
@@ -151,7 +151,7 @@ class ChunkEncoder:
             problems.append((number, reason))
             if not self._settings.skip_bad:
                 break
-        return _encoded_chunk(columns, part, num_documents, problems)
+        return _encoded(columns, part, num_documents, problems)
 
     def _new_buffers(self, part: ChunkDocuments) -> list[_TokenBuffer]:
         return [_TokenBuffer(self._encode, self._eod, self._dtype, part.num_bytes) for _ in self._settings.keys]
@@ -171,7 +171,7 @@ class ChunkEncoder:
         return None
 
 
-def _encoded_chunk(
+def _encoded(
     columns: list[_TokenBuffer], part: ChunkDocuments, num_documents: int, problems: list[tuple[int, str]]
 ) -> EncodedChunk:
     report = ChunkReport(

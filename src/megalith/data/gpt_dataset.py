@@ -41,7 +41,7 @@ class Documents(Protocol):
 
 @dataclass(frozen=True)
 class GPTDatasetOptions:
-    """How samples are cut. Everything but the masks takes part in the names of the cache files.
+    """Options of cutting samples. All but the masks are part of the names of the cache files.
 
     Attributes:
         sequence_length: tokens of a sample.
@@ -95,7 +95,7 @@ class GPTDataset:
         self.documents_of_split = spec.documents(len(documents.lengths))
         self._documents, self._options, self._spec = documents, options, spec
         self._eod, self._vocab_size = tokenizer.eod, tokenizer.vocab_size
-        # Padding that is also a mark in the text would take the loss from its every use, as Megatron before 2026 did.
+        # Padding with the end-of-document id would mask the loss of every document end, as Megatron before 2026 did.
         self._pad = -1 if tokenizer.pad is None or tokenizer.pad == tokenizer.eod else tokenizer.pad
         self._extra = 1 if options.add_extra_token else 0
         self._needed = options.sequence_length + self._extra
@@ -146,7 +146,7 @@ class GPTDataset:
             raise IndexError(f"sample {item} of {len(self)}")
         text, parts, num_missing = self._read_tokens(int(self.shuffle_index[item]))
         options, length = self._options, self._options.sequence_length
-        # Most samples are views of what was read and of the arrays that all share, none of which can be written to.
+        # Most samples are read-only views of the tokens read and of arrays that all samples share.
         tokens = text[:length]
         labels = text[1:] if self._extra else np.append(text[1:], self._pad)
         sample = {"tokens": tokens, "labels": labels, "loss_mask": self._ones, "position_ids": self._positions}
@@ -163,7 +163,7 @@ class GPTDataset:
                 sample["position_ids"] = reset_positions(documents)
             if options.reset_attention_mask or between:
                 sample["document_ids"] = documents
-        if self._pad >= 0 or not self._extra or num_missing:  # else there is no padding in it
+        if self._pad >= 0 or not self._extra or num_missing:  # else the sample has no padding
             tokens, labels = tokens.copy(), labels.copy()
             loss_mask[labels == self._pad] = 0.0
             tokens[tokens == self._pad] = 0
@@ -188,7 +188,9 @@ class GPTDataset:
                 raise ValueError(f"its documents give {len(text)} tokens instead of {self._needed}")
         except (IndexError, ValueError) as error:
             raise self._spec.unreadable(sample, error) from error
-        if len(text) and np.maximum.reduce(text.view(np.uint64)) >= self._vocab_size:  # those below 0 are huge in it
+        if (
+            len(text) and np.maximum.reduce(text.view(np.uint64)) >= self._vocab_size
+        ):  # negative ids are huge as unsigned
             raise self._spec.outside_vocabulary(text, self._vocab_size)
         if num_missing:
             text = np.concatenate([text, np.full(num_missing, self._pad)])
@@ -251,7 +253,7 @@ class GPTDataset:
         )
 
     def _build(self) -> Arrays:
-        # One generator draws the documents, then the samples.
+        # One generator shuffles the documents, then the samples.
         rng = np.random.RandomState(self._options.seed)
         document_index = gpt_index.build_document_index(self.documents_of_split, self.plan, rng)
         sample_index = gpt_index.build_sample_index(

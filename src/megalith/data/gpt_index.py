@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 _SAMPLES_AT_ONCE = 1 << 20
 _INT32_LIMIT = 2**31 - 1
 _UINT32_LIMIT = 2**32 - 2
-# The share of an epoch below which a last, partly used epoch is shuffled on its own.
+# A last epoch of which a smaller share is used is shuffled separately.
 _SEPARATE_BELOW = 0.80
 
 

@@ -10,9 +10,8 @@ where its arrays can be checked without being built, else it is built anew; then
 entries and ignores the checksums.
 
 Several processes may need the same entry at once. On one machine, or on a file system with locks across machines, the
-first one builds while the others wait and then load. Elsewhere each builds the same arrays and the last rename wins. In
-both cases a file appears whole under its final name. Temporary files of a killed process are removed by the next
-builder of the entry; its lock ended with it.
+first one builds while the others wait and then load. Elsewhere each builds the same arrays and the last rename wins. A
+file appears whole under its final name. The next builder of an entry removes temporary files of a killed process.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ logger = logging.getLogger(__name__)
 Arrays = dict[str, NDArray[Any]]
 
 _TEMPORARY = "partial"
-_ABANDONED_SECONDS = 3600.0  # a temporary file that has not grown for so long belongs to no one
+_ABANDONED_SECONDS = 3600.0  # older temporary files belong to no running process
 _RECORD_FORMAT = 1
 _BLOCK = 1 << 24  # bytes that are read at once for a checksum
 _LOG_INTERVAL_SECONDS = 10.0
@@ -131,7 +130,7 @@ class _Checksums:
     @classmethod
     def read(cls, path: Path, names: tuple[str, ...] | None = None) -> _Checksums | None:
         """Read a checksum file; return None if it is missing, damaged or about other arrays than `names`."""
-        if not path.is_file():  # to open a pipe may wait for ever
+        if not path.is_file():  # opening a pipe could block for ever
             return None
         try:
             content = json.loads(path.read_bytes())
@@ -184,7 +183,7 @@ class IndexCache:
     def save(self, arrays: Mapping[str, NDArray[Any]], source: str = "", written_ns: int | None = None) -> None:
         """Write the entry, except files that already hold its arrays. Raises OSError if the folder is not writable."""
         self.stem.parent.mkdir(parents=True, exist_ok=True)
-        for path in (self._description_path, self._record_path):  # no entry until all of it is replaced
+        for path in (self._description_path, self._record_path):  # the entry does not exist until all of it is replaced
             path.unlink(missing_ok=True)
         for name, array in arrays.items():
             if not self._is_saved(name, array):
@@ -336,7 +335,7 @@ def _open_locked(path: Path) -> tuple[IO[bytes], bool]:
                 logger.warning("another process is building %s: waiting for it", path.with_suffix("").name[1:])
                 waited = True
                 fcntl.flock(file, fcntl.LOCK_EX)
-            # Whoever held it has removed the name; the lock that counts is the one of the file that has it now.
+            # The former holder has removed the file; only a lock on the file that now has the name counts.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     return file, waited

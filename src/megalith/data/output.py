@@ -33,7 +33,7 @@ class Partitions:
     """Megatron's `--partitions`: how documents are dealt to partitions, which are then merged in order."""
 
     count: int = 1
-    size: int | None = None  # documents of each with `--keep-sequential-samples`; None deals them out in turn
+    size: int | None = None  # documents of each with `--keep-sequential-samples`; None deals them in turn
 
     def partition_of(self, first: int, count: int) -> NDArray[np.int64]:
         """Return the partition numbers of `count` documents from `first` on; [count]."""
@@ -47,7 +47,7 @@ class Partitions:
 class ChunkOffsets:
     """Reserved space of a chunk: for each key the first byte in the .bin of each partition."""
 
-    first_document: int  # its number decides the partitions
+    first_document: int  # the number of a document decides its partition
     by_key: tuple[tuple[int, ...], ...]
 
 
@@ -60,7 +60,7 @@ class TokenFile:
 
 
 class TokenFiles:
-    """The .bin files of a run, for each key one per partition. Several processes may write to them."""
+    """Files of token ids (.bin), for each key one per partition. Several processes may write to them."""
 
     def __init__(self, files: Sequence[Sequence[TokenFile]], partitions: Partitions) -> None:
         self.files, self.partitions = files, partitions
@@ -160,8 +160,8 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
 
-class OutputWriters:
-    """Writers of a run; a context manager. An early exit removes the partial files unless `keep` was called."""
+class OutputFiles:
+    """Output files of a run; a context manager. An early exit removes them unless `keep` was called."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class OutputWriters:
                 return False
         return True
 
-    def __enter__(self) -> OutputWriters:
+    def __enter__(self) -> OutputFiles:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from megalith.data.encoding import ChunkEncoder, EncodeSettings
 from megalith.data.indexed import smallest_dtype
-from megalith.data.output import Journal, OutputWriters, Partitions, RunState, SkippedList
+from megalith.data.output import Journal, OutputFiles, Partitions, RunState, SkippedList
 from megalith.data.preprocess_options import (
     PreprocessOptions,
     ProgressListener,
@@ -39,10 +39,10 @@ from megalith.tokenizers.fingerprint import write_fingerprint
 
 __all__ = ["PreprocessOptions", "PreprocessReport", "find_violations", "preprocess", "worker_count"]
 
-# With fewer, starting a process costs more than it brings.
+# With fewer chunks per worker, starting a process costs more than it saves.
 _CHUNKS_PER_WORKER = 16
 _CHUNKS_PER_FAST_WORKER = 96
-_JOURNAL_PAUSE = 1  # between two notes of how far the run is, in times of what the last took the disk
+_JOURNAL_PAUSE = 1  # pause between journal writes, in units of the time of the last write
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class _Run:
             journal.remove()
             return RunState()
         state, note = journal.read()
-        if state is not None and not OutputWriters.is_intact(state.written):
+        if state is not None and not OutputFiles.is_intact(state.written):
             state, note = None, f"the partial files of the unfinished run {journal.path} are gone: starting anew"
         if note:
             self.listener.note(note)
@@ -206,13 +206,13 @@ class _Run:
         )
         return state
 
-    def _output(self, tokenizer: Tokenizer, resumed: RunState) -> OutputWriters:
+    def _output(self, tokenizer: Tokenizer, resumed: RunState) -> OutputFiles:
         options = self.options
         size = None
         if options.partitions > 1 and options.keep_sequential:
             size = -(-sum(_count_units(source) for source in self.sources) // options.partitions)
         numbered = [options.output_prefixes(f"_{number}") for number in range(options.partitions)]
-        return OutputWriters(
+        return OutputFiles(
             options.output_prefixes(),
             Partitions(options.partitions, size),
             smallest_dtype(tokenizer.vocab_size),
@@ -249,15 +249,13 @@ class _Run:
 class _ChunkWriter:
     """Writer of encoded chunks, with the journal and the listener's messages."""
 
-    def __init__(
-        self, run: _Run, output: OutputWriters, skipped: SkippedList, journal: Journal, resumed: RunState
-    ) -> None:
-        self._run, self._output, self._skipped, self._journal, self._resumed = run, output, skipped, journal, resumed
-        self.state = resumed
+    def __init__(self, run: _Run, output: OutputFiles, skipped: SkippedList, journal: Journal, state: RunState) -> None:
+        self._run, self._output, self._skipped, self._journal, self._resumed = run, output, skipped, journal, state
+        self.state = state
         self.num_tokens = 0
-        self._has_journal = resumed != RunState()
+        self._has_journal = state != RunState()
         self._next_journal = time.perf_counter() + run.options.journal_interval
-        self._thread = ThreadPoolExecutor(1, "journal")  # the disk takes what is noted while more is encoded
+        self._thread = ThreadPoolExecutor(1, "journal")  # flushes in the background while encoding goes on
         self._journal_write: Future[float] | None = None
 
     def write_all(self, pending_chunks: Iterator[PendingChunk], encoders: Encoder) -> None:

@@ -154,7 +154,7 @@ def _source_violations(source: SourceOptions) -> list[str]:
     if not source.keys or len(set(source.keys)) < len(source.keys):
         violations.append(f"--json-keys {keys}: give at least one key, each once")
     violations += [
-        f"--json-keys {key}: the key becomes part of a file name, so it cannot have {os.sep}"
+        f"--json-keys {key}: a key is part of a file name, so it has no {os.sep}"
         for key in source.keys
         if os.sep in key
     ]

@@ -21,7 +21,7 @@ _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class RegisteredDataset:
-    """One split of a registered dataset.
+    """Split of a registered dataset.
 
     Sample i of epoch e is item `p[i]` of what the user's function has made, where p is a permutation drawn from the
     seed and e; with `register_dataset(..., shuffle=False)` it is item i.
@@ -131,10 +131,9 @@ def _split(
         assert isinstance(source, Registered)
         items = source(data, tokenizer, name, seed)
         if items is not None:
-            wanted = None if size is None else math.ceil(size * weight) + 1  # the blend may be one ahead of the share
-            parts.append(
-                RegisteredDataset(source, items, name, wanted, data=data, seed=seed, vocab=tokenizer.vocab_size)
-            )
+            # The blend may take one more than the weight's share.
+            wanted, vocab = None if size is None else math.ceil(size * weight) + 1, tokenizer.vocab_size
+            parts.append(RegisteredDataset(source, items, name, wanted, data=data, seed=seed, vocab=vocab))
             shares.append(weight)
     if len(data.data_source) == 1:
         return parts[0] if parts else None

@@ -100,7 +100,7 @@ class SplitRatios:
 
 @dataclass(frozen=True)
 class SplitSpec:
-    """One split of one dataset, and the samples that a run draws from it.
+    """Split of one dataset, and the samples that a run draws from it.
 
     Attributes:
         split: 0 train, 1 valid, 2 test; its share is above zero.

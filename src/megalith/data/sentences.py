@@ -35,7 +35,7 @@ _SMALL_AT_START = 1 << 4
 _SMALL = 1 << 4 | 1 << 5 | 1 << 6
 _PUNCTUATION = tuple(";:,.!?")
 _NUMBER = "##number##"
-_CHARACTERS_AT_ONCE = 1_000_000  # characters; Megatron hands a text to the splitter in such pieces
+_CHARACTERS_AT_ONCE = 1_000_000  # Megatron passes texts to the splitter in parts of this length
 _WHITESPACE = " \t\n\r\x0b\x0c"
 
 _NON_WORD = r"(?:[)\";}\]*:@'({\[?!])"
@@ -56,7 +56,7 @@ _TABLES = ("abbrev_types.txt", "collocations.tab", "sent_starters.txt", "ortho_c
 _WIDE = "\u3002\uff01\uff1f\uff1b\u2026\uff0e\uff61"
 _CLOSING_MARKS = "\"')\\]}\u201d\u2019\u300d\u300f\u3011\uff09\u300b\u3009"
 _ABBREVIATIONS = "mr mrs ms dr prof st mt jr sr vs etc e.g i.e cf fig no vol pp inc ltd co corp dept gov gen rep sen"
-# Look-behinds let a run of marks or a long word be tried once, from its beginning, not from each of its characters.
+# Look-behinds: a run of marks or a long word is tried once from its beginning, not from each of its characters.
 _PUNCTUATION_END = re.compile(
     rf"(?P<wide>[{_WIDE}]+[{_CLOSING_MARKS}]*)"
     rf"|(?<![.?!])(?P<mark>[.?!]+)[{_CLOSING_MARKS}]*(?=\s+(?P<next>\S)|\s*$)"
@@ -85,6 +85,8 @@ class PunktParameters:
 
 @dataclass
 class _Token:
+    """Token of Punkt: a word or punctuation mark with its classification."""
+
     text: str
     type: str
     """In small letters, numbers replaced by a sign for all of them."""

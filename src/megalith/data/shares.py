@@ -95,7 +95,7 @@ def chunks_of_share(sources: Sequence[Source], share: Share, start: tuple[int, i
         begin = start[1] if number == start[0] else 0
         units: int | None = None if begin else 0
         for chunk in source.chunks(begin):
-            # What is left when all of a file has been read belongs to the share of its last byte.
+            # A chunk that begins after the last byte read belongs to the share of the file's last byte.
             position = before[number] + min(chunk.disk_start, source.disk_bytes - 1)
             if position >= high:
                 break

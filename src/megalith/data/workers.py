@@ -31,9 +31,9 @@ from megalith.data.sources import Payload
 from megalith.errors import DataError, MegalithError
 
 _SECONDS_TO_END = 10.0  # then a worker that should exit is killed
-_QUEUED_CHUNKS = 2  # chunks that a worker has and has not encoded: one at work, one that it need not wait for
-_UNWRITTEN_CHUNKS = 4  # chunks that a worker has and has not been given a place for
-_SWITCH_SECONDS = 0.0005  # until the thread of a worker that takes chunks from the pipe may do so
+_QUEUED_CHUNKS = 2  # chunks sent to a worker and not yet encoded: one in work, one waiting
+_UNWRITTEN_CHUNKS = 4  # chunks sent to a worker and not yet requested to be written
+_SWITCH_SECONDS = 0.0005  # GIL switch interval, so that the thread that reads the pipe is not delayed
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class _Worker:
     """Worker process, seen from its parent."""
 
     def __init__(self, settings: EncodeSettings) -> None:
-        # Fresh interpreters: a fork would copy the threads' locks of this one in whatever state they are.
+        # Spawn: a fork would copy the locks of this process's threads in whatever state they are.
         context = multiprocessing.get_context("spawn")
         self.connection, other_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(settings, other_end), daemon=True)
@@ -216,7 +216,7 @@ def _serve(settings: EncodeSettings, parent: Connection[Any, Any]) -> None:
             else:
                 chunks.append(encoder.encode(message))
                 parent.send(chunks[-1].report)
-        os._exit(0)  # the parent waits for the end, and to take the encoder apart takes a tenth of a second
+        os._exit(0)  # the parent waits for the exit, and freeing the encoder takes 0.1 s
     except DataError as error:
         parent.send(str(error))
     except (EOFError, OSError):

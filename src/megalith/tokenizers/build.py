@@ -70,7 +70,7 @@ def with_files_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
     return dataclasses.replace(config, **moved)
 
 
-def _require_path(file: str | None) -> str:
+def _path(file: str | None) -> str:
     """Return the path of a setting whose presence `tokenizer_violations` has checked."""
     assert file is not None
     return file
@@ -78,7 +78,7 @@ def _require_path(file: str | None) -> str:
 
 def _hugging_face(config: TokenizerConfig) -> Tokenizer:
     return HuggingFaceTokenizer(
-        _require_path(config.tokenizer_model),
+        _path(config.tokenizer_model),
         special_tokens=config.tokenizer_special_tokens,
         add_special_tokens=not config.tokenizer_hf_no_include_special_tokens,
     )
@@ -86,7 +86,7 @@ def _hugging_face(config: TokenizerConfig) -> Tokenizer:
 
 def _tik_token(config: TokenizerConfig) -> Tokenizer:
     return TikTokenizer(
-        _require_path(config.tokenizer_model),
+        _path(config.tokenizer_model),
         pattern=config.tiktoken_pattern or tik_token.DEFAULT_PATTERN,
         vocab_size=config.vocab_size,
         num_special_tokens=config.tiktoken_num_special_tokens,
@@ -96,7 +96,7 @@ def _tik_token(config: TokenizerConfig) -> Tokenizer:
 
 def _word_piece(config: TokenizerConfig) -> Tokenizer:
     return WordPieceTokenizer(
-        _require_path(config.vocab_file),
+        _path(config.vocab_file),
         lower_case=config.tokenizer_type == "BertWordPieceLowerCase",
         vocab_extra_ids=config.vocab_extra_ids,
     )
@@ -113,14 +113,12 @@ def _null(config: TokenizerConfig) -> Tokenizer:
 
 
 _BUILDERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
-    "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(
-        _require_path(config.vocab_file), _require_path(config.merge_file)
-    ),
+    "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(_path(config.vocab_file), _path(config.merge_file)),
     "HuggingFaceTokenizer": _hugging_face,
-    "Llama2Tokenizer": lambda config: Llama2Tokenizer(_require_path(config.tokenizer_model)),
-    "GPTSentencePieceTokenizer": lambda config: GPTSentencePieceTokenizer(_require_path(config.tokenizer_model)),
+    "Llama2Tokenizer": lambda config: Llama2Tokenizer(_path(config.tokenizer_model)),
+    "GPTSentencePieceTokenizer": lambda config: GPTSentencePieceTokenizer(_path(config.tokenizer_model)),
     "SentencePieceTokenizer": lambda config: SentencePieceTokenizer(
-        _require_path(config.tokenizer_model), config.vocab_extra_ids
+        _path(config.tokenizer_model), config.vocab_extra_ids
     ),
     "TikTokenizer": _tik_token,
     "BertWordPieceLowerCase": _word_piece,

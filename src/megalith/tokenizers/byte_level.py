@@ -33,7 +33,7 @@ def _byte_characters() -> dict[str, int]:
 BYTE_OF_CHARACTER: dict[str, int] = _byte_characters()
 
 
-# For str.translate: a character of the byte alphabet to the Latin-1 character of its byte, the rest out of Latin-1.
+# For str.translate: maps the byte alphabet to Latin-1, and other Latin-1 characters out of it.
 _LATIN_1 = dict.fromkeys(range(_NUM_BYTES), 0xFFFF) | {ord(letter): byte for letter, byte in BYTE_OF_CHARACTER.items()}
 
 

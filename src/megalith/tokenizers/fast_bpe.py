@@ -30,11 +30,11 @@ are. Raises DataError as `Tokenizer.encode` does."""
 
 SURE_IDS = np.dtype(np.uint32)
 
-_WORTH_LOADING = 1 << 22  # characters; tiktoken encodes them in about the time that loading takes
+_WORTH_LOADING = 1 << 22  # characters; tiktoken encodes them in about the time of loading gigatoken
 _COMPARE_INTERVAL = 1024  # texts
-_LARGEST_GROWTH = 1 << 27  # bytes; to make gigatoken anew takes about as long as to encode 40 MB
+_LARGEST_GROWTH = 1 << 27  # bytes; reloading gigatoken takes about as long as encoding 40 MB
 _MEMORY_CHECK_INTERVAL = 64  # batches of texts
-_LONGEST_COMPARED = 1 << 15  # characters; of a text that tiktoken has to encode once more
+_LONGEST_COMPARED = 1 << 15  # characters; longer texts are not compared
 _PROBES = (
     "The year 2021 isn't over: they'll say 'tis  2022!\n\n\tindent \r\n  \n x",
     "\u4e2d\u56fd\u4eba\uff0c\u3053 \u0645\u0631\u062d \u0394\u03ac\u03c3\u03c2 caf\u00e9 cafe\u0301 \u00bd\u2167",
@@ -107,7 +107,7 @@ class BytePairArrays:
             found = list(map(self._gigatoken, rest))
         except TypeError:
             for text in rest:
-                require_text(text)  # which says what is wrong with it
+                require_text(text)  # raises DataError for a lone surrogate
             raise
         self._compare_some(rest, found)
         self._bound_memory()
@@ -145,7 +145,7 @@ class BytePairArrays:
             return
         self._until_memory_check = _MEMORY_CHECK_INTERVAL
         if _resident_bytes() > self._baseline_bytes + _LARGEST_GROWTH:
-            self._gigatoken = None  # before the next one takes memory
+            self._gigatoken = None  # freed before the next one is loaded
             self._gigatoken = self._make()
             self._baseline_bytes = _resident_bytes()
 

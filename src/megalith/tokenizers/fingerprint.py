@@ -24,7 +24,7 @@ from megalith.errors import DataError
 _ABSENT = "-"
 _ORDER = ("class", "vocabulary", "vocab_size", "special", "setting", "file")
 _SHOWN_OF_HASH = 12
-_BY_CASE = "BertWordPiece"  # BertWordPieceCase and BertWordPieceLowerCase give one text different ids of one vocabulary
+_BY_CASE = "BertWordPiece"  # Case and LowerCase: different ids with the same vocabulary
 
 
 def fingerprint_path(prefix: str) -> Path:

@@ -43,7 +43,7 @@ class GPT2BPETokenizer(Tokenizer):
         self.vocab_size, self.eod = len(vocabulary.ids), vocabulary.ids[END_OF_TEXT]
         self.special = {"eod": self.eod}
 
-    # Made when they are first needed: training, and the process that leads others in preprocessing, need neither.
+    # Built on first use: training and the parent process of preprocessing need neither.
     @cached_property
     def _ranked(self) -> Encoder | None:
         return _ranked_encoder(self._vocabulary)
@@ -88,7 +88,7 @@ def _ranked_encoder(vocabulary: BytePairVocabulary) -> Encoder | None:
     tokens = rank_order(vocabulary)
     rank_of_token = {token: rank for rank, token in enumerate(tokens)}
     if len(rank_of_token) == len(tokens):
-        unmade = len(tokens)  # the rank of a token that no merge makes; `ranks_decide` turns it down
+        unmade = len(tokens)  # rank of a token that no merge makes; `ranks_decide` rejects it
         splits = [(rank_of_token.get(a, unmade), rank_of_token.get(b, unmade)) for a, b in vocabulary.merges]
         as_bytes = [bytes_of(token) for token in tokens]
         rank_of = {token: rank for rank, token in enumerate(as_bytes)}

@@ -37,14 +37,9 @@ _ROLES_OF_GPT2 = ("bos_token", "eos_token", "unk_token")
 _SPECIAL_ROLES = (*_ROLES_OF_GPT2, "pad_token", "cls_token", "sep_token", "mask_token")
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
 _MODEL_CONFIGS = ("generation_config.json", "config.json")
-_FILES = (
-    TOKENIZER_FILE,
-    *_CONFIGS,
-    "generation_config.json",
-    "added_tokens.json",
-    MODEL_FILE,
-    "chat_template.jinja",
-)
+_FURTHER_FILES = ("generation_config.json", "added_tokens.json", MODEL_FILE, "chat_template.jinja")
+_FILES = (TOKENIZER_FILE, *_CONFIGS, *_FURTHER_FILES)
+_LLAMA_SPECIAL = ("<s>", "</s>", "<unk>")
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]")
 _ROLES = ("bos", "eos", "pad", "unk", "cls", "sep", "mask")
 
@@ -77,27 +72,22 @@ class Backend(ABC):
 class _FastBackend(Backend):
     """Backend of the library `tokenizers`."""
 
-    def __init__(
-        self, tokenizer: Any, files: tuple[str, ...], special_tokens: Sequence[str], *, add_special_tokens: bool
-    ) -> None:
+    def __init__(self, tokenizer: Any, files: tuple[str, ...], special: Sequence[str], *, add_special: bool) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        if special_tokens:
-            tokenizer.add_special_tokens(list(special_tokens))
-        self._tokenizer, self._add_special_tokens, self.files = tokenizer, add_special_tokens, files
+        if special:
+            tokenizer.add_special_tokens(list(special))
+        self._tokenizer, self._add_special, self.files = tokenizer, add_special, files
         self.ids = tokenizer.get_vocab(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._add_special_tokens).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._add_special).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [
-            encoding.ids
-            for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=self._add_special_tokens)
-        ]
+        return [found.ids for found in self._tokenizer.encode_batch(texts, add_special_tokens=self._add_special)]
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -110,7 +100,7 @@ def _from_file(path: Path) -> Any:
 
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library has no class of its own for its errors
+    except Exception as error:  # the library raises plain Exception
         raise DataError(f"{path} is damaged, or made by a newer version of tokenizers: {error}") from error
 
 
@@ -128,7 +118,7 @@ def _by_transformers(folder: Path, slow_files: Sequence[str]) -> Any:
     try:
         made = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         return made.backend_tokenizer
-    except Exception as error:  # whatever the many classes there raise for files that they do not know
+    except Exception as error:  # its many classes raise different errors for unknown files
         raise DataError(f"{without}; transformers cannot convert them: {error}") from error
 
 
@@ -154,7 +144,7 @@ def _byte_level(folder: Path, settings: Mapping[str, Any], named_tokens: Callabl
         by_default = (END_OF_TEXT,) if role in _ROLES_OF_GPT2 and role not in settings else ()
         named = dict.fromkeys(named_tokens(role)) or by_default
         if len(named) > 1 or any(token not in vocabulary.ids for token in named):
-            return None  # transformers gives one that is not in the vocabulary the next id
+            return None  # transformers assigns the next id to a token outside the vocabulary
         special += named
     return byte_level_tokenizer(vocabulary, dict.fromkeys(special))
 
@@ -162,9 +152,7 @@ def _byte_level(folder: Path, settings: Mapping[str, Any], named_tokens: Callabl
 class _LlamaBackend(Backend):
     """Backend of a SentencePiece model with Llama's special tokens, whose names in a text become their ids."""
 
-    def __init__(
-        self, folder: Path, settings: Mapping[str, Any], special: Iterable[str], *, add_special_tokens: bool
-    ) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any], special: Iterable[str], *, add_special: bool) -> None:
         self._model = load_model("HuggingFaceTokenizer", folder / MODEL_FILE)
         self.files = (MODEL_FILE,)
         self.ids = {self._model.id_to_piece(number): number for number in range(self._model.get_piece_size())}
@@ -174,8 +162,8 @@ class _LlamaBackend(Backend):
         self._token_of = {self.ids[token]: token for token in special}
         self.special_ids = frozenset(self._token_of)
         self._special_pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
-        begins = add_special_tokens and settings.get("add_bos_token", True) and self._model.bos_id() >= 0
-        ends = add_special_tokens and settings.get("add_eos_token", False) and self._model.eos_id() >= 0
+        begins = add_special and settings.get("add_bos_token", True) and self._model.bos_id() >= 0
+        ends = add_special and settings.get("add_eos_token", False) and self._model.eos_id() >= 0
         self._before = [self._model.bos_id()] if begins else []
         self._after = [self._model.eos_id()] if ends else []
 
@@ -220,9 +208,7 @@ def find_folder(named: str) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise DataError(
-            f"--tokenizer-model {named} is neither a folder nor a {TOKENIZER_FILE}; give the model's folder"
-        )
+        raise DataError(f"--tokenizer-model {named} is neither folder nor {TOKENIZER_FILE}; give the model's folder")
     found = _cached(named)
     if found is None:
         raise DataError(
@@ -274,11 +260,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(
         self, named: str | Path, *, special_tokens: Sequence[str] = (), add_special_tokens: bool = True
     ) -> None:
-        self._name_or_path, self._special_tokens, self._add_special_tokens = (
-            str(named),
-            tuple(special_tokens),
-            add_special_tokens,
-        )
+        self._name_or_path, self._special_tokens = str(named), tuple(special_tokens)
+        self._add_special = add_special_tokens
         self._folder = find_folder(str(named))
         self._backend = self._load()
         ids = self._backend.ids
@@ -290,7 +273,7 @@ class HuggingFaceTokenizer(Tokenizer):
             if (token := next((name for name in self._named_tokens(f"{role}_token") if name in ids), None)) is not None
         }
         self.special = {"eod": self.eod, **special}
-        # One id for the padding and the end of a text would hide the ends.
+        # Padding with the id of the end of a text would mask every end.
         self.pad = None if special.get("pad") == self.eod else special.get("pad")
         extra = list[int]()
         while (number := ids.get(f"<extra_id_{len(extra)}>")) is not None:
@@ -313,7 +296,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _settings(self) -> dict[str, Any] | None:
         settings: dict[str, Any] = {}
-        if not self._add_special_tokens:
+        if not self._add_special:
             settings["include_special_tokens"] = False
         if self._special_tokens:
             settings["special_tokens"] = list(self._special_tokens)
@@ -346,15 +329,13 @@ class HuggingFaceTokenizer(Tokenizer):
         is_llama = str(settings.get("tokenizer_class", "LlamaTokenizer")).startswith("LlamaTokenizer")
         if MODEL_FILE in slow and is_llama and not self._special_tokens:
             special = [token for role in _ROLES_OF_GPT2 for token in self._named_tokens(role)]
-            return _LlamaBackend(
-                folder, settings, special or ("<s>", "</s>", "<unk>"), add_special_tokens=self._add_special_tokens
-            )
+            return _LlamaBackend(folder, settings, special or _LLAMA_SPECIAL, add_special=self._add_special)
         settings = {**_read_object(folder / _CONFIGS[1]), **settings}
         own = _byte_level(folder, settings, self._named_tokens)
         return self._fast(_by_transformers(folder, slow), slow) if own is None else self._fast(own, BYTE_LEVEL_FILES)
 
     def _fast(self, tokenizer: Any, files: Sequence[str]) -> Backend:
-        return _FastBackend(tokenizer, tuple(files), self._special_tokens, add_special_tokens=self._add_special_tokens)
+        return _FastBackend(tokenizer, tuple(files), self._special_tokens, add_special=self._add_special)
 
     def _find_eod(self, ids: Mapping[str, int]) -> int:
         """Find the id that ends a text: eos_token, else the model's eos_token_id, else a token with a usual name."""

@@ -97,7 +97,7 @@ class Tokenizer(ABC):
 def require_text(text: str) -> str:
     """Return the text. Raises DataError for a lone surrogate, which libraries replace silently and differently."""
     try:
-        if not text.isascii():  # which a string knows without looking
+        if not text.isascii():  # O(1): CPython stores it
             text.encode()
     except UnicodeEncodeError as error:
         raise surrogate_error(error) from error

@@ -25,7 +25,7 @@ from megalith.tokenizers.protocol import Tokenizer, import_for, require_ids, req
 MODEL_FILE = "tokenizer.model"
 """The name of the model beside a checkpoint."""
 
-_LEAST_BYTES = 16  # a shorter file is no model; what a failed download leaves
+_LEAST_BYTES = 16  # shorter files are left by failed downloads
 
 
 class _SentencePiece(Tokenizer):
@@ -172,7 +172,7 @@ def load_model(tokenizer: str, path: Path) -> Any:
         if len(content) < _LEAST_BYTES:
             raise RuntimeError("cut short")
         model.load_from_serialized_proto(content)
-    except (RuntimeError, TypeError) as error:  # what the library raises for a file that is no model
+    except (RuntimeError, TypeError) as error:  # raised for a file that is not a model
         beginning = content[:256].lstrip().lower()
         what = "truncated or not a SentencePiece model"
         if beginning.startswith((b"<!doctype", b"<html")):

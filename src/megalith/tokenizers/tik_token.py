@@ -29,7 +29,7 @@ NEEDED_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 _NUM_BYTES = 256
 _AGAIN = "take the vocabulary file of the model again"
 
-# Which texts stand alone before bytes are joined. Megatron's, in identity() too: it hashes them as they are here.
+# Megatron's pretokenization patterns, unchanged because identity() hashes them.
 PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"

@@ -28,8 +28,8 @@ from megalith.tokenizers.protocol import Tokenizer, read_text_file, require_ids,
 VOCABULARY_FILE = "vocab.txt"
 """The name of the vocabulary beside a checkpoint."""
 
-LONGEST_WORD = 200  # characters; above it a word is unknown
-_REMEMBERED_WORDS = 1 << 17  # then all are forgotten, so that no text fills the memory
+LONGEST_WORD = 200  # characters; a longer word becomes [UNK]
+_REMEMBERED_WORDS = 1 << 17  # then the cache is cleared, which bounds its memory
 _UNKNOWN = "[UNK]"
 _ROLES = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
 _BEGIN, _END = "[BOS]", "[EOS]"
@@ -177,7 +177,7 @@ def _strip_accents(character: str) -> str | None:
 _CLEAN = _Translation(_clean)
 _SPACE_PUNCTUATION, _STRIP_ACCENTS = _Translation(_space_punctuation), _Translation(_strip_accents)
 
-# In this order.
+# Applied in this order.
 _JOINED_IN_ENGLISH = (
     *((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"), (" 's", "'s")),
     *((" 've", "'ve"), (" 're", "'re")),

@@ -32,7 +32,7 @@ from megalith.data.indexed.reader import (
 from megalith.errors import DataError
 
 _COPIED_AT_ONCE = 1 << 22  # bytes
-_SECONDS_FOR_ORPHANS = 10.0  # processes that write for another, which was killed, take so long to end at most
+_SECONDS_FOR_ORPHANS = 10.0  # longest time that workers of a killed run take to exit
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class IndexedWriter:
         self._code = CODE_OF_DTYPE[self.dtype]
         self._multimodal = multimodal
         self._discard_on_exit = True
-        self._seek_needed = False  # what is reserved lies between the position in the .bin and its end
+        self._seek_needed = False  # reserved bytes lie between the file position and the end of the .bin
         kept = resume or Written()
         self._bin = _open_partial(bin_path(prefix), kept.tokens)
         try:
@@ -158,7 +158,7 @@ class IndexedWriter:
             for file in (self._bin, index):
                 file.flush()
                 os.fsync(file.fileno())
-            # Without its index an old pair is gone as a whole; no moment shows a new file beside an old one.
+            # Removing the old index first: at no moment does a new file stand beside an old one.
             idx_path(self.prefix).unlink(missing_ok=True)
             os.replace(self._bin.name, bin_path(self.prefix))
             os.replace(index.name, idx_path(self.prefix))
@@ -281,7 +281,7 @@ def _open_locked(partial: Path, kept: int) -> IO[bytes]:
         raise DataError(f"cannot write {partial}: {error.strerror}") from error
     try:
         _lock(file)
-        # Between the opening and the lock the former owner may have given the file its final name.
+        # Between open and lock the former owner may have renamed the file to its final name.
         if not os.path.samestat(os.fstat(file.fileno()), partial.stat()):
             raise BlockingIOError
     except OSError as error:

@@ -73,7 +73,7 @@ class BertDataset(MaskedDataset):
             "types": pad_to(types, length, 0),  # Megatron fills with the padding's id, which is 0 in BERT
             "labels": labels,
             "is_random": np.array(swapped, np.int64),
-            "padding_mask": (text != self._pad).astype(np.int64),  # a word replaced by padding counts as such
+            "padding_mask": (text != self._pad).astype(np.int64),  # a word randomly replaced by [PAD] counts as padding
             "loss_mask": loss_mask,
             "truncated": np.array(truncated, np.int64),
         }

@@ -39,7 +39,7 @@ from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.word_piece import is_word_continuation
 
-_GEOMETRIC = 0.2  # SpanBERT's
+_GEOMETRIC = 0.2  # success probability of SpanBERT's span lengths
 logger = logging.getLogger(__name__)
 
 _ARRAYS = ("sample_index",)
@@ -276,9 +276,8 @@ class MaskedDataset(ABC):
             **extra_identity,
         }
         description = json.dumps(self.identity, indent=4)
-        cached = spec.load_or_build(
-            IndexSpec(factory.class_name, description, _ARRAYS, self._build, self._source_digest)
-        )
+        index = IndexSpec(factory.class_name, description, _ARRAYS, self._build, self._source_digest)
+        cached = spec.load_or_build(index)
         self.cache_problem = cached.problem
         self.sample_index: NDArray[Any] = cached.arrays["sample_index"]
         if spec.requested and not len(self.sample_index):

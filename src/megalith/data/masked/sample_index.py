@@ -3,8 +3,7 @@
 Each row of the index is (first sentence, one after the last, target length in tokens). Some samples, by chance, have a
 shorter target, so that the model sees short sequences too.
 
-The random generators are `std::mt19937`, which numpy's legacy generator seeds alike, and `std::mt19937_64`, which numpy
-lacks.
+The generators are `std::mt19937`, which numpy's legacy generator seeds alike, and `std::mt19937_64`, not in numpy.
 
 Source:  Megatron-LM helpers `build_mapping`; docs/reference/datasets.md#masked-datasets; Nishimura 2000, "Tables of
 64-bit Mersenne Twisters", with the constants of the C++ standard.
@@ -97,7 +96,7 @@ def build_sample_index(
     rows = array("Q")
     while documents and (requested is None or len(rows) < 3 * requested):
         for first, ends in documents:
-            for row in _document_samples(first, ends, targets, min_sentences):
+            for row in _rows(first, ends, targets, min_sentences):
                 rows.extend(row)
         if requested is None:
             break
@@ -139,13 +138,11 @@ def _next_seed(seed: int) -> int:
     return seed + 1 if seed != np.iinfo(np.int32).max else int(np.iinfo(np.int32).min)
 
 
-def _document_samples(
-    first: int, ends: list[int], targets: Iterator[int], min_sentences: int
-) -> Iterator[tuple[int, int, int]]:
+def _rows(first: int, ends: list[int], targets: Iterator[int], min_sentences: int) -> Iterator[tuple[int, int, int]]:
     """Yield the rows of a document, given its `first` sentence and the tokens up to the end of each sentence."""
     count, begin, before, target = len(ends), 0, 0, next(targets)
     while begin < count:
-        # The first sentence that fills the sample and leaves more than one behind it; else all that are left.
+        # Close at the first sentence that fills the sample and leaves more than one; else take all that are left.
         last = max(bisect_left(ends, before + target, begin), begin + min_sentences - 1)
         if count - last - 1 <= 1:
             last = count - 1

@@ -26,7 +26,7 @@ from megalith.data.samples import SplitSpec
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer
 
-_ROOM = 2  # tokens of the encoder's sequence that Megatron keeps free
+_ROOM = 2  # tokens of the encoder's sequence that Megatron reserves
 NO_LABEL = -1
 
 
@@ -35,9 +35,7 @@ def decoder_start_token(tokenizer: Tokenizer) -> int:
     special = tokenizer.special
     start = special.get("bos", special.get("pad", tokenizer.pad))
     if start is None:
-        raise ConfigError(
-            "the tokenizer has neither a [BOS] nor a padding token, one of which T5's decoder starts with"
-        )
+        raise ConfigError("the tokenizer has neither [BOS] nor padding, one of which T5's decoder starts with")
     return start
 
 
@@ -55,11 +53,8 @@ class T5Dataset(MaskedDataset):
         if tokenizer.pad is None:
             raise ConfigError("the tokenizer has no padding token, which T5's samples need")
         special = tokenizer.special
-        self._begin, self._end, self._pad = (
-            decoder_start_token(tokenizer),
-            special.get("eos", tokenizer.eod),
-            tokenizer.pad,
-        )
+        self._begin, self._pad = decoder_start_token(tokenizer), tokenizer.pad
+        self._end = special.get("eos", tokenizer.eod)
         self._unmaskable = [special[role] for role in ("cls", "sep") if role in special]
         super().__init__(
             documents,

@@ -14,7 +14,7 @@ Document = list[str | list[str]]
 
 _SHOWN = 60
 _LONGEST_NUMBER = 4000  # digits; below the limit of `int`
-_BYTES_AT_ONCE = 1 << 15  # of lines; what is made of them stays in the cache of a core
+_BYTES_AT_ONCE = 1 << 15  # of lines; their documents then stay in the cache of a core
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -38,7 +38,7 @@ def json_documents(
                 yield number, _too_long("line", line, limit)
             continue
         if parse is not None:
-            # What orjson takes, the slower and more patient parser below takes in the same way.
+            # The lenient parser below accepts everything that orjson does, with the same result.
             try:
                 parsed = parse(line)
                 document: Document = [parsed[key] for key in keys]
@@ -99,7 +99,8 @@ LENIENT_DECODER = json.JSONDecoder(parse_int=_whole_number)
 
 def _document_of_line(line: bytes, keys: tuple[str, ...], encoding: str) -> Document | BadDocument:
     try:
-        parsed = LENIENT_DECODER.decode(line.removeprefix(_BYTE_ORDER_MARK).decode())  # files with marks, put together
+        # Files with byte order marks may have been concatenated.
+        parsed = LENIENT_DECODER.decode(line.removeprefix(_BYTE_ORDER_MARK).decode())
     except UnicodeDecodeError as error:
         return BadDocument(f"byte {error.start} of the line is not valid {encoding} (--encoding sets another)")
     except RecursionError:
@@ -151,10 +152,8 @@ def text_documents(
         try:
             text = part.decode()
         except UnicodeDecodeError as error:
-            yield (
-                number,
-                BadDocument(f"byte 0x{part[error.start]:02x} is not valid {encoding} (--encoding sets another)"),
-            )
+            reason = f"byte 0x{part[error.start]:02x} is not valid {encoding} (--encoding sets another)"
+            yield number, BadDocument(reason)
             continue
         document = text if whole else text.strip("\r\n")
         if document and not document.isspace():

@@ -23,7 +23,7 @@ _BYTE_ORDER_MARKS = (
 _BAD_BYTES = "megalith.bad-bytes"
 _BAD_BYTES_MARKER = "\udcff"
 _MIN_COMMON_SHARE = 0.6  # share of common characters among those that are not ASCII; ordinary Chinese text has over 0.9
-_CHARACTERS_PER_ERROR = 10  # at least; damage in few places does not hide what the rest is
+_CHARACTERS_PER_ERROR = 10  # at least; damage in a few places does not prevent detection
 _GB_COMMON = re.compile(rb"[\xb0-\xd7\xa1-\xa3][\xa1-\xfe]")  # level 1 of GB 2312, punctuation, full width
 _BIG5_COMMON = re.compile(rb"[\xa4-\xc6\xa1-\xa3][\x40-\x7e\xa1-\xfe]")  # level 1 of Big5, punctuation
 
@@ -85,12 +85,10 @@ def find_encoding(samples: Sequence[bytes]) -> Encoding | None:
     high = sum(_count_high_bytes(sample) for sample in samples)
     for codec, name, common in (("gb18030", "GB18030", _GB_COMMON), ("big5", "Big5", _BIG5_COMMON)):
         found = _count_common(samples, common)
-        if (
-            found >= max(2, _MIN_COMMON_SHARE * high / 2)
-            and _count_errors(samples[0], codec) * _CHARACTERS_PER_ERROR <= found
-        ):
+        is_common = found >= max(2, _MIN_COMMON_SHARE * high / 2)
+        if is_common and _count_errors(samples[0], codec) * _CHARACTERS_PER_ERROR <= found:
             return Encoding(codec, name)
-    # A few odd bytes in a file of ASCII are damage, and their lines are named; many are another encoding.
+    # A few odd bytes in an ASCII file are damage, which the errors of their lines name; many are another encoding.
     return Encoding("utf-8", UTF_8) if high < 16 else None
 
 
@@ -103,14 +101,8 @@ def transcode(blocks: Iterator[bytes], encoding: Encoding) -> Iterator[bytes]:
 
 
 def _encoding_by_bom(beginning: bytes) -> Encoding | None:
-    return next(
-        (
-            Encoding(codec, name, len(bom_size))
-            for bom_size, codec, name in _BYTE_ORDER_MARKS
-            if beginning.startswith(bom_size)
-        ),
-        None,
-    )
+    found = (Encoding(codec, name, len(bom)) for bom, codec, name in _BYTE_ORDER_MARKS if beginning.startswith(bom))
+    return next(found, None)
 
 
 def _is_utf_16(sample: bytes, codec: str) -> bool:

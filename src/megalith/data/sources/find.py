@@ -34,15 +34,9 @@ from megalith.errors import DataError
 from megalith.tokenizers.protocol import json_object
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
-_PREVIEW_BYTES = 1 << 28  # bytes; documents are shorter
+_PREVIEW_BYTES = 1 << 28  # bytes; longer than any document
 _SPLITS = re.compile(r"(?:^|[-_.])(train|training|test|testing|validation|valid|val|dev|eval)(?=$|[-_.\d])", re.I)
-_SPLIT_ALIASES = {
-    "training": "train",
-    "testing": "test",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-}
+_ALIASES = {"training": "train", "testing": "test", "valid": "validation", "val": "validation", "dev": "validation"}
 _NUMBERED = re.compile(r"(?:^|-)(?P<split>[A-Za-z_][\w]*)-\d{5}-of-\d{5}\.")
 _NOT_DATA = re.compile(r"(readme|license|licence|copying|changelog|notice|requirements)\b.*|cache-.*\.arrow", re.I)
 _MAX_NAMES = 5  # files that a note names
@@ -167,9 +161,8 @@ def _format(path: Path, options: SourceOptions) -> str:
     by_name = JSONL if options.input_format == JSONL else format_by_name(path)
     if by_name in (TXT, CSV, PARQUET, ARROW):
         return by_name
-    found = resolve_format(
-        by_name, format_by_content(open_text(path, options.encoding, options.limits).beginning(1024))
-    )
+    beginning = open_text(path, options.encoding, options.limits).beginning(1024)
+    found = resolve_format(by_name, format_by_content(beginning))
     if found is None:
         raise DataError(
             f"{path}: neither the name nor the beginning of the file tells its format; give --input-format (jsonl, "
@@ -307,9 +300,9 @@ def _split_of(path: Path) -> str | None:
     numbered = _NUMBERED.search(path.name)
     if numbered:
         name = numbered["split"]
-        return _SPLIT_ALIASES.get(name.lower(), name)
+        return _ALIASES.get(name.lower(), name)
     found = _SPLITS.search(path.name.split(".")[0])
-    return _SPLIT_ALIASES.get(found[1].lower(), found[1].lower()) if found else None
+    return _ALIASES.get(found[1].lower(), found[1].lower()) if found else None
 
 
 def _choose(folder: Path, splits: Iterable[str], wanted: str) -> str:

@@ -27,10 +27,10 @@ from megalith.data.sources.protocol import Chunk, ChunkDocuments, Limits, Row, R
 from megalith.data.sources.streams import TextFile
 from megalith.errors import DataError
 
-_STEP = 1 << 14  # behind a block, in which its last line mostly ends
+_STEP = 1 << 14  # bytes read beyond a block, in which its last line usually ends
 _NEW_LINE = "\n"
 _BETWEEN = re.compile(r"[ \t\r\n]*")
-_NUMBER = re.compile(r"[0-9.eE+\-]*\Z")  # one at the end of a block may go on in the next
+_NUMBER = re.compile(r"[0-9.eE+\-]*\Z")  # a number at the end of a block may continue in the next
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class _LinesPayload:
     def _lines(self) -> tuple[bytes, str | None]:
         """Return the lines, and why the last one is left out if it is."""
         with open(self.path, "rb") as file:
-            base = self.start - 1 if self.start else 0  # a line begins at the start if a line break stands before it
+            base = self.start - 1 if self.start else 0  # a line begins at `start` if a line break precedes it
             file.seek(base)
             data = file.read(self.stop - base + _STEP)
             first = (data.find(b"\n") + 1 or len(data)) if self.start else self.bom_size
@@ -136,7 +136,7 @@ def _too_long_line(begins: int, limit: int) -> str:
 
 
 class TextSource(Source):
-    """A jsonl or txt file."""
+    """Text file: jsonl or txt."""
 
     def __init__(self, file: TextFile, *, is_json: bool, separator: str | None) -> None:
         super().__init__(file.path, file.limits)
@@ -299,7 +299,7 @@ class ArraySource(RowSource):
         expected, trouble = "[", "the file ends within the array: it is cut short"
         while True:
             more: list[str] = []
-            # An element that did not end is tried again with twice as much, so that parsing it anew stays cheap.
+            # An incomplete element is parsed again with twice as much text, so that reparsing stays cheap.
             while sum(map(len, more)) < wanted and (block := next(blocks, None)):
                 more.append(block[0])
                 disk = block[1]

@@ -133,6 +133,8 @@ class Row:
 
 @dataclass(frozen=True)
 class _RowsPayload:
+    """Parsed rows of a chunk."""
+
     contents: list[Document | BadDocument]
     num_bytes: int
 

@@ -22,10 +22,10 @@ from megalith.tokenizers.protocol import import_for
 
 _BLOCK = 1 << 18
 _SAMPLE = 1 << 18
-_FURTHER_SAMPLES = 8  # along the file, as ASCII often fills the beginning
-_UNCHECKED_BYTES = 1 << 26  # so much is decompressed before its ratio to the file is looked at
+_FURTHER_SAMPLES = 8  # spread over the file, because the beginning is often pure ASCII
+_UNCHECKED_BYTES = 1 << 26  # decompressed bytes before the expansion ratio is checked
 _DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
-_ZSTD_READ = 1 << 12  # bytes; a block of 4 may hold 128 KiB, so that this bounds the memory
+_ZSTD_READ = 1 << 12  # bytes; a compressed block of 4 may expand to 128 KiB, so this bounds the memory
 
 
 @dataclass(frozen=True)

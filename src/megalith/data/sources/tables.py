@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megalith.data.sources.documents import BadDocument, Document, text_of
+from megalith.data.sources.documents import BadDocument, Document, document_of
 from megalith.data.sources.protocol import Row, RowSource, SourceOptions, utf8_size
 from megalith.data.sources.streams import TextFile
 from megalith.errors import DataError
@@ -95,7 +95,7 @@ class _ColumnarSource(RowSource):
                 columns = [batch.column(name).to_pylist() for name in self._names]
                 for cells in zip(*columns, strict=True):
                     number += 1
-                    content = _document(cells, self._options.keys)
+                    content = document_of(dict(zip(self._options.keys, cells, strict=True)), self._options.keys)
                     yield Row(content, utf8_size(content), number, self._disk_after(number))
 
     @contextmanager
@@ -167,21 +167,11 @@ class ArrowSource(_ColumnarSource):
             numbered = hasattr(reader, "num_record_batches")
             batches = map(reader.get_batch, range(reader.num_record_batches)) if numbered else iter(reader)
             for number, batch in enumerate(batches, start=1):
-                # A stream is read from front to back; a file is not, and its batches are about alike.
+                # A stream is read sequentially; a file is not, but its batches are of similar size.
                 done = self.disk_bytes * number // reader.num_record_batches if numbered else mapped.tell()
                 self._position = done
                 for at in range(0, batch.num_rows, _ROWS_AT_ONCE):
                     yield batch.slice(at, _ROWS_AT_ONCE)
-
-
-def _document(cells: tuple[Any, ...], keys: tuple[str, ...]) -> Document | BadDocument:
-    texts: Document = []
-    for cell, key in zip(cells, keys, strict=True):
-        text = text_of(cell, key)
-        if isinstance(text, BadDocument):
-            return text
-        texts.append(text)
-    return texts
 
 
 def _text_columns(path: Path, schema: Any, options: SourceOptions) -> list[str]:
@@ -221,10 +211,9 @@ def preview_csv(file: TextFile, delimiter: str | None) -> CsvPreview:
         raise DataError(f"{file.path}: the file is empty")
     found = delimiter or _delimiter(file, text)
     rows = [row for row in csv.reader(_lines_of(text), delimiter=found) if row]
-    # The last row may be cut, unless all of the file has been seen.
-    return CsvPreview(
-        found, (rows[:-1] if len(beginning) == _PREVIEW_BYTES and len(rows) > 1 else rows)[:_ROWS_LOOKED_AT]
-    )
+    # The last row may be truncated, unless the whole file has been read.
+    whole = rows[:-1] if len(beginning) == _PREVIEW_BYTES and len(rows) > 1 else rows
+    return CsvPreview(found, whole[:_ROWS_LOOKED_AT])
 
 
 def has_header(preview: CsvPreview, others: Sequence[CsvPreview], wanted: Sequence[str]) -> bool | None:
@@ -242,7 +231,7 @@ def has_header(preview: CsvPreview, others: Sequence[CsvPreview], wanted: Sequen
     are_identifiers = all(_IDENTIFIER.fullmatch(name) for name in first if name)
     if sharing > 1 and (are_identifiers or 2 * sharing > 1 + len(rows)):
         return True
-    # Files of one command mostly have the same header, so another one speaks against this row.
+    # Files of one command mostly share a header, so a different one is evidence against this row.
     is_contradicted = any(row != first and _can_be_names(row) for row in rows)
     if not _differs_from_rows(first, preview):
         return None if are_identifiers and not is_contradicted else False
@@ -282,7 +271,7 @@ class CsvSource(RowSource):
 
     def _rows(self) -> Iterator[Row]:
         lines = _LineReader(self._file)
-        # A module-wide number; this is the only reader of the process.
+        # A global of the csv module; this is the only reader in the process.
         csv.field_size_limit(self._file.limits.max_document_bytes)
         reader = csv.reader(lines, delimiter=self._delimiter)
         number = 0
