@@ -227,7 +227,8 @@ def test_an_empty_split_is_an_error_where_megatron_hangs(folder: Path, cases: di
     with pytest.raises(DataError) as caught:
         build_gpt_datasets(data, tokenizer_of(case), sizes=tuple(case["sizes"]), seed=1234)
     total = len(IndexedDataset("data/pylib"))
-    assert "the test split of data/pylib has 0 tokens, but 2 samples of 64 + 1 tokens" in str(caught.value)
+    for said in ("the test split of data/pylib has 0 tokens", "2 samples of 64 + 1 tokens"):
+        assert said in str(caught.value)
     assert f"round(0.999 * {total}) = {total} to round(1 * {total}) = {total}" in str(caught.value)
 
 

@@ -323,9 +323,7 @@ class HuggingFaceTokenizer(Tokenizer):
         settings = _read_object(folder / _CONFIGS[0])
         slow = [name for name in SLOW_FILES if (folder / name).is_file()]
         if not slow:
-            raise DataError(
-                f"{folder} has neither {TOKENIZER_FILE} nor another tokenizer file ({', '.join(SLOW_FILES)})"
-            )
+            raise DataError(f"{folder} has no {TOKENIZER_FILE} and no other tokenizer file ({', '.join(SLOW_FILES)})")
         is_llama = str(settings.get("tokenizer_class", "LlamaTokenizer")).startswith("LlamaTokenizer")
         if MODEL_FILE in slow and is_llama and not self._special_tokens:
             special = [token for role in _ROLES_OF_GPT2 for token in self._named_tokens(role)]
