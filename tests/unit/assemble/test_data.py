@@ -107,7 +107,7 @@ def test_a_phase_draws_its_own_samples_from_the_first_on() -> None:
         loaders.close()
         with pytest.raises(DataError, match="are needed"):
             build_loaders(run, datasets(number - 1, 24), iteration=iteration, consumed_train=4 * iteration)
-    with pytest.raises(DataError, match="the place in this phase cannot be known"):
+    with pytest.raises(DataError, match="--phase-transition-iterations: 6 samples .* 3 iterations"):
         build_loaders(run, datasets(12, 24), iteration=3, consumed_train=6)
 
 

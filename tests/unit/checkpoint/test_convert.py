@@ -422,7 +422,7 @@ def test_nonsense_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_the_source_is_never_replaced(models: dict[str, Path]) -> None:
-    with pytest.raises(CheckpointError, match="is the checkpoint to convert; give another folder"):
+    with pytest.raises(CheckpointError, match=str(models["gpt2"])):
         convert(models["gpt2"], models["gpt2"], ConversionOptions(tp=2, replace=True))
 
 
@@ -437,7 +437,7 @@ def test_what_is_there_is_replaced_only_when_that_is_said(models: dict[str, Path
 def test_tensors_that_the_args_do_not_speak_of_are_not_lost(tmp_path: Path) -> None:
     source = model_source()
     more = MemorySource({**source.tensors, "decoder.adapter.weight": torch.ones(2)}, source.common())
-    with pytest.raises(CheckpointError, match=r"(?s)would be lost.*decoder\.adapter\.weight"):
+    with pytest.raises(CheckpointError, match=r"decoder\.adapter\.weight"):
         written(more, tmp_path)
 
 
@@ -446,7 +446,7 @@ def test_optimizer_state_that_no_group_has_is_not_lost(tmp_path: Path) -> None:
     common = source.common()
     del common["optimizer"]["param_groups"][1]
     save = written(MemorySource(source.tensors, common), tmp_path / "a")
-    with pytest.raises(CheckpointError, match=r"(?s)optimizer.*decoder\.final_layernorm\.weight"):
+    with pytest.raises(CheckpointError, match=r"decoder\.final_layernorm\.weight"):
         convert(save, tmp_path / "b", ConversionOptions(format="torch"))
 
 

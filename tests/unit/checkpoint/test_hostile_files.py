@@ -61,7 +61,7 @@ def test_old_pickles_with_indices_are_read(tmp_path: Path) -> None:
     path = tmp_path / ".metadata"
     for protocol in range(5):
         path.write_bytes(pickle.dumps([str(number) for number in range(1000)], protocol))
-        with pytest.raises(CheckpointError, match="holds no checkpoint metadata"):
+        with pytest.raises(CheckpointError, match=str(path)):
             read_metadata(path)
 
 
@@ -140,7 +140,7 @@ def test_counts_of_a_config_are_compared_with_the_weights(tmp_path: Path, config
     (tmp_path / "config.json").write_text(json.dumps(config))
     header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
-    with pytest.raises(CheckpointError, match="config.json says"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         DirectoryStore(tmp_path).common(0)
 
 

@@ -349,9 +349,9 @@ def test_an_unusable_save_folder(tmp_path: Path, make_content: MakeContent) -> N
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for name in ("file", "file/below", "loop"):
         store = DirectoryStore(tmp_path / name)
-        with pytest.raises(CheckpointError, match="cannot be written"):
+        with pytest.raises(CheckpointError, match=str(tmp_path / name)):
             store.save(1, make_content(1), {})
-        with pytest.raises(CheckpointError, match="cannot be used for saving"), store.claim():
+        with pytest.raises(CheckpointError, match=str(tmp_path / name)), store.claim():
             pass
 
 

@@ -112,5 +112,5 @@ def test_learned_positions_beside_prediction_have_no_stages(tmp_path: Path) -> N
     """As in training: the last stage would have a second table of positions."""
     args = {**ARGS, "mtp_num_layers": 1, "position_embedding_type": "learned_absolute"}
     here = written(drawn_source(args, 0), tmp_path / "first")
-    with pytest.raises(CheckpointError, match=r"--mtp-num-layers.*learned_absolute.*--pp 2.*one stage"):
+    with pytest.raises(CheckpointError, match=r"--mtp-num-layers.*learned_absolute.*--pp 2"):
         convert(here, tmp_path / "second", ConversionOptions(pp=2))

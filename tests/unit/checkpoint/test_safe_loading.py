@@ -145,7 +145,7 @@ def test_an_archive_in_place_of_a_tensor(
     store.save(1, content, {})
     monkeypatch.undo()
     assert store.verify(1) == []
-    with pytest.raises(CheckpointError, match=r"\.distcp is damaged"):
+    with pytest.raises(CheckpointError, match=r"\.distcp"):
         store.load(1, content)
     assert not canary.exists()
 

@@ -151,7 +151,7 @@ def test_weights_cannot_share_out_an_unknown_number(tmp_path: Path) -> None:
 )
 def test_words_of_blends(words: str, blend: Blend | None) -> None:
     if blend is None:
-        with pytest.raises(ConfigError, match="the last weight has no prefix"):
+        with pytest.raises(ConfigError, match=f"--data-path {words}"):
             parse_blend(words.split(), "--data-path")
         return
     assert parse_blend(words.split(), "--data-path") == blend

@@ -86,7 +86,7 @@ def test_missing_files_are_both_named(tmp_path: Path) -> None:
         IndexedDataset(prefix)
     assert f"{prefix}.idx and {prefix}.bin" in str(caught.value)
     written = write(tmp_path)
-    with pytest.raises(DataError, match="give the prefix without the ending"):
+    with pytest.raises(DataError, match=f"{written}.bin"):
         IndexedDataset(written + ".bin")
     os.unlink(written + ".bin")
     with pytest.raises(DataError, match=r"missing .*data\.bin \("):
@@ -187,7 +187,7 @@ def test_a_huge_claim_costs_neither_time_nor_memory(tmp_path: Path) -> None:
         file.seek(HEADER_SIZE)
         file.write(struct.pack("<i", -1))
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    with pytest.raises(DataError, match="length of sequence 0"):
+    with pytest.raises(DataError, match="sequence 0"):
         IndexedDataset(str(path)[:-4])
     assert time.perf_counter() - start < 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
@@ -212,7 +212,7 @@ def test_a_partial_file_of_a_killed_writer_is_replaced(tmp_path: Path) -> None:
 def test_two_writers_do_not_share_a_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalith.data.indexed.writer._SECONDS_FOR_ORPHANS", 0.0)
     with IndexedWriter(str(tmp_path / "data"), "uint16") as writer:
-        with pytest.raises(DataError, match="being written by another process"):
+        with pytest.raises(DataError, match=str(tmp_path / "data")):
             IndexedWriter(str(tmp_path / "data"), "uint16")
         writer.add_document([1], [1])
         writer.finalize()

@@ -294,7 +294,7 @@ def test_bad_rows_of_a_csv(tmp_path: Path) -> None:
     assert "it has 2 cells, the first row 1; are quotes missing" in cut[0]
     assert "UTF-8 (--encoding" in damaged[0]
     (tmp_path / "a.csv").write_text('text\n"' + "open " * 1000)
-    with pytest.raises(DataError, match="an unclosed quote"):
+    with pytest.raises(DataError, match=r"a\.csv"):
         documents(opened(tmp_path / "a.csv", limits=Limits(max_document_bytes=1000)))
 
 

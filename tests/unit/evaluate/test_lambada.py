@@ -107,7 +107,7 @@ def test_bad_files(content: str, said: str, tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=r"absent\.jsonl"):
         read_texts(tmp_path / "absent.jsonl")
     (tmp_path / "latin").write_bytes(json.dumps({"text": "x"}).encode() + b'\n{"text": "\xe9"}')
     with pytest.raises(DataError, match="is not UTF-8"):

@@ -57,7 +57,7 @@ def test_weight_decay_ends_at_its_end(style: str) -> None:
 
 
 def test_weight_decay_refuses_a_constant_that_moves() -> None:
-    with pytest.raises(ConfigError, match="linear or cosine"):
+    with pytest.raises(ConfigError, match="--weight-decay-incr-style constant"):
         WeightDecaySchedule(0.01, 0.1, 60, "constant")
 
 

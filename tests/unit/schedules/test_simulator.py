@@ -99,7 +99,7 @@ def test_swapped_micro_batches_are_found() -> None:
     schedule = make_schedule("1f1b", 2, 1, 2)
     first, second = schedule.ops
     swapped = (Op("F", 0, 1), Op("B", 0, 1), Op("F", 0, 0), Op("B", 0, 0))
-    with pytest.raises(Mismatch, match="stage 0 sends the activation of micro-batch 0"):
+    with pytest.raises(Mismatch, match="stage 0 .*micro-batch 0.*stage 1 .*micro-batch 1"):
         simulate(replace(schedule, ops=(first, swapped)))
 
 
@@ -108,7 +108,7 @@ def test_a_stage_that_waits_for_what_it_causes_is_found() -> None:
     early = (Op("F", 0, 0), Op("B", 0, 0), Op("F", 0, 1), Op("B", 0, 1))
     assert simulate(replace(schedule, ops=(early, schedule.ops[1]))).makespan > simulate(schedule).makespan
     wrong = (Op("B", 0, 0), Op("F", 0, 0), Op("F", 0, 1), Op("B", 0, 1))
-    with pytest.raises(Deadlock, match="stage 1 waits for the activation"):
+    with pytest.raises(Deadlock, match="stage 1 .*activation"):
         simulate(replace(schedule, ops=(wrong, schedule.ops[1])))
     alone = make_schedule("interleaved", 1, 2, 1)
     with pytest.raises(Deadlock, match=r"stage 0 cannot compute F1\.0"):

@@ -176,5 +176,5 @@ def test_a_damaged_card_stops(tmp_path: Path, content: str) -> None:
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot write .*none/data.card"):
+    with pytest.raises(DataError, match=r"none/data\.card"):
         write_fingerprint(str(tmp_path / "none" / "data"), CARD)

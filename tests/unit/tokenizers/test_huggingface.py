@@ -142,13 +142,13 @@ def test_what_is_missing_or_damaged(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"tokenizer\.model"):
         HuggingFaceTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", ')
-    with pytest.raises(DataError, match=r"tokenizer.json is damaged"):
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
         HuggingFaceTokenizer(tmp_path)
     _write(tmp_path, "<a>")
-    with pytest.raises(DataError, match="nothing in .* says which token ends a text"):
+    with pytest.raises(DataError, match=str(tmp_path)):
         HuggingFaceTokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DataError, match=r"tokenizer_config.json is damaged"):
+    with pytest.raises(DataError, match=r"tokenizer_config\.json"):
         HuggingFaceTokenizer(tmp_path)
 
 
@@ -168,7 +168,7 @@ def test_a_model_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     with pytest.raises(DataError, match=r"some/model.*elsewhere"):
         HuggingFaceTokenizer("some/model")
-    with pytest.raises(DataError, match="is not a folder"):
+    with pytest.raises(DataError, match=r"\.\./hub"):
         HuggingFaceTokenizer("../hub")
 
 

@@ -50,7 +50,7 @@ def test_a_model_without_bos_or_eos(tmp_path: Path) -> None:
     for kind in (Llama2Tokenizer, GPTSentencePieceTokenizer):
         with pytest.raises(DataError, match=rf"tokenizer\.model.*{kind.__name__}"):
             kind(model)
-    with pytest.raises(DataError, match="no piece that begins a text"):
+    with pytest.raises(DataError, match=r"tokenizer\.model"):
         Llama2Tokenizer(train(tmp_path, bos_id=-1))
 
 
@@ -107,5 +107,5 @@ def test_broken_files_are_named(tmp_path: Path, content: bytes | None, message: 
 def test_half_a_model(tmp_path: Path) -> None:
     path = train(tmp_path)
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(DataError, match="is truncated or not a SentencePiece model"):
+    with pytest.raises(DataError, match=str(path)):
         GPTSentencePieceTokenizer(path)
