@@ -142,4 +142,4 @@ def with_too_many_stages(folder: str) -> str:
 
 def test_more_stages_than_layers(ranks: Ranks, tmp_path: Path) -> None:
     folder = save(tmp_path / "saved", {})
-    assert "3 layers do not make 4 pipeline stages" in ranks.run(4, with_too_many_stages, str(folder))[0]
+    assert "3 layers cannot form 4 pipeline stages" in ranks.run(4, with_too_many_stages, str(folder))[0]

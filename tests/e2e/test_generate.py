@@ -127,7 +127,7 @@ def test_a_checkpoint_without_its_tokenizer_takes_it_by_flags(generate: Generate
     asked = [copy, "--prompt", "the king said", "--greedy", "--max-new-tokens", 6]
     alone = generate(*asked)
     assert alone.returncode == 3
-    assert "no copy of it: give --tokenizer-type GPT2BPETokenizer --vocab-file FILE --merge-file FILE" in alone.stderr
+    assert "no copy: give --tokenizer-type GPT2BPETokenizer --vocab-file FILE --merge-file FILE" in alone.stderr
     done = generate(*asked, *(word for flag, name in files.items() for word in (flag, tmp_path / name)))
     assert done.stdout.startswith("the king said to the queen"), done.stderr
     wrong = generate(*asked, "--tokenizer-model", "a file", "--vocab-size", "many")

@@ -26,10 +26,10 @@ class Loaders:
     """Loaders of micro-batches for each split that exists and that the run uses.
 
     Attributes:
-        consumed_valid: where the validation samples go on.
+        consumed_valid: validation samples consumed so far.
         further_valid: the validation sets after the first, with `--multiple-validation-sets`.
-        passes: with `--full-validation` the global batches of one pass over each validation set, else empty.
-        sources: names of the datasets of the blend that is trained on; none without a blend.
+        passes: with `--full-validation` the global batches per pass over each validation set, else empty.
+        sources: names of the datasets in the training blend; empty without a blend.
     """
 
     train: BatchLoader
@@ -50,8 +50,8 @@ class Loaders:
 def run_sizes(run: RunConfig, iteration: int = 0) -> Sizes:
     """Return the numbers of samples for training, all evaluations of the run, and one test.
 
-    Of a run in phases the training samples are those of the phase that follows `iteration` done ones. None for
-    validation stands for the whole split.
+    With phases, training samples are those of the phase that contains the step after `iteration`. None for validation
+    is the whole split.
     """
     grows = len(run.batch_sizes.stages) > 1
     train, valid, test = target_sizes(
@@ -74,14 +74,14 @@ def compare_tokenizers(run: RunConfig, card: Mapping[str, Any]) -> list[str]:
     """Check that every dataset of the run was made with its tokenizer.
 
     Returns:
-        What the user should hear, such as that datasets have no card to compare.
+        Notes for the user, such as that datasets have no card to compare.
 
     Raises:
-        DataError: a dataset was made with another tokenizer; both cards side by side.
+        DataError: a dataset was made with another tokenizer; the message compares both cards.
     """
     prefixes = () if run.data.mock_data or run.data.data_source else data_sources(run.data).prefixes
     notes = [note for prefix in prefixes if (note := require_tokenizer_of_data(prefix, card)) is not None]
-    return notes if len(notes) < 2 else [f"{notes[0]}; the same holds for {len(notes) - 1} more of the datasets"]
+    return notes if len(notes) < 2 else [f"{notes[0]}; the same holds for {len(notes) - 1} other datasets"]
 
 
 def build_datasets(
@@ -89,10 +89,10 @@ def build_datasets(
 ) -> Datasets:
     """Build the datasets of all splits, for the run or for its phase after `iteration` steps.
 
-    With `cache_is_checked` another rank of this start has built them, and checked their index caches.
+    With `cache_is_checked` another rank of this start has built them and verified their index caches.
 
     Raises:
-        ConfigError: the run was changed by hand and breaks a rule.
+        ConfigError: the configuration was changed after `load` and breaks a rule.
         DataError: a dataset is missing or damaged, or too small for a split.
     """
     check_run(run)
@@ -107,7 +107,7 @@ def masked_dataset_factory(data: DataConfig, model: ModelConfig, tokenizer: Toke
     """Return the factory of masked datasets for the objective of the model (masked words or spans).
 
     Raises:
-        ConfigError: the tokenizer lacks a special token that their samples need.
+        ConfigError: the tokenizer lacks required special tokens.
     """
     return _MASKED_FACTORIES[model.family.objective](data, model, tokenizer, seed)
 
@@ -129,12 +129,12 @@ def build_loaders(
 ) -> Loaders:
     """Build the loaders of one data-parallel replica, starting at the consumed samples.
 
-    If what is left of the validation samples does not do for the evaluations to come (the interval was changed in
-    between), they start at the head of the split again; the result says so.
+    If too few validation samples are left for the remaining evaluations (after a change of the interval), they restart
+    at the beginning of the split, and `consumed_valid` of the result is 0.
 
     Raises:
         ConfigError: the batch of the next step does not divide over the replicas.
-        DataError: the training samples do not do for the remaining steps.
+        DataError: too few training samples for the remaining steps.
     """
     _require_whole_batches(run, consumed_train)
     assert datasets.train is not None, "a run without training data is refused when the datasets are built"
@@ -189,8 +189,8 @@ def _refuse_empty(sets: Sequence[Dataset]) -> None:
         if not len(dataset):
             what = f"set {number}" if len(sets) > 1 else "split"
             raise DataError(
-                f"--full-validation: validation {what} has not one sample of --seq-length + 1 tokens; give it more "
-                "text, or leave out --full-validation"
+                f"--full-validation: validation {what} has no sample of --seq-length + 1 tokens; add text or "
+                "remove --full-validation"
             )
 
 
@@ -226,10 +226,10 @@ def _refuse_too_few(run: RunConfig, train: Dataset, iteration: int, consumed: in
         )
     former = f" (then {consumed // iteration})" if iteration else ""
     raise DataError(
-        f"the training data does not do for the {last - iteration} iterations to come: {consumed} of its "
+        f"the training data is too small for the remaining {last - iteration} iterations: {consumed} of its "
         f"{len(train)} samples are consumed in {iteration} iterations and {to_come} more are needed. It is built for "
-        f"--train-iters x --global-batch-size, and --global-batch-size was another before{former}: give that one, or "
-        "--finetune to start anew from the weights"
+        f"--train-iters x --global-batch-size, and --global-batch-size was different before{former}: use that one, "
+        "or --finetune to start from the weights only"
     )
 
 

@@ -15,7 +15,7 @@ from megalith.nn.precision import product_dtype_on
 from megalith.tokenizers.fingerprint import shown_entries
 
 _OF_EACH_RANK = ("launch",)
-# Machines may keep the same files at different places; their content is compared instead.
+# Paths may differ between machines; the content of the files is compared instead.
 _PLACES = (
     "data_path",
     "data_args_path",

@@ -20,10 +20,10 @@ from megalith.models.families import model_class
 from megalith.models.saved import saved_tensors
 
 TOLERANCE = 1e-5
-"""The largest difference of logits that is taken for rounding, relative to the largest logit."""
+"""Maximum difference of logits due to rounding, relative to the largest logit."""
 
 _PROMPT_LENGTH = 32
-_STRIDE = 7919  # a prime, so that the prompt goes all over the vocabulary
+_STRIDE = 7919  # a prime, so that the prompt covers the whole vocabulary
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,10 @@ def compare_logits(folder: Path, weights: Weights, space: ModelSpace, rows: int)
             f"{folder}: transformers gives logits {list(theirs.shape)}, this version {list(ours.shape)}"
         )
     difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
-    if not difference <= TOLERANCE:  # not a number neither
+    if not difference <= TOLERANCE:  # also True for NaN
         raise CheckpointError(
             f"the logits of {folder} and of the checkpoint differ by {difference:.1e} of the largest logit, more than "
-            f"the {TOLERANCE:.0e} of rounding: the two are not the same model; nothing was kept. Please report it with "
-            "the config.json"
+            f"the rounding tolerance of {TOLERANCE:.0e}; nothing was written. Please report this with the config.json"
         )
     return Comparison(difference)
 
@@ -107,7 +106,7 @@ def _their_logits(tokens_BS: Tensor, prompt: _Prompt, folder: Path) -> Tensor:
             loaded: Any = getattr(transformers, prompt.auto_class).from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, output_loading_info=True, **options
             )
-    except Exception as error:  # whatever it raises, the folder is of no use
+    except Exception as error:  # any error makes the folder unusable
         raise CheckpointError(f"transformers {transformers.__version__} cannot load {folder}: {error}") from error
     model, loading = loaded
     if lacking := sorted(loading["missing_keys"]):

@@ -40,8 +40,8 @@ def choose_device(wanted: str, launch: LaunchConfig | None = None) -> torch.devi
     """Return the device for `--device`; "auto" is CUDA if there is a GPU.
 
     Raises:
-        ConfigError: there is an NVIDIA GPU that torch cannot use, CUDA is asked for and absent, or there are more
-            processes than GPUs; on all of them alike.
+        ConfigError: torch cannot use an NVIDIA GPU of this machine, CUDA is requested and missing, or there are more
+            processes than GPUs (on all of these processes).
     """
     launch = launch or LaunchConfig()
     if wanted == "cpu":
@@ -52,9 +52,9 @@ def choose_device(wanted: str, launch: LaunchConfig | None = None) -> torch.devi
     if not torch.cuda.is_available():
         if wanted == "auto":
             return torch.device("cpu")
-        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu or auto")
+        raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu or auto")
     seen = torch.cuda.device_count()
-    # srun and mpirun may have given each process a GPU of its own, which is then the only one that it sees.
+    # srun and mpirun may assign one GPU to each process, which is then the only visible one.
     bound = seen == 1 and launch.launcher in ("srun", "mpirun")
     if processes > seen and not bound:
         raise ConfigError(
@@ -106,7 +106,7 @@ def build_mixer(run: RunConfig, context: ParallelContext) -> ContextParallelAtte
 def build_recompute(run: RunConfig) -> Recompute | None:
     """Return which layers, or parts of layers, are recomputed in the backward pass; None for none.
 
-    What fused attention of a decoder would compute again it has not kept.
+    "core_attn" is dropped where attention saves no probabilities.
     """
     train = run.train
     if train.recompute_granularity != "full":
@@ -130,10 +130,10 @@ def build_chunks(
 
     Args:
         stream: the random stream of this rank alone, needed for dropout over tensor-parallel ranks.
-        dtype: of the weights; what the precision of the run says if None.
+        dtype: of the weights; that of the run's precision if None.
 
     Raises:
-        ConfigError: the run was changed by hand and breaks a rule; or as of `require_compiler`.
+        ConfigError: the configuration was changed after `load` and breaks a rule; or from `require_compiler`.
     """
     check_groups(run.model, run.parallel, run.precision, run.train, run.launch)
     require_compiler(run, context.device)
@@ -204,8 +204,8 @@ def fully_shard(run: RunConfig, chunks: Sequence[LanguageModel], context: Parall
 def build_run_optimizer(run: RunConfig, chunks: Sequence[LanguageModel], context: ParallelContext) -> Optimizer:
     """Build the optimizer over the weights of all chunks, before or after the weights are loaded.
 
-    With `--compile` the blocks are compiled here, since the optimizer first attaches its gradient sink to them; with
-    `--use-torch-fsdp2` the weights are cut over the replicas here.
+    With `--compile` this compiles the blocks, after the optimizer has attached its gradient sink to them; with
+    `--use-torch-fsdp2` it shards the weights.
     """
     optimizer = build_optimizer(
         chunks,

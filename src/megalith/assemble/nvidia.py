@@ -1,6 +1,6 @@
 """Diagnosis of NVIDIA GPUs that torch cannot use, so that `--device auto` does not silently choose the CPU.
 
-Looking for a GPU costs a few file names. `nvidia-smi` is asked only where there is a GPU that torch does not see.
+Without a GPU this looks up a few file names; `nvidia-smi` runs only if there is a GPU that torch does not find.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Driver:
     """NVIDIA driver and GPUs of this machine.
 
     Attributes:
-        version: such as 535.129.03; empty where it is not known.
-        cuda: the newest CUDA that it supports, such as 12.2; empty where it is not known.
-        forbidden: one of these files where this process may open none: those that a job was not given (SLURM's
-            ConstrainDevices), or whose group the user is not in.
+        version: such as 535.129.03; empty if unknown.
+        cuda: newest CUDA version that it supports, such as 12.2; empty if unknown.
+        forbidden: one device file, if this process may open none: not allocated to the job (SLURM's ConstrainDevices),
+            or of a group that the user is not in.
     """
 
     version: str
@@ -52,14 +52,14 @@ def find_driver(root: Path = _ROOT) -> Driver | None:
     wsl = (root / _WSL).exists()
     if not (nodes or about or wsl):
         return None
-    told = _ask(str(root / _WSL) if wsl else "nvidia-smi")
-    found = re.search(r"(?:Driver|KMD) Version:\s*([\d.]+)", told)
+    output = _run_command(str(root / _WSL) if wsl else "nvidia-smi")
+    found = re.search(r"(?:Driver|KMD) Version:\s*([\d.]+)", output)
     version = found[1] if found else _kernel_module(root / "proc/driver/nvidia/version")
     gpus = [match[1] for path in about if (match := re.search(r"^Model:\s*(.+?)\s*$", path.read_text(), re.M))]
-    gpus = gpus or re.findall(r"^\|\s+\d+\s+(\S.*?)\s+(?:On|Off|N/A)\s+\|", told, re.M)
+    gpus = gpus or re.findall(r"^\|\s+\d+\s+(\S.*?)\s+(?:On|Off|N/A)\s+\|", output, re.M)
     if wsl and not gpus:
         return None
-    cuda = re.search(r"CUDA (?:UMD )?Version:\s*([\d.]+)", told)
+    cuda = re.search(r"CUDA (?:UMD )?Version:\s*([\d.]+)", output)
     return Driver(version, cuda[1] if cuda else "", tuple(gpus), nodes or wsl, _forbidden(root))
 
 
@@ -72,7 +72,7 @@ def _forbidden(root: Path) -> str:
     for node in found:
         try:
             os.close(os.open(node, os.O_RDWR))
-        except PermissionError:  # a control group refuses what the mode of the file would allow: only trying tells
+        except PermissionError:  # a cgroup may forbid what the file mode allows
             continue
         except OSError:
             pass
@@ -86,7 +86,7 @@ def _kernel_module(file: Path) -> str:
     return found[1] if found else ""
 
 
-def _ask(command: str) -> str:
+def _run_command(command: str) -> str:
     try:
         return subprocess.run([command], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS).stdout
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
@@ -107,7 +107,7 @@ def is_hidden(root: Path, environ: Mapping[str, str]) -> bool:
 def unused_gpu(root: Path | None = None, environ: Mapping[str, str] = os.environ, processes: int = 1) -> str:
     """Return which GPU torch cannot use, why, and a remedy; "" if there is none.
 
-    `processes` of the first GPUs are needed, so that an old card for the screen behind them stops nobody.
+    Only the first `processes` GPUs are checked, so that an old display GPU after them is no error.
     """
     if torch.cuda.is_available():
         return _without_kernels(processes) if torch.version.cuda else ""
@@ -130,7 +130,7 @@ def _reason(driver: Driver, environ: Mapping[str, str]) -> str:
             f"build of torch for CUDA {_major(driver.cuda)}"
         )
     if not driver.nodes:
-        return "there are no /dev/nvidia* here. Start the container with its GPUs (docker run --gpus all)"
+        return "there are no /dev/nvidia* here. Start the container with GPUs (docker run --gpus all)"
     if driver.forbidden:
         return (
             f"this process may not open {driver.forbidden}. Ask the scheduler for a GPU (srun --gres=gpu:1), or have "
@@ -140,10 +140,10 @@ def _reason(driver: Driver, environ: Mapping[str, str]) -> str:
         return f"CUDA_VISIBLE_DEVICES={visible} selects no GPU that works. Correct or unset it"
     try:
         torch.cuda.init()
-        said = "it finds no CUDA device"
+        problem = "it finds no CUDA device"
     except (RuntimeError, AssertionError) as error:
-        said = str(error).strip().splitlines()[0].rstrip(".")
-    return f"{said}. See whether nvidia-smi works, and whether driver and torch (built for CUDA {built}) fit"
+        problem = str(error).strip().splitlines()[0].rstrip(".")
+    return f"{problem}. Check that nvidia-smi works, and that driver and torch (built for CUDA {built}) match"
 
 
 def _major(version: str) -> int:

@@ -35,12 +35,12 @@ def join_ranks(
     """Connect the ranks of the run within the block; every process of the run enters it.
 
     Args:
-        watchdog: looks after the ranks; one that hears of collectives only if None.
-        stop_requested: ends the wait for ranks that have not come.
+        watchdog: detects hangs; if None, one that only receives collectives.
+        stop_requested: polled during the rendezvous; PeerError if it returns True.
 
     Raises:
-        ConfigError: there is no such device, or nothing to compile with.
-        PeerError: the other ranks cannot be reached, or one of them has ended the block.
+        ConfigError: the device or a compiler is missing.
+        PeerError: other ranks are unreachable, or one of them has failed.
     """
     watchdog = watchdog or build_watchdog(run)
     debug = run.parallel.debug_collectives

@@ -50,7 +50,7 @@ def model_in(args: Mapping[str, Any], checkpoint: Path, registry: Registry = EMP
     """Return the architecture that a checkpoint's arguments describe.
 
     Raises:
-        CheckpointError: they do not say it, or it is not in this version.
+        CheckpointError: arguments are missing, or the architecture is not implemented.
     """
     try:
         return model_of(args, registry)
@@ -64,7 +64,7 @@ WHAT_WORKS: Mapping[Objective, str] = {
     "spans": "it does not continue text, it answers one: megalith serve and megalith generate write its answers, and "
     "megalith evaluate --task spans measures it",
 }
-"""Objective of models that continue no text -> what can be done with one."""
+"""Objective of models that do not continue text -> commands that work with them."""
 
 
 def require_text_model(model: ModelConfig, checkpoint: Path | str, wanted: str, *, or_answers: bool = False) -> None:
@@ -81,11 +81,11 @@ def require_text_model(model: ModelConfig, checkpoint: Path | str, wanted: str, 
 def ranks_of(model: ModelConfig, settings: Mapping[str, Any], environ: Mapping[str, str]) -> RunConfig:
     """Build the configuration for `assemble.ranks.join_ranks`; `settings` are layout and device.
 
-    Stages need not have equally many layers where nothing is trained (`assemble.trained`); training's rule is met by
-    counting up to the next number of layers that divides.
+    Inference does not require an even division of layers (`assemble.trained`); the number of layers is rounded up to
+    satisfy training's rule.
 
     Raises:
-        ConfigError: the model or the processes cannot be divided so.
+        ConfigError: model or processes do not divide by these sizes.
     """
     of_training = {"micro_batch_size": 1, "train_iters": 1, "lr": 0.0, "data_path": ("none",)}
     no_tokenizer: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": 1}
@@ -95,7 +95,7 @@ def ranks_of(model: ModelConfig, settings: Mapping[str, Any], environ: Mapping[s
         of_training["decoder_seq_length"] = 1
     layers, stages = model.num_layers, settings.get("pipeline_model_parallel_size", 1)
     unit = max(1, stages)
-    known = all_settings()  # a library object may have an architecture that no flag says
+    known = all_settings()  # a library object may have settings without a flag
     values = {
         **{name: value for name, value in dataclasses.asdict(model).items() if name in known},
         "num_layers": -(-layers // unit) * unit,

@@ -11,8 +11,8 @@ from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedul
 def build_schedule(run: RunConfig) -> ParameterSchedule:
     """Build the schedules of learning rate and weight decay.
 
-    Lengths in iterations are those of the run's own batch sizes, so that they end at the iteration that they name where
-    the batch grows too (where Megatron has no such runs).
+    Lengths in iterations are converted with the run's batch sizes, so that they end at the named iteration even if the
+    batch size grows (which Megatron does not support).
 
     Raises:
         ConfigError: the lengths or rates contradict each other.

@@ -26,7 +26,7 @@ def find_start(
     """Return the store of --load and the newest checkpoint in it that passes verification, or None.
 
     Args:
-        thorough: Verify every file now, instead of each when it is read.
+        thorough: Verify every file now instead of when it is read.
 
     Raises:
         CheckpointError: There are checkpoints and none can be used, or one is required and missing.
@@ -84,8 +84,8 @@ def padded_vocabulary(config: RunConfig, tokenizer: Tokenizer, found: FoundCheck
     if found is not None:
         if given not in (None, found.padded_vocab_size):
             raise ConfigError(
-                f"--padded-vocab-size {given}: the checkpoint has {found.padded_vocab_size} rows, which are kept; "
-                f"leave it out, or use --padded-vocab-size {found.padded_vocab_size}"
+                f"--padded-vocab-size {given}: the checkpoint has {found.padded_vocab_size} rows; "
+                f"omit it, or use --padded-vocab-size {found.padded_vocab_size}"
             )
         return found.padded_vocab_size
     if given is not None:
@@ -114,7 +114,7 @@ def load_start(
         if save and (held := DirectoryStore(save).iterations()):
             observer.warn(
                 f"WARNING: {save} already holds checkpoints up to iteration {held[-1]}; without --load "
-                f"{shlex.quote(save)} this run starts from random and replaces them"
+                f"{shlex.quote(save)} this run starts from random weights and replaces them"
             )
         return
     if found is None:
@@ -133,6 +133,6 @@ def load_start(
     if save and held and held[-1] > state.iteration and (load != save or anew):
         observer.warn(
             f"WARNING: {save} already holds checkpoints up to iteration {held[-1]}; this run starts at iteration "
-            f"{state.iteration} and replaces them. To go on from there, give --load {shlex.quote(save)} "
+            f"{state.iteration} and replaces them. To resume from there, use --load {shlex.quote(save)} "
             "without --finetune or --ckpt-step"
         )

@@ -36,8 +36,8 @@ from megalith.tokenizers.build import with_files_in
 from megalith.tokenizers.fingerprint import require_same
 
 _OTHER_TOKENIZER = (
-    "its ids mean other tokens than those that the model has learnt; leave out the flags of the tokenizer (the one of "
-    "the training lies in the checkpoint), or give the files of the training"
+    "its ids are other tokens than those of the model; omit the tokenizer flags (the checkpoint holds the tokenizer of "
+    "the training), or give the files of the training"
 )
 
 
@@ -46,9 +46,9 @@ class Trained:
     """Trained model with its tokenizer.
 
     Attributes:
-        model: Whole, or the stage that is computed on this rank.
-        notes: What the user must hear: damaged checkpoints passed over, experts without their capacity.
-        tokenizer_card: Of the tokenizer that it was trained with; None where no manifest says it.
+        model: Whole model, or this rank's stage.
+        notes: Warnings for the user: damaged checkpoints that were skipped, experts without capacity.
+        tokenizer_card: Fingerprint of the training's tokenizer; None without a manifest.
     """
 
     model: LanguageModel
@@ -88,13 +88,13 @@ def load_trained(
     """Load a model from a save folder of any format, one `iter_*` folder of it, or a Hugging Face model folder.
 
     Args:
-        path: What --save named, or an iteration's folder below it.
-        context: The ranks that share the model, whatever layout the checkpoint was written in: each loads its part.
-            All of them call this together. This process alone if absent.
-        registry: What users have registered, of which the model and its tokenizer may be made.
+        path: Save folder, or the folder of one iteration in it.
+        context: Ranks over which the model is sharded, independent of the checkpoint's layout; all of them call this. A
+            single process by default.
+        registry: Registered objects that model and tokenizer may use.
 
     Raises:
-        CheckpointError: There is none, it is damaged, or it says too little of its model.
+        CheckpointError: It is missing or damaged, or does not describe its model.
         DataError: The tokenizer's files are missing or damaged.
         LayoutError: The model does not divide over the ranks.
     """
@@ -104,7 +104,7 @@ def load_trained(
     try:
         return _trained(store, *_find(store, iteration), device, tokenizer, context, dtype, registry)
     except DamagedCheckpointError:
-        pass  # in files that a load reads through; the search that reads them all says what is wrong
+        pass  # the thorough search below verifies all files and reports the damage
     return _trained(store, *_find(store, iteration, thorough=True), device, tokenizer, context, dtype, registry)
 
 
@@ -121,7 +121,7 @@ def _trained(
     """Load the checkpoint `found`; DamagedCheckpointError if a tensor file fails verification."""
     args = vars(store.common(found).get("args", Namespace()))
     precision = precision_of(args)
-    saved_config = replace(model_of(args, registry), mtp_num_layers=None)  # layers that only training has use for
+    saved_config = replace(model_of(args, registry), mtp_num_layers=None)  # these layers are for training only
     model_config, about_experts = _for_any_batch(saved_config)
     model = model_class(model_config)(
         model_config,
@@ -157,24 +157,23 @@ def _own_tokenizer(folder: Path, args: Mapping[str, Any], registry: Registry) ->
         return build_tokenizer(with_files_in(folder, config))
     except DataError as error:
         raise DataError(
-            f"{error}; the checkpoint names this tokenizer and has no copy of it: give {config.flags_for_moved_files}"
+            f"{error}; the checkpoint names this tokenizer but has no copy: give {config.flags_for_moved_files}"
         ) from error
 
 
 def _for_any_batch(config: ModelConfig) -> tuple[ModelConfig, list[str]]:
     """Return the architecture without expert capacity and random routing, and notes about the changes.
 
-    A capacity drops tokens by what else is in their batch, and random choices, for benchmarks, differ from call to
-    call: what a text gives would depend on the texts of others, and on how it is cut into steps.
+    With a capacity, dropped tokens depend on the rest of the batch, and random routing (for benchmarks) differs from
+    call to call: the output for a text would depend on other texts and on its division into steps.
     """
     notes, factor = [], config.moe_expert_capacity_factor
     if factor is not None:
-        of_training = f"the capacity of the experts (--moe-expert-capacity-factor {factor:g}) is of training"
-        notes.append(f"{of_training}: no token is dropped")
+        notes.append(f"--moe-expert-capacity-factor {factor:g} applies to training only: no token is dropped")
     if config.moe_router_force_load_balancing:
         notes.append(
-            "the random choices of experts (--moe-router-force-load-balancing) are of training: the router chooses, "
-            "which has not learned to"
+            "--moe-router-force-load-balancing applies to training only: experts are selected by the router, which is "
+            "untrained"
         )
     return replace(config, moe_expert_capacity_factor=None, moe_router_force_load_balancing=False), notes
 
@@ -184,7 +183,7 @@ def _stage(num_layers: int, context: ParallelContext) -> Stage:
     pipeline = context.pp
     if pipeline.size > num_layers:
         raise LayoutError(
-            f"{num_layers} layers do not make {pipeline.size} pipeline stages; use --pipeline-model-parallel-size "
+            f"{num_layers} layers cannot form {pipeline.size} pipeline stages; use --pipeline-model-parallel-size "
             f"{num_layers} or less"
         )
     part = range(*cut(num_layers, pipeline.size, pipeline.index))
@@ -199,7 +198,7 @@ def _stored(model: LanguageModel) -> Iterator[tuple[str, Tensor, Placement]]:
 
 def _vocab_size(args: Mapping[str, Any], folder: Path) -> int:
     if not args.get("padded_vocab_size"):
-        raise CheckpointError(f"{folder}: its args have no padded_vocab_size, so that its model cannot be known")
+        raise CheckpointError(f"{folder}: its args lack padded_vocab_size")
     return int(args["padded_vocab_size"])
 
 

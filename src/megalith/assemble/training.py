@@ -57,9 +57,9 @@ class BuiltRun:
     """Run that is ready for its first step.
 
     Attributes:
-        loaders: To be closed when the run ends.
-        resumed_at: The iteration that it resumes after; None on a fresh start.
-        changes: Settings that differ from those that its checkpoint was written with.
+        loaders: Close them when the run ends.
+        resumed_at: Iteration of the loaded checkpoint; None on a fresh start.
+        changes: Settings that differ from the checkpoint's.
     """
 
     run: TrainingRun
@@ -81,12 +81,12 @@ def build_run(
 
     Args:
         stop: Requests to stop the run; none by default.
-        probe: Called at the points of faults.
-        began: When the program was started, by `time.monotonic`; now by default.
-        observer: Receives what is done.
+        probe: Called at each point of a step, to inject faults.
+        began: `time.monotonic()` at the start of the program; now by default.
+        observer: Receives the progress of the start.
 
     Raises:
-        MegalithError: As `megalith train` ends with.
+        MegalithError: With the exit codes of `megalith train`.
     """
     observer, began = observer or StartObserver(), time.monotonic() if began is None else began
     observer.configured(config, context.device)
@@ -290,8 +290,8 @@ def _build_loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, o
     )
     if loaders.consumed_valid != state.consumed_valid_samples:
         observer.info(
-            f"after {state.consumed_valid_samples} validation samples too few are left for the evaluations to come "
-            "(their interval or number was changed): they start at the head of the split again"
+            f"after {state.consumed_valid_samples} validation samples too few are left for the remaining evaluations "
+            "(their interval or number was changed): they restart at the beginning of the split"
         )
         state.consumed_valid_samples = loaders.consumed_valid
     return loaders
@@ -300,7 +300,7 @@ def _build_loaders(config: RunConfig, tokenizer: Tokenizer, state: TrainState, o
 def _datasets(config: RunConfig, tokenizer: Tokenizer, state: TrainState) -> Datasets:
     """Build the datasets. The first rank builds or checks their indices, the others load them from the same cache.
 
-    The first rank of every machine checks too: its cache is another one where the file system is not shared.
+    The first rank of every machine verifies too: without a shared file system its cache is a different one.
     """
     ranks, built = RankGroup(state.context.world), list[Datasets]()
     has_cache = config.data.has_data_source or config.data.data_cache_path is not None
@@ -311,7 +311,7 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, state: TrainState) -> Dat
 
     if has_cache:
         ranks.run_on_first(partial(build, cache_is_checked=False))
-        # The first of each machine before its others, which rely on the check and would not see a damaged file.
+        # The first rank of each machine comes before its others, which rely on its verification.
         ranks.run_on_all(partial(build, cache_is_checked=False) if config.launch.local_rank == 0 else lambda: None)
     ranks.run_on_all(partial(build, cache_is_checked=has_cache))
     return built[0]

@@ -26,7 +26,7 @@ _BY_GROUP = {
     "tokenizer": ORDER,
     "model": ARCHITECTURE,
 }
-# Settings that mean something else than most of their group.
+# Settings whose effect differs from that of their group.
 _BY_NAME = {
     **dict.fromkeys(("train_iters", "train_samples"), LENGTH),
     **dict.fromkeys(("seed", "split"), ORDER),
@@ -68,7 +68,7 @@ class Change:
     """Setting whose value differs from the one that the checkpoint was written with."""
 
     flag: str
-    # was, now: values in words; "-" for none
+    # values as text; "-" for none
     was: str
     now: str
     effect: str  # one of the texts above
@@ -85,8 +85,8 @@ def changes_since(saved: Mapping[str, Any], run: RunConfig) -> list[Change]:
     """Return the settings of a run that differ from those of a checkpoint, in the order of declaration.
 
     Args:
-        saved: the groups of the configuration that wrote it (`RunConfig.to_dict`), or Megatron's flat arguments. What
-            it does not know is passed over.
+        saved: configuration that wrote it (`RunConfig.to_dict`), or Megatron's flat arguments. Settings missing there
+            are skipped.
     """
     grouped = all(name in saved for name in ("model", "train"))
     present = run.to_dict() if grouped else megatron_args(run)

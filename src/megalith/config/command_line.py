@@ -1,7 +1,7 @@
-"""The flat Megatron command line: strict, complete in its complaints, and without any flag silently ignored.
+"""Parser of Megatron's command line: reports all errors at once, and ignores no flag silently.
 
-Accepted beyond Megatron's own parser: `--flag=value`, underscores for hyphens (with a note), and `--no-x` for every
-boolean. Not accepted, as in Megatron: abbreviated flags and words that belong to no flag.
+Unlike Megatron's parser it accepts `--flag=value`, underscores for hyphens (with a note), and `--no-x` for every
+boolean. Like Megatron's it rejects abbreviated flags and stray arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TYPOGRAPHIC_DASHES = ("\u2010", "\u2011", "\u2012", "\u2013", "\u2014", "\u2212
 
 @dataclass(frozen=True)
 class _Spelling:
-    """One spelling of a setting; `constant` is what it stands for when it takes no value."""
+    """Spelling of a setting; `constant` is its value if the flag takes none."""
 
     setting: Setting
     constant: bool | str | None = None
@@ -45,7 +45,7 @@ def _spellings(registry: Registry) -> Mapping[str, _Spelling]:
 
 
 def read_command_line(argv: Sequence[str], registry: Registry = EMPTY) -> Reading:
-    """Read every word; nothing is raised, what is wrong is in the `problems` of the result."""
+    """Parse a command line. Errors are collected in `problems` of the result instead of raised."""
     parser = _Parser(list(argv), registry)
     return parser.read()
 
@@ -69,7 +69,7 @@ def without_settings(argv: Sequence[str], names: Collection[str], registry: Regi
 
 
 class _Parser:
-    """One pass over the words of a command line."""
+    """Parser state for the arguments of one command line."""
 
     def __init__(self, words: list[str], registry: Registry = EMPTY) -> None:
         self.words = words
@@ -85,7 +85,7 @@ class _Parser:
         return self.reading
 
     def read_one(self) -> None:
-        """Take the next word, with its values if it is a flag."""
+        """Consume the next argument, with its values if it is a flag."""
         word = self.words.pop(0)
         if _is_flag(word):
             self._flag(word)
@@ -137,7 +137,7 @@ class _Parser:
         if setting.about.registers == "hook":
             reading.hooks += bare
         if bare != words:
-            reading.notes.append(f"{flag} {' '.join(words)}: its quotes are taken off (the shell has kept them)")
+            reading.notes.append(f"{flag} {' '.join(words)}: the quotes are removed (the shell has kept them)")
         if setting.about.per_layer and len(set(bare)) > 1:
             reading.problems.append(f"{flag} {' '.join(words)}: it is the same in all layers here; give one of them")
             reading.faulty.add(setting.name)
@@ -151,7 +151,7 @@ class _Parser:
     def _store(self, flag: str, setting: Setting, value: object) -> None:
         reading = self.reading
         if setting.name in reading.values and reading.values[setting.name] != value:
-            reading.notes.append(f"{flag} is given more than once; the last one holds")
+            reading.notes.append(f"{flag} is given more than once; the last value is used")
         reading.values[setting.name] = value
         if setting.about.nothing:
             reading.needs_nothing(flag, setting.about.nothing)
@@ -187,9 +187,9 @@ class _Parser:
 
     def _stray(self, word: str) -> None:
         shown = word or "''"
-        hint = "is an empty variable or a missing -- before it?"
+        hint = "empty variable, or missing -- before it?"
         if "<" in word or ">" in word:
-            hint = "is it of a place in < > that is to be filled in?"
+            hint = "replace the placeholder in < >"
         self.reading.problems.append(f"{shown} belongs to no flag ({hint})")
 
     def _following(self, flag: str, arity: str) -> list[str]:

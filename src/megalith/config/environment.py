@@ -1,8 +1,7 @@
-"""What launched this process, in torchrun's words: the variables of srun and mpirun are turned into those of torchrun.
+"""Launch environment of a process: variables of srun and mpirun translated to those of torchrun.
 
-A variable of torchrun that is set holds, whatever else is there: torchrun runs inside SLURM jobs, and a user exports
-MASTER_PORT by hand. Nothing is read here but the mapping that is given, the host file that it names, and
-which loopback address there is.
+Variables of torchrun take precedence: torchrun runs inside SLURM jobs, and users export MASTER_PORT by hand. This
+module reads only the given mapping, the host file that it names, and the loopback address.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
 
 
 def read_launch(environ: Mapping[str, str]) -> dict[str, str]:
-    """Say what is known of this process in torchrun's variables, and who started it in MEGALITH_LAUNCHER."""
+    """Return torchrun's variables for this process, and its launcher in MEGALITH_LAUNCHER."""
     own = {name: environ[name] for name in _OF_TORCHRUN if name in environ}
     if "RANK" in environ or "WORLD_SIZE" in environ:
         by = environ.get("MEGALITH_LAUNCHER") or ("torchrun" if "TORCHELASTIC_RUN_ID" in environ else "hand")
@@ -61,8 +60,8 @@ def first_of_machine(environ: Mapping[str, str]) -> bool:
     return next((environ[name] for name in _PLACES if name in environ), "0") == "0"
 
 
-# Not RANK: a pod that is told its RANK alone has its own output, which nobody else fills.
-# SLURM last: what mpirun starts in a SLURM job inherits SLURM_LOCALID=0.
+# Not RANK: a pod with RANK only has its own output.
+# SLURM last: processes of mpirun inside a SLURM job inherit SLURM_LOCALID=0.
 _PLACES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OPEN_MPI = {
@@ -115,8 +114,8 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
     """Return whether srun started this process. SLURM_PROCID and SLURM_NTASKS are also set in batch scripts, without a
     step.
 
-    A script that a task of another step has given to sbatch inherits the variables of that step, but not SLURM_GTIDS,
-    which lists the tasks that were started with this process on its node.
+    A script that a task of another step submitted with sbatch inherits the variables of that step, but not SLURM_GTIDS,
+    which lists the tasks started with this process on its node.
     """
     if "SLURM_PROCID" not in environ or not any(name in environ for name in _OF_A_STEP):
         return False
@@ -170,7 +169,7 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
 def _first_of_host_file(environ: Mapping[str, str]) -> str:
     """Return the first host of SLURM_HOSTFILE, which has rank 0 under `srun --distribution=arbitrary`.
 
-    Empty where the file cannot be read. Its lines may end in `*COUNT` or a comment.
+    Returns "" if the file cannot be read. Its lines may end in `*COUNT` or a comment.
     """
     with suppress(OSError, UnicodeDecodeError):
         for line in Path(environ.get("SLURM_HOSTFILE", "")).read_text(encoding="utf-8").splitlines():

@@ -1,7 +1,7 @@
-"""One declaration per setting: type, default, help, flags, unit and legal range, from which all else is derived.
+"""Declaration of settings: type, default, help, flags, unit and legal range.
 
-The command line, the recipes, the reference page and the saved configuration read the `Setting`s that
-`settings_of` makes from the fields of a group. Rules that look at more than one setting are in `rules`.
+Command line, recipes, reference page and saved configuration are derived from the `Setting`s that `settings_of` builds
+from the fields of a group. Rules about several settings are in `rules`.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ class Declaration:
     """Metadata of a field beyond its type and default."""
 
     help: str  # one line for the reference page
-    unit: str = ""  # what the number counts, empty where the help says it
+    unit: str = ""  # unit of the number, empty if the help names it
     flag: str = ""  # the Megatron flag when it is not the field name with hyphens
     aliases: tuple[str, ...] = ()  # other spellings that take the same value
-    off: tuple[str, ...] = ()  # spellings that switch a boolean off, beside the derived `--no-x` and `--disable-x`
-    # spellings without a value that stand for one
+    off: tuple[str, ...] = ()  # flags that switch a boolean off, besides the derived `--no-x` and `--disable-x`
+    # flags without a value -> the value that they set
     shorthands: Mapping[str, str] = dataclasses.field(default_factory=dict)
     choices: tuple[str, ...] = ()
-    later: tuple[str, ...] = ()  # values that Megatron knows and that come with other work
-    later_with: str = ""  # what the `later` values come with
+    later: tuple[str, ...] = ()  # Megatron's values that are not implemented yet
+    later_with: str = ""  # the work that will implement them
     # at_least, above, at_most, below: legal range of a number
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    nothing: str = ""  # why this setting needs nothing here, empty when it has an effect
+    nothing: str = ""  # why this setting has no effect here, empty if it has one
     ours: bool = False  # true for settings that Megatron does not have
-    per_layer: bool = False  # true where Megatron takes a value for each layer, too; here all of them must be equal
-    may_be_empty: bool = False  # true where the flag without a value means an empty list, which differs from no flag
+    per_layer: bool = False  # whether Megatron also takes a value per layer; here all must be equal
+    may_be_empty: bool = False  # whether the flag without a value means an empty list, unlike its absence
     from_environment: str = ""  # the environment variable that sets it, empty for none
     flagless: bool = False  # true where only the environment can set it
     registers: str = ""  # the kind of registered objects whose names are legal values too (megalith.registry)
@@ -63,7 +63,7 @@ class Setting:
     many: bool  # whether it holds a tuple of values
     optional: bool  # whether None is a legal value
     default: Any
-    required: bool  # whether a run cannot do without it
+    required: bool  # whether there is no default
     about: Declaration
 
     @property

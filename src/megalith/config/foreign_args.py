@@ -1,8 +1,8 @@
 """Groups of a configuration from the arguments in a Megatron checkpoint.
 
-The inverse of `saved_args`, for checkpoints of whichever version: an argument that is absent takes the value that it
-had before it existed, one that has no setting here must have the value that means "not used". `settings_from` chooses
-those that `--use-checkpoint-args` takes, as Megatron does.
+The inverse of `saved_args`, for checkpoints of any version: a missing argument takes the value in effect before it
+existed; one without a setting here must have the value that means "not used". `settings_from` selects those that
+`--use-checkpoint-args` takes, as Megatron does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megalith.registry import EMPTY, IMPORT_FLAG, Registered, Registry
 Group = TypeVar("Group")
 
 _NOT_USED: tuple[Any, ...] = (None, False, 0, 0.0, 1.0, "", "none", [])
-# What changes the architecture and has no setting here: argument -> flag.
+# Arguments that change the architecture and have no setting here -> flag.
 _UNKNOWN_HERE = {
     "hybrid_override_pattern": "--hybrid-override-pattern",
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
@@ -32,8 +32,8 @@ def model_of(args: Mapping[str, Any], registry: Registry = EMPTY) -> ModelConfig
     """Return the architecture, including registered parts.
 
     Raises:
-        KeyError: an argument that no model is without is missing.
-        CheckpointError: the model has a part that this version has not, or one that is not registered.
+        KeyError: a required argument is missing.
+        CheckpointError: the model has a part that is not implemented or not registered.
     """
     used = [
         f"{flag} ({name} {args[name]})"
@@ -76,7 +76,7 @@ def _text(value: Any) -> str | None:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(list(value) if items else value)
 
 
-# What held before an argument existed.
+# Values in effect before an argument existed.
 _FORMER: dict[str, Any] = {
     "position_embedding_type": "learned_absolute",
     "normalization": "LayerNorm",
@@ -109,7 +109,7 @@ def precision_of(args: Mapping[str, Any]) -> PrecisionConfig:
 def tokenizer_of(args: Mapping[str, Any], registry: Registry = EMPTY) -> TokenizerConfig:
     """Return the tokenizer; file paths are those of the machine that wrote the checkpoint.
 
-    How many rows its embedding had follows from the layout, unless a run is told so itself.
+    The number of embedding rows follows from the layout, unless --padded-vocab-size is given.
     """
     own = {name: value for name, value in args.items() if name != "padded_vocab_size"}
     return _group("tokenizer", TokenizerConfig, own, registry)
@@ -183,7 +183,7 @@ def settings_from(args: Mapping[str, Any], registry: Registry = EMPTY, *, layout
 
     Raises:
         CheckpointError: its model has a part that this version has not.
-        KeyError: an argument that no model is without is missing.
+        KeyError: a required argument is missing.
     """
     model, tokenizer = model_of(args, registry), tokenizer_of(args, registry)
     values = {name: getattr(model, name) for name in MODEL_SETTINGS}

@@ -1,4 +1,4 @@
-"""Megatron's flags that have no setting here, by megatron_flags.toml: accepted without effect, or refused."""
+"""Megatron's flags without a setting here, from megatron_flags.toml: accepted without effect, or refused."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _WORD = re.compile(r"(?P<flag>--[\w-]+)(?P<arity>[+*]|:\d)?(?P<value>=(?P<defaul
 
 @dataclass(frozen=True)
 class KnownFlag:
-    """A flag of Megatron that has no setting here."""
+    """Flag of Megatron that has no setting here."""
 
     flag: str
-    arity: str  # how many values it takes: a number, "+" for one or more, "*" for any
+    arity: str  # number of values: a number, "+" for one or more, "*" for any
     default: str  # Megatron's default value, empty for none
-    why: str = ""  # why it has no effect, empty where every use is refused
-    refusal: str = ""  # why it is refused and what to use instead, empty where no use is refused
-    accepted: tuple[str, ...] = ()  # with both of these, the values without effect
-    work: bool = True  # whether the refusal is of something that comes with later work, not of a mistake
+    why: str = ""  # why it has no effect, empty if every use is refused
+    refusal: str = ""  # why it is refused and the alternative, empty if no use is refused
+    accepted: tuple[str, ...] = ()  # values without effect, if others are refused
+    work: bool = True  # whether it is refused as not implemented, instead of as a mistake
 
     def needs_nothing(self, values: tuple[str, ...]) -> str:
         """Return why these values have no effect, or an empty string if they are refused."""
@@ -40,7 +40,7 @@ class KnownFlag:
 
 @cache
 def known_flags() -> Mapping[str, KnownFlag]:
-    """Map the spelling of every flag of Megatron that is not a setting here to what is known of it."""
+    """Return flag -> KnownFlag for every flag of Megatron that is not a setting here."""
     return {flag.flag: flag for flag in read_known_flags()}
 
 

@@ -35,18 +35,17 @@ def load(
     """Return the configuration of a command line.
 
     Args:
-        argv: the words after the name of the command.
-        environ: where the launcher's RANK, WORLD_SIZE and LOCAL_RANK are, or those of srun or mpirun; the process
-            environment unless given.
+        argv: the arguments after the name of the command.
+        environ: the launcher's variables (torchrun, srun or mpirun); the process environment by default.
         files: whether data and tokenizer files must exist.
-        saved_args: what `--use-checkpoint-args` reads with; without it that flag only counts as given.
-        registry: what users have registered; by default the modules are imported that `argv` names.
+        saved_args: reader for `--use-checkpoint-args`; without it that flag has no effect.
+        registry: registered objects; by default the modules that `argv` names are imported.
 
     Returns:
-        The configuration; its `notes` say what was accepted and has no effect, one line each.
+        The configuration; its `notes` are about flags without effect, one line each.
 
     Raises:
-        ConfigError: with every violation found, each naming the flag, the value and a remedy.
+        ConfigError: lists every violation, with flag, value and remedy.
     """
     registry = imported(argv) if registry is None else registry
     flags = read_command_line(argv, registry)
@@ -63,24 +62,26 @@ def load(
             "starts all tasks, --nproc N starts N processes on this node"
         )
     readings: tuple[Reading, ...] = (launch, recipe, flags)
-    asked = {name: value for reading in readings for name, value in reading.values.items()}
+    sources_given = {name: value for reading in readings for name, value in reading.values.items()}
     if saved_args is not None:
         readings += (_read_checkpoint({**recipe.values, **flags.values}, saved_args, registry),)
-    given = asked | readings[-1].values
+    given = sources_given | readings[-1].values
     faulty = set().union(*(reading.faulty for reading in readings)) - _overridden(flags)
     problems = [problem for reading in readings for problem in reading.problems]
     run, more_problems = _build(given, faulty, files=files, registry=registry)
     problems += more_problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return RunConfig(**_groups_of(run), notes=_notes(readings, run, asked), given=frozenset(given), registry=registry)
+    return RunConfig(
+        **_groups_of(run), notes=_notes(readings, run, sources_given), given=frozenset(given), registry=registry
+    )
 
 
 def imported(argv: Sequence[str], *, follows_recipe: bool = False) -> Registry:
     """Import the modules that --import and --hook of a command line name; return what they register.
 
     Args:
-        follows_recipe: whether --trust-recipe makes the modules count that the recipe names, too.
+        follows_recipe: whether modules of the recipe are imported too if --trust-recipe is given.
 
     Raises:
         ConfigError: a module is missing or fails to import.
@@ -122,8 +123,8 @@ def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader, registry:
             reading.values.pop("tokenizer_type", None)
     reading.notes += _keep_tokenizer(reading.values, given)
     for name, value in reading.values.items():
-        said = f" (the command line says {given[name]})" if given.get(name, value) != value else ""
-        reading.notes.append(f"Setting {name} to {value} from checkpoint{said}")
+        notes = f" (the command line says {given[name]})" if given.get(name, value) != value else ""
+        reading.notes.append(f"Setting {name} to {value} from checkpoint{notes}")
     return reading
 
 
@@ -133,14 +134,14 @@ def _keep_tokenizer(taken: dict[str, Any], given: Mapping[str, Any]) -> list[str
     kept = [name for name in names if name in given and given[name] != taken.get(name, given[name])]
     if "tokenizer_type" in kept:  # the folder that the checkpoint names is of another kind of tokenizer
         taken.pop("tokenizer_model", None)
-    said = [
+    notes = [
         f"{all_settings()[name].flag} {given[name]}: kept; the checkpoint has {taken[name]}"
         for name in kept
         if name in taken
     ]
     for name in kept:
         taken.pop(name, None)
-    return said
+    return notes
 
 
 def from_values(
@@ -153,12 +154,12 @@ def from_values(
     """Return the configuration of a flat mapping, setting name -> value, checked like a command line.
 
     Args:
-        values: what is not here takes its default. A list setting takes a list, a tuple or one value.
-        environ: where a launcher's variables are, such as `os.environ`; one process if None.
+        values: missing settings take their defaults. A list setting takes a list, a tuple or one value.
+        environ: a launcher's variables, such as `os.environ`; one process if None.
         registry: what users have registered.
 
     Raises:
-        ConfigError: with every violation found: unknown names, values of a wrong type, illegal values, broken rules.
+        ConfigError: lists every violation: unknown names, wrong types, values out of range, broken rules.
     """
     launch = _read_environment(environ or {})
     mapping = _read_mapping(values, registry)
@@ -189,11 +190,11 @@ def _read_mapping(values: Mapping[str, Any], registry: Registry) -> Reading:
 def check_groups(*groups: object) -> None:
     """Raise ConfigError if groups contain an invalid value or break a rule.
 
-    `load` and `from_values` return checked groups; this is for those that a program constructs or changes itself, and
-    is called where a model, an optimizer, a schedule or a dataset is built from them.
+    `load` and `from_values` return checked groups; this checks groups that a program constructs or changes, wherever a
+    model, an optimizer, a schedule or a dataset is built from them.
 
     Raises:
-        ConfigError: with every violation found.
+        ConfigError: lists every violation.
     """
     here: dict[str, Any] = {
         name: group for name, kind in group_types().items() for group in groups if isinstance(group, kind)
@@ -247,7 +248,7 @@ def _build(
     family = FAMILIES.get(str(given.get("model_family")))
     defaults = family.defaults if family else {}
     values: dict[str, Any] = {}
-    for setting in _asked_of(all_settings(registry), registry, given, problems):
+    for setting in _chosen_settings(all_settings(registry), registry, given, problems):
         value = given.get(setting.name, defaults.get(setting.name, setting.default))
         values[setting.name] = value
         if setting.name in faulty:
@@ -272,7 +273,7 @@ def _build(
     return run, problems
 
 
-def _asked_of(
+def _chosen_settings(
     settings: Mapping[str, Setting], registry: Registry, given: Mapping[str, Any], problems: list[str]
 ) -> Iterator[Setting]:
     """Yield the settings of groups and chosen registered objects; settings given for other objects are errors."""
@@ -322,8 +323,10 @@ def _read_environment(environ: Mapping[str, str]) -> Reading:
     return reading
 
 
-def _notes(readings: Sequence[Reading], run: RunConfig, asked: Mapping[str, Any]) -> tuple[Note, ...]:
-    draft = Draft(run, frozenset(asked))  # without what a checkpoint adds, most of which its model has no use for
+def _notes(readings: Sequence[Reading], run: RunConfig, sources_given: Mapping[str, Any]) -> tuple[Note, ...]:
+    draft = Draft(
+        run, frozenset(sources_given)
+    )  # without what a checkpoint adds, most of which its model has no use for
     notes = [Note(text) for reading in readings for text in reading.notes]
     notes += [Note(message) for notice in NOTICES if (message := notice.broken(draft))]
     notes += [Note(why, tuple(words)) for reading in readings for why, words in reading.nothing.items()]

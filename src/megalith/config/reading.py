@@ -26,15 +26,15 @@ class Reading:
     """Values of one source, with errors and notes about them."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    recipe: str = ""  # path of a recipe that is asked for, empty for none
-    imports: list[str] = field(default_factory=list)  # modules that are to be imported
+    recipe: str = ""  # path of the recipe, empty for none
+    imports: list[str] = field(default_factory=list)  # modules to import
     hooks: list[str] = field(default_factory=list)  # as module:Class, before they are checked
     trusts_recipe: bool = False  # whether the modules that the recipe names may be imported
-    problems: list[str] = field(default_factory=list)  # what cannot be read or is refused, one line each
-    # names of settings whose value could not be read, so that nothing more is said of them
+    problems: list[str] = field(default_factory=list)  # errors, one line each
+    # settings whose value could not be parsed, so that no further errors are reported for them
     faulty: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)  # one line for each thing that was read in another way than written
-    nothing: dict[str, list[str]] = field(default_factory=dict)  # reason -> flags that were accepted and need nothing
+    notes: list[str] = field(default_factory=list)  # one line for each value that was interpreted
+    nothing: dict[str, list[str]] = field(default_factory=dict)  # reason -> flags that were accepted without effect
 
     def needs_nothing(self, flag: str, why: str) -> None:
         """Record a flag that was accepted and has no effect."""

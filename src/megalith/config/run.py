@@ -34,8 +34,8 @@ from megalith.schedules.batch_size import BatchSizes, constant, ramped, read_ste
 class Note:
     """Note about a value that was interpreted, or has no effect."""
 
-    text: str  # what there is to say, one line
-    # flags that were accepted and need nothing, for the reason in `text`; empty for other notes
+    text: str  # one line
+    # flags that were accepted without effect, for the reason in `text`; empty for other notes
     needs_nothing: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -49,9 +49,9 @@ class Note:
 class RunConfig:
     """Every setting of a run, by group.
 
-    `notes` says what was given and needs nothing here or has no effect (`render.note_lines` for the screen), `given`
-    which settings were given at all, by flag, recipe or environment, and `registry` what --import has registered; they
-    are not part of the configuration and are neither compared nor saved.
+    `notes` are about values that were interpreted or have no effect (`render.note_lines` for the console), `given` are
+    the settings given by flag, recipe or environment, and `registry` holds the objects that --import registered. These
+    three are not part of the configuration and are neither compared nor saved.
     """
 
     model: ModelConfig
@@ -202,7 +202,7 @@ def all_settings(registry: Registry = EMPTY) -> Mapping[str, Setting]:
     """Return name -> setting over all groups and the registered objects with settings; names are unique.
 
     Raises:
-        ConfigError: A registered object takes a name that is taken.
+        ConfigError: A registered object uses a name that is already in use.
     """
     return _settings_with(registry)
 
@@ -258,7 +258,7 @@ def resolved(values: Mapping[str, Any], registry: Registry, own: Mapping[str, An
     """Replace names of registered objects in the values of settings by the objects.
 
     Args:
-        own: Settings of registered objects by name; what is absent takes its default.
+        own: Settings of registered objects by name; missing ones take their defaults.
     """
     settings, found = all_settings(), dict(values)
     for name, value in values.items():

@@ -9,7 +9,7 @@ from megalith.config.groups import ModelConfig, ParallelConfig, PrecisionConfig,
 from megalith.config.run import RunConfig, all_settings, group_types, plain
 from megalith.config.values import read_pattern, read_window
 
-# What this version never varies and Megatron's `--use-checkpoint-args` and converters ask for by name.
+# Constants here that Megatron's `--use-checkpoint-args` and converters require.
 _CONSTANTS: dict[str, Any] = {
     "expert_model_parallel_size": 1,
     "iteration": 0,
@@ -21,21 +21,21 @@ _EMPTY_LISTS = ("iterations_to_skip",)
 
 
 _OF_THE_PROGRAM = ("padded_vocab_size",)
-"""What only the running program knows, whether it was given or not."""
+"""Settings whose value only the running program knows."""
 
 
 def megatron_args(run: RunConfig) -> dict[str, Any]:
     """Return Megatron's arguments for this run, including those that its argument check derives.
 
-    The caller adds what only the running program knows: padded_vocab_size, consumed_train_samples,
-    consumed_valid_samples and skipped_train_samples. `params_dtype` is the name of the dtype, as no torch is here.
+    The caller adds the values that only the running program knows: padded_vocab_size, consumed_train_samples,
+    consumed_valid_samples and skipped_train_samples. `params_dtype` is the name of the dtype.
     """
     args = {name: _listed(name, value) for name, value in _flat({name: getattr(run, name) for name in group_types()})}
     return {**args, **_CONSTANTS, **_derived(run), **_registered(run)}
 
 
 REGISTERED = "megalith_registered"
-"""What a checkpoint says of the objects that users have registered: names, settings by name, hashes by module."""
+"""Key of registered objects in a checkpoint's args: names, settings by name, source hashes by module."""
 
 
 def _registered(run: RunConfig) -> dict[str, Any]:
@@ -79,14 +79,14 @@ YARN = {
     "yarn_mscale_all_dim": "mscale_all_dim",
     "yarn_rotary_scaling_factor": "rotary_scaling_factor",
 }
-"""Names of Megatron's configuration of YaRN -> settings here, which are named as the flags are."""
+"""Megatron's argument for YaRN -> setting, which is named like the flag."""
 
 
 _OURS = (
     *("model_family", "bert_token_types", "final_layernorm", "geglu", "relu"),
     *("t5_logits_bias", "t5_scaled_logits"),
 )
-"""Settings without a flag of Megatron that decide what the weights of a model mean."""
+"""Settings that Megatron lacks and that determine the meaning of a model's weights."""
 _REGISTERED = ("model", "attention", "mlp", "moe_router")
 
 

@@ -52,7 +52,7 @@ def holds_paths(setting: Setting) -> bool:
 
 
 def expanded(path: str) -> str:
-    """Replace `~` and `$VAR` in a path, which quotes and recipes hide from the shell; BadValue if one is not set."""
+    """Expand `~` and `$VAR` in a path, for quoted arguments and recipes; BadValue if a variable is not set."""
     if os.path.lexists(path):
         return path
     names = [one or other for one, other in _VARIABLE.findall(path)]
@@ -62,7 +62,7 @@ def expanded(path: str) -> str:
 
 
 def local_name(text: str) -> str:
-    """Take an argument of a command that begins a path, for argparse."""
+    """Convert an argument that is the prefix of a path, as an argparse type."""
     if problem := remote(text):
         raise argparse.ArgumentTypeError(f"{text}: {problem}")
     try:
@@ -72,7 +72,7 @@ def local_name(text: str) -> str:
 
 
 def local_path(text: str) -> Path:
-    """Take an argument of a command that is a path, for argparse."""
+    """Convert an argument that is a path, as an argparse type."""
     return Path(local_name(text))
 
 
@@ -194,8 +194,8 @@ def _chosen(setting: Setting, word: str) -> str:
     raise BadValue(f"not one of {choices}" + (f"; did you mean {guess}?" if guess else ""))
 
 
-# What is written for layers one by one: a frequency N, or a list of 0 and 1 such as "[0]*3+[1]" or "([1]*3+[0])*2".
-# Megatron evaluates such a text as Python; here only lists, whole numbers, + and * mean anything.
+# Layer patterns: a frequency N, or a list of 0 and 1 such as "[0]*3+[1]" or "([1]*3+[0])*2". Megatron evaluates them as
+# Python; here only lists, integers, + and * are supported.
 _LONGEST = 100_000
 
 

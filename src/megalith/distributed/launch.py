@@ -280,13 +280,13 @@ class _Rendezvous:
         return number
 
     def _join_round(self, opened: dist.Store, token: str) -> str:
-        rank, asked = self._launch.rank, ""
+        rank, joined_round = self._launch.rank, ""
         for pause in _poll_intervals():
             number = opened.get(_ROUND_KEY).decode() if opened.check([_ROUND_KEY]) else ""
             store = dist.PrefixStore(_round_prefix(number), opened)
-            if number and number != asked:
+            if number and number != joined_round:
                 store.set(f"asks/{rank}", token)
-                asked = number
+                joined_round = number
             if number and store.check(["closed"]):
                 if store.get(f"admitted/{rank}").decode() == token:
                     return number
@@ -429,7 +429,7 @@ class _Rendezvous:
         """Warn after 20 s and then every minute; PeerError after the join timeout or a stop request."""
         waited = self._clock.elapsed()
         if self._stop_requested():
-            raise PeerError(f"{self._name()} was asked to stop while it waited for {_describe(whom)}")
+            raise PeerError(f"{self._name()} was joined_round to stop while it waited for {_describe(whom)}")
         if waited > self._join_seconds:
             raise PeerError(
                 f"{self._name()} waited {waited:.0f} s (--distributed-timeout-minutes) for {_describe(whom)}"
@@ -541,7 +541,7 @@ class _Rendezvous:
             if waited > self._join_seconds:
                 text = text or self._not_connected(f"after {waited:.0f} s (--distributed-timeout-minutes)")
             if self._stop_requested():
-                text = "asked to stop while the ranks connected to each other"
+                text = "joined_round to stop while the ranks connected to each other"
             if text and not done.is_set():
                 with suppress(BoardUnavailable):
                     board.write(_UNCONNECTED, text)
