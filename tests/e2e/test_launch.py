@@ -320,7 +320,7 @@ def test_unequal_settings_and_data_of_a_run(warm: WarmProcess, tmp_path: Path, t
         assert [end.code for end in ends] == [2, 2], ends
         for end in ends:
             assert "must be equal on all ranks of a run:" in end.text
-            listed = end.text.split("all ranks of a run must be:\n")[1].split("\n  ")
+            listed = end.text.split("must be equal on all ranks of a run:\n")[1].split("\n  ")
             assert len([line for line in listed if " on rank " in line]) == len(differences), end.text
             for name, value in differences.items():
                 found = re.search(rf"  {name}: ({value}) on rank [01] \(\S+\), ({value}) on rank [01] ", end.text)

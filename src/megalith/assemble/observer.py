@@ -49,8 +49,7 @@ class StartObserver:
         """Receive that --load holds no checkpoint, so that the run starts from random weights."""
 
     def loading(self, path: str, iteration: int, config: RunConfig, *, distributed: bool) -> None:
-        """Receive that the checkpoint of `iteration` in `path` is read next; `distributed` is False for the format
-        torch."""
+        """Receive that the checkpoint of `iteration` is read next; `distributed` is False for the format torch."""
 
     def loaded(self, path: str, iteration: int, config: RunConfig, resumed: Resumed, state: TrainState) -> None:
         """Receive that the checkpoint is loaded."""

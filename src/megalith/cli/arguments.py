@@ -44,12 +44,7 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that select a checkpoint, its tokenizer and the device."""
     add = parser.add_argument
     add("checkpoint", type=local_path, help="save folder (--save), an iter_* folder in it, or a Hugging Face folder")
-    add(
-        "--iteration",
-        type=int,
-        metavar="N",
-        help="iteration of the checkpoint (default: the newest that passes checks)",
-    )
+    add("--iteration", type=int, metavar="N", help="iteration of the checkpoint (default: the newest intact one)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: auto)")
     add_import_flag(parser)
     add_tokenizer_flags(parser, about="where the checkpoint does not have its own")
@@ -58,14 +53,7 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
 def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for tensor- and pipeline-parallel sizes and the dtype of the weights."""
     add = parser.add_argument
-    add(
-        "--tp",
-        "--tensor-model-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="tensor-parallel size (default: 1)",
-    )
+    add("--tp", "--tensor-model-parallel-size", type=int, default=1, metavar="N", help="tensor-parallel size (1)")
     add("--pp", "--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="pipeline stages (default: 1)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: the checkpoint's)")
 

@@ -42,19 +42,9 @@ def add_convert(commands: Any) -> None:
     add("--no-optim", action="store_true", help="omit optimizer and RNG states")
     add("--dtype", metavar="D", help="dtype of the weights: float32, bfloat16 or float16 (default: that of the source)")
     add("--iteration", type=int, metavar="N", help="iteration to read from a save folder (default: the tracker's)")
-    add(
-        "--true-vocab-size",
-        type=int,
-        metavar="N",
-        help="vocabulary size before padding for --tp (default: that of SRC's tokenizer)",
-    )
+    add("--true-vocab-size", type=int, metavar="N", help="unpadded vocabulary size (default: that of SRC's tokenizer)")
     add("--release", action="store_true", help="write a release checkpoint: weights only, without an iteration")
-    add(
-        "--upcycle",
-        type=int,
-        metavar="N",
-        help="turn a dense model into an MoE of N experts, each a copy of the MLP; weights only",
-    )
+    add("--upcycle", type=int, metavar="N", help="copy the MLPs of a dense model to N experts each; weights only")
     add("--moe-router-topk", type=int, default=2, metavar="K", help="with --upcycle: experts per token (default: 2)")
     add("--replace", action="store_true", help="replace a checkpoint of the same iteration in DST")
     add("--no-verify", action="store_true", help="do not verify the hashes of SRC first")

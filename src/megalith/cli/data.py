@@ -138,7 +138,7 @@ def _add_verify(commands: Any) -> None:
         "--data-cache-path",
         type=local_path,
         metavar="DIR",
-        help="also check the index caches of this folder (default: only those beside the data)",
+        help="also check index caches here, besides those at the data",
     )
     add("--multimodal", action="store_true", help="the indices have modes at their end")
     parser.set_defaults(run=_run_verify)
@@ -218,16 +218,8 @@ def _add_merge(commands: Any) -> None:
     add = parser.add_argument
     add("prefixes", nargs="*", type=local_name, metavar="PREFIX", help="paths of datasets without .bin and .idx")
     add("--input", type=local_path, metavar="DIR", help="folder whose datasets are merged")
-    add(
-        "--output-prefix",
-        type=local_name,
-        required=True,
-        metavar="PREFIX",
-        help="path of the result without .bin and .idx",
-    )
-    add(
-        "--shares", action="store_true", help="merge the shares that `megalith preprocess` wrote for this output prefix"
-    )
+    add("--output-prefix", type=local_name, required=True, metavar="PREFIX", help="result, without .bin and .idx")
+    add("--shares", action="store_true", help="merge the shares that `megalith preprocess` wrote for this prefix")
     add("--remove", action="store_true", help="with --shares: remove the shares after the merge")
     add("--multimodal", action="store_true", help="the indices have modes at their end")
     parser.set_defaults(run=_run_merge)

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -67,15 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq-length", type=int, metavar="N", help="tokens per window or sample (default: the model's context length)")
     add("--samples", type=int, metavar="N", help="masked, spans: maximum number of samples (default: all)")
     add("--decoder-seq-length", type=int, metavar="N", help="spans: decoder tokens per sample")
-    add(
-        "--detokenizer",
-        choices=DETOKENIZER_CHOICES,
-        default="auto",
-        help="wikitext103: detokenizer; auto chooses by the path (default)",
-    )
-    add(
-        "--micro-batch-size", type=int, default=DEFAULT_BATCH, metavar="N", help="samples per forward pass (default: 8)"
-    )
+    add("--detokenizer", choices=DETOKENIZER_CHOICES, default="auto", help="wikitext103: auto goes by path (default)")
+    add("--micro-batch-size", type=int, default=DEFAULT_BATCH, metavar="N", help="samples per forward (default: 8)")
     add("--log-interval", type=int, default=100, metavar="N", help="batches between progress lines (default: 100)")
     add("--json", type=local_path, metavar="FILE", help="also write the result to FILE")
     add("--fail-on-alarm", action="store_true", help=f"exit with code {EXIT_ALARM} if the result is implausible")
@@ -129,7 +123,7 @@ def _evaluate(request: Request, file: Path | None, fail_on_alarm: bool, notes: S
         error.said = not first
         raise
     with join_ranks(config) as context:
-        say = _say if context.rank == 0 else _silent
+        say = partial(print, flush=True) if context.rank == 0 else _print_nothing
         for line in [*([threads] if threads else []), *notes]:
             say(f"note: {line}")
         result, alarms, about = _measure(request, context, say)
@@ -142,11 +136,7 @@ def _evaluate(request: Request, file: Path | None, fail_on_alarm: bool, notes: S
     return 0
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-def _silent(text: str) -> None:
+def _print_nothing(text: str) -> None:
     pass
 
 

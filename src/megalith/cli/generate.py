@@ -45,19 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--greedy", action="store_true", help="always choose the most likely token")
     add("--stop", action="append", default=[], help="text that ends the output; may be repeated")
     add("--seed", type=int, default=1234, help="seed of sampling (default: 1234)")
-    add(
-        "--num-samples",
-        type=int,
-        default=1,
-        help="number of continuations, or of candidates for each [MASK] (default: 1)",
-    )
-    add(
-        "--tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="tensor-parallel size of a T5 under torchrun (default: 1); for a GPT use megalith serve",
-    )
+    add("--num-samples", type=int, default=1, help="number of continuations, or candidates per [MASK] (default: 1)")
+    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel size of a T5 under torchrun (default: 1)")
     return parser
 
 

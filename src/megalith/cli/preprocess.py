@@ -97,13 +97,7 @@ def _add_output(parser: CommandParser) -> None:
         "also compressed: .gz, .xz, .zst, .bz2",
     )
     add("--output-prefix", type=local_name, metavar="PREFIX", help="prefix of the output paths")
-    add(
-        "--json-keys",
-        metavar="KEY",
-        nargs="+",
-        default=["text"],
-        help="keys or columns; one dataset each (default: text)",
-    )
+    add("--json-keys", metavar="KEY", nargs="+", default=["text"], help="keys or columns, one dataset each (text)")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
 
 
@@ -113,7 +107,7 @@ def _add_sources(parser: CommandParser) -> None:
         "--input-format",
         default="auto",
         metavar="FORMAT",
-        help=f"auto, {', '.join(FORMATS)} (json: one array) (default: auto)",
+        help=f"auto (default), {', '.join(FORMATS)} (json: an array)",
     )
     add("--encoding", default="auto", metavar="NAME", help="such as utf-8, gb18030, utf-16 (default: auto)")
     add(
@@ -124,24 +118,14 @@ def _add_sources(parser: CommandParser) -> None:
     )
     add("--one-document-per-file", action="store_true", help="treat each txt as one document, blank lines included")
     add("--text-column", metavar="COLUMN", help="text column of a table, by name or number from 1")
-    add(
-        "--csv-header",
-        default="auto",
-        metavar="WHETHER",
-        help="whether the first row holds column names: yes, no or auto (default)",
-    )
+    add("--csv-header", default="auto", metavar="WHETHER", help="first row has column names: yes, no or auto (default)")
     add("--csv-delimiter", metavar="CHAR", help=r"separator of the cells of a csv, \t is a tab (default: detected)")
-    add(
-        "--dataset-split",
-        default="train",
-        metavar="NAME",
-        help="split of a dataset folder with several (default: train)",
-    )
+    add("--dataset-split", default="train", metavar="NAME", help="split of a dataset with several (default: train)")
     add(
         "--max-document-bytes",
         metavar="N",
         default=str(Limits.max_document_bytes),
-        help="maximum bytes of a line or document (default: 64 MiB)",
+        help="of a line or document (default: 64 MiB)",
     )
     add(
         "--max-expansion",
@@ -170,29 +154,13 @@ def _add_sentences(parser: CommandParser) -> None:
 
 def _add_run_flags(parser: CommandParser) -> None:
     add = parser.add_argument_group("execution").add_argument
-    add(
-        "--workers",
-        metavar="N",
-        help="worker processes, at most the number of cores (default); no effect on the output",
-    )
-    add(
-        "--bad-lines", default="stop", metavar="POLICY", help="on unreadable input: stop (default), or skip and list it"
-    )
+    add("--workers", metavar="N", help="worker processes, at most one per core (default); no effect on the output")
+    add("--bad-lines", default="stop", metavar="POLICY", help="on unreadable input: stop (default), or skip and list")
     add("--share", metavar="K/N", help="share of the input for this process (default: from the launcher)")
     add("--restart", action="store_true", help="start over instead of resuming an unfinished run")
-    add(
-        "--partitions",
-        metavar="N",
-        default="1",
-        help="distribute documents as Megatron does, which changes their order",
-    )
+    add("--partitions", metavar="N", default="1", help="distribute documents as Megatron does, changing their order")
     add("--keep-sequential-samples", action="store_true", help="with --partitions: keep the order of the documents")
-    add(
-        "--log-interval",
-        metavar="N",
-        default="1000",
-        help="documents between progress lines, at most one per second (default: 1000)",
-    )
+    add("--log-interval", metavar="N", default="1000", help="documents between progress lines (default: 1000)")
 
 
 class CommandLine(NamedTuple):

@@ -19,9 +19,7 @@ def _parser() -> CommandParser:
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="save folder (--save), run folder, or metrics.jsonl")
-    parser.add_argument(
-        "-o", "--output", metavar="FILE.html", help="path of the page (default: report.html in the run folder)"
-    )
+    parser.add_argument("-o", "--output", metavar="FILE.html", help="page (default: report.html in the run folder)")
     return parser
 
 

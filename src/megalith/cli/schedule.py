@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
         "--num-virtual-stages-per-pipeline-rank",
         default="1",
         metavar="V",
-        help="model chunks per stage (default: 1)",
+        help="chunks of a stage (default 1)",
     )
     add("--microbatches", "--micro-batches", default="8", metavar="M", help="micro-batches per step (default: 8)")
     add("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)} (default: 1f1b; interleaved with --vp)")

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from megalith.serve.engine import Engine
     from megalith.serve.model_runner import DecoderPrompt, ModelRunner
 
+_say = partial(print, flush=True)
 _KEY_VARIABLE = "MEGALITH_API_KEY"
 _FORWARDED_WITHIN_SECONDS = 1.0
 _SWITCH_INTERVAL_SECONDS = 0.001  # Python's 5 ms delay the event loop while the engine thread computes
@@ -56,32 +57,16 @@ def _server_parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
     add("--port", type=int, default=5000, help="port to listen on; 0: any free port (default: 5000)")
     add("--api-key-file", type=local_path, metavar="FILE", help="file of accepted API keys, one per line")
-    add(
-        "--api-key", action="append", default=[], metavar="KEY", help="accepted API key; visible to other users in `ps`"
-    )
+    add("--api-key", action="append", default=[], metavar="KEY", help="accepted key; visible to other users in `ps`")
     add("--allowed-host", action="append", default=[], metavar="NAME", help="additional host name of this server")
-    add(
-        "--allowed-origin", action="append", default=[], metavar="URL", help="origin of a web page that may use the API"
-    )
+    add("--allowed-origin", action="append", default=[], metavar="URL", help="origin of a page that may use the API")
     add("--i-know-it-is-open", action="store_true", help="allow --host to expose the server without a key")
     add("--served-model-name", metavar="NAME", help="model name in the API (default: name of the folder)")
     add("--chat-template", type=local_path, metavar="FILE", help="Jinja chat template (default: the tokenizer's)")
     add("--max-batch", type=int, metavar="N", help="maximum number of sequences in one step (default: 64)")
-    add(
-        "--max-queue",
-        type=int,
-        default=limits.waiting,
-        metavar="N",
-        help="maximum number of waiting sequences (default: %(default)s)",
-    )
+    add("--max-queue", type=int, default=limits.waiting, metavar="N", help="waiting sequences (default: %(default)s)")
     add("--cache-mib", type=int, metavar="N", help="KV cache per rank in MiB (default: at most 2048)")
-    add(
-        "--max-body-bytes",
-        type=int,
-        default=limits.body_bytes,
-        metavar="N",
-        help="maximum size of a request body (default: 4 MiB)",
-    )
+    add("--max-body-bytes", type=int, default=limits.body_bytes, metavar="N", help="of a request (default: 4 MiB)")
     add(
         "--max-connections",
         type=int,
@@ -424,8 +409,3 @@ def _startup_lines(launch: _ServerOptions, trained: Trained, url: str) -> list[s
     elif not launch.server.api_keys:
         lines.append("   this machine only; use --host and --api-key-file to serve others")
     return lines
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

@@ -312,8 +312,8 @@ class _Rendezvous:
         return _round_prefix(opened.get(_ROUND_KEY).decode()) != self._prefix
 
     def choose_interface(self, store: dist.Store) -> None:
-        """Set GLOO_SOCKET_IFNAME to the loopback interface, or to the one with a route to the other hosts, unless the
-        user has set it."""
+        """Set GLOO_SOCKET_IFNAME, unless set by the user, to the loopback interface or one that reaches the other
+        hosts."""
         if "GLOO_SOCKET_IFNAME" in os.environ:
             return
         if self.one_host:

@@ -191,8 +191,8 @@ class AwakeClock:
         self._elapsed, self._seen = 0.0, time.monotonic()
 
     def elapsed(self) -> float:
-        """Return the seconds since creation; call this every few seconds. A longer gap counts in part, as it may have
-        been a slow name server."""
+        """Return seconds since creation; call every few seconds. A longer gap, such as a slow name server, counts in
+        part."""
         now = time.monotonic()
         gap, self._seen = now - self._seen, now
         self._elapsed += min(gap, _GAP_SECONDS)

@@ -291,8 +291,7 @@ class Watchdog(Observer):
                 os.kill(view.identity.pid, signal.SIGKILL)
 
     def find_absent(self) -> tuple[RankView, str] | None:
-        """Return a rank that cannot take part any more, with a description; over several machines after a few
-        heartbeats."""
+        """Return a rank that cannot take part any more, with a description; across machines after some heartbeats."""
         if self._board is None or self._done:
             return None
         try:
@@ -369,8 +368,7 @@ class Watchdog(Observer):
         return "silent" if before is None or before.beat == now.beat else "running"
 
     def _cause(self, views: Sequence[RankView]) -> str:
-        """Return a description of the rank that all others wait for: dead, gone or stopped ones first, then the one
-        busy elsewhere longest."""
+        """Describe the rank that all others wait for: dead, gone or stopped ones first, then the longest busy one."""
         missing = sorted(
             (view for view in views if view.state in _GONE_STATES), key=lambda view: _GONE_STATES.index(view.state)
         )

@@ -61,7 +61,7 @@ def attend_part(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if flash and dropout is None and hidden is None and has_flash(q):
         return flash_forward(q, k, v, causal, scale)
-    return _blocks_forward(q, k, v, _VisibleKeys(causal, hidden, scale), dropout)
+    return _blocks_forward(q, k, v, _Mask(causal, hidden, scale), dropout)
 
 
 def attend_part_backward(
@@ -89,7 +89,7 @@ def attend_part_backward(
     if flash and dropout is None and hidden is None and has_flash(q):
         dq, dk, dv = flash_backward(grad, q, k, v, context, lse, causal, scale)
     else:
-        dq, dk, dv = _blocks_backward(grad, q, k, v, context, lse, _VisibleKeys(causal, hidden, scale), dropout)
+        dq, dk, dv = _blocks_backward(grad, q, k, v, context, lse, _Mask(causal, hidden, scale), dropout)
     return dq, _sum_groups(dk, groups), _sum_groups(dv, groups)
 
 
@@ -140,7 +140,7 @@ def _blocks(length: int) -> Iterator[slice]:
 
 
 @dataclass(frozen=True)
-class _VisibleKeys:
+class _Mask:
     """Mask of the keys that the queries may attend to, and the scale of the scores."""
 
     causal: bool
@@ -148,7 +148,7 @@ class _VisibleKeys:
     scale: float
 
     def scores(self, q: Tensor, k: Tensor, rows: slice) -> Tensor:
-        """Return scores of the queries `rows`, -inf where masked; under a causal mask only to the last visible key."""
+        """Return scores of the queries `rows`, -inf where masked; under a causal mask only to the last seen key."""
         causal = self.causal and self.hidden is None
         keys = k[:, :, : rows.stop] if causal else k
         scores = torch.matmul(q[:, :, rows] * self.scale, keys.transpose(2, 3)).to(_wide(q.dtype))
@@ -161,13 +161,11 @@ class _VisibleKeys:
         return scores
 
 
-def _blocks_forward(
-    q: Tensor, k: Tensor, v: Tensor, visible: _VisibleKeys, dropout: Dropout | None
-) -> tuple[Tensor, Tensor]:
+def _blocks_forward(q: Tensor, k: Tensor, v: Tensor, seen: _Mask, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
     context, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
     masks = None if dropout is None else dropout.masks(q.device)
     for rows in _blocks(q.shape[2]):
-        scores = visible.scores(q, k, rows)
+        scores = seen.scores(q, k, rows)
         lse[:, :, rows] = scores.logsumexp(-1)
         finite = lse[:, :, rows, None].clamp(min=torch.finfo(lse.dtype).min)  # for queries without a key
         probabilities = (scores - finite).exp()
@@ -184,7 +182,7 @@ def _blocks_backward(
     v: Tensor,
     context: Tensor,
     lse: Tensor,
-    visible: _VisibleKeys,
+    seen: _Mask,
     dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = _wide(q.dtype)
@@ -192,7 +190,7 @@ def _blocks_backward(
     delta = (grad.to(wide) * context.to(wide)).sum(-1, keepdim=True)
     masks = None if dropout is None else dropout.masks(q.device)
     for rows in _blocks(q.shape[2]):
-        scores = visible.scores(q, k, rows)
+        scores = seen.scores(q, k, rows)
         keys = slice(scores.shape[-1])
         probabilities = (scores - lse[:, :, rows, None]).exp()
         d_probabilities = torch.matmul(grad[:, :, rows], v[:, :, keys].transpose(2, 3)).to(wide)
@@ -202,7 +200,7 @@ def _blocks_backward(
             dropped = probabilities * kept
             d_probabilities *= kept
         dv[:, :, keys] += torch.matmul(dropped.to(q.dtype).transpose(2, 3), grad[:, :, rows])
-        d_scores = (probabilities * (d_probabilities - delta[:, :, rows]) * visible.scale).to(q.dtype)
+        d_scores = (probabilities * (d_probabilities - delta[:, :, rows]) * seen.scale).to(q.dtype)
         dq[:, :, rows] = torch.matmul(d_scores, k[:, :, keys])
         dk[:, :, keys] += torch.matmul(d_scores.transpose(2, 3), q[:, :, rows])
     return dq, dk, dv

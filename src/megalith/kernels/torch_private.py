@@ -56,8 +56,7 @@ def varlen_forward(q: Tensor, k: Tensor, v: Tensor, *places: Any, scale: float) 
 
 
 def varlen_backward(grad: Tensor, *kept: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v for `varlen_forward`; `kept` are q, k, v, context, lse, places and the dropout
-    state."""
+    """Return dq, dk, dv for `varlen_forward`; `kept` are q, k, v, context, lse, places and the dropout state."""
     *others, first, second = kept
     dq, dk, dv = torch.ops.aten._flash_attention_backward(grad, *others, True, first, second, scale=scale)
     return dq, dk, dv

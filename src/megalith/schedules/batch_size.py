@@ -42,12 +42,8 @@ class BatchSizes:
         """Return the configured global batch size of the step after `consumed` samples."""
         return self.stages[bisect_right(self.stages, consumed, key=lambda stage: stage.start) - 1].size
 
-    def actual_size(self, consumed: int) -> int:
-        """Return the actual size of that step: rounded down to whole micro-batches on all replicas."""
-        return self.nominal_size(consumed) // self.unit * self.unit
-
     def num_micro_batches(self, consumed: int) -> int:
-        """Return the micro-batches of that step on each replica."""
+        """Return the micro-batches of that step on each replica: the size is rounded down to whole ones."""
         return self.nominal_size(consumed) // self.unit
 
     def consumed_after(self, iterations: int, consumed: int = 0) -> int:

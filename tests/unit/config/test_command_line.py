@@ -239,7 +239,11 @@ def test_a_loss_scale_without_half_precision_has_no_effect(precision: list[str],
 
 def test_a_batch_is_rounded_down_where_that_is_asked_for() -> None:
     run = read("--global-batch-size", "7", "--decrease-batch-size-if-needed")
-    assert (run.global_batch_size, run.num_micro_batches, run.batch_sizes.actual_size(0)) == (7, 3, 6)
+    assert (
+        run.global_batch_size,
+        run.num_micro_batches,
+        run.batch_sizes.num_micro_batches(0) * run.batch_sizes.unit,
+    ) == (7, 3, 6)
     with pytest.raises(ConfigError, match="--global-batch-size 7 .*--micro-batch-size 2"):
         read("--global-batch-size", "7")
 

@@ -201,11 +201,6 @@ def speed_line(report: WindowReport) -> str:
 def duration(seconds: float) -> str:
     """Format seconds in their two largest units: `3 d 4 h`, `2 min 5 s`, `7 s`."""
     whole = round(seconds)
-    parts = [
-        ("d", whole // 86400),
-        ("h", whole // 3600 % 24),
-        ("min", whole // 60 % 60),
-        ("s", whole % 60),
-    ]
+    parts = [("d", whole // 86400), ("h", whole // 3600 % 24), ("min", whole // 60 % 60), ("s", whole % 60)]
     first = next((place for place, (_, number) in enumerate(parts) if number), len(parts) - 1)
     return " ".join(f"{number} {unit}" for unit, number in parts[first : first + 2])

@@ -55,11 +55,7 @@ class LatentSettings:
         64, help="channels of a query or key head with rotary embedding (MLA); keys share them over heads", at_least=2
     )
     v_head_dim: int = setting(128, help="size of a value head (MLA)", at_least=1)
-    rope_type: str | None = setting(
-        None,
-        help="rotary embedding of MLA; yarn by default",
-        choices=("rope", "yarn"),
-    )
+    rope_type: str | None = setting(None, help="rotary embedding of MLA; yarn by default", choices=("rope", "yarn"))
 
     @property
     def latent_query_size(self) -> int:
@@ -118,11 +114,7 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
     loss: str | None = setting(
         None, help="registered loss to use instead of GPT's cross-entropy", registers="loss", ours=True
     )
-    bert_binary_head: bool = setting(
-        True,
-        help="train BERT's next-sentence head",
-        off=("--bert-no-binary-head",),
-    )
+    bert_binary_head: bool = setting(True, help="train BERT's next-sentence head", off=("--bert-no-binary-head",))
     bert_token_types: bool = setting(
         False,
         help="token-type embedding in BERT with --bert-no-binary-head, as in BertForMaskedLM",

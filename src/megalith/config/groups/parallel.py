@@ -122,8 +122,7 @@ class ParallelConfig:
 
     @property
     def fully_shards(self) -> bool:
-        """Return whether weights, gradients and optimizer states are sharded over data-parallel ranks (ZeRO-2 and
-        ZeRO-3)."""
+        """Return whether weights, gradients and optimizer states are sharded over data-parallel ranks (FSDP2)."""
         divided = self.use_megatron_fsdp and self.data_parallel_sharding_strategy in (
             "optim_grads",
             "optim_grads_params",
