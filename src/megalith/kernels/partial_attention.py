@@ -176,14 +176,7 @@ def _blocks_forward(q: Tensor, k: Tensor, v: Tensor, seen: _Mask, dropout: Dropo
 
 
 def _blocks_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: Tensor,
-    lse: Tensor,
-    seen: _Mask,
-    dropout: Dropout | None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor, lse: Tensor, seen: _Mask, dropout: Dropout | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = _wide(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
