@@ -1,6 +1,6 @@
 """Console lines of a training run before its first step, in Megatron's order and words.
 
-The order: docs/reference/console_lines.md#start-up. Lines without use for Megatron's users go to the log only.
+The order: docs/reference/console.md#start-up. Lines without use for Megatron's users go to the log only.
 """
 
 from __future__ import annotations
