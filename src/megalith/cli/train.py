@@ -328,7 +328,9 @@ def _print_outcome(run: TrainingRun, config: RunConfig, argv: Sequence[str], con
         console.print(f"metrics and the full log are in {folder}")
         generates = config.tokenizer.tokenizer_type != "NullTokenizer" and config.model.family.generates
         if save and generates and not run.progress.none_applied:
-            console.print(f"try it: megalith generate {shlex.quote(save)} --prompt 'Once upon a time'")
+            names = [one.name for one in config.registry.imports]
+            words = ["megalith", "generate", save, *([IMPORT_FLAG, *names] if names else []), "--prompt"]
+            console.print(f"try it: {shlex.join(words)} 'Once upon a time'")
         return EXIT_FINISHED
     if save is None:
         console.print("nothing was saved: the run has no --save")
