@@ -91,8 +91,8 @@ def changes_since(saved: Mapping[str, Any], run: RunConfig) -> list[Change]:
     grouped = all(name in saved for name in ("model", "train"))
     present = run.to_dict() if grouped else megatron_args(run)
     changes = []
-    for setting in all_settings().values():
-        there, here = (saved.get(setting.group, {}), present[setting.group]) if grouped else (saved, present)
+    for setting in all_settings(run.registry).values():
+        there, here = (saved.get(setting.group, {}), present.get(setting.group, {})) if grouped else (saved, present)
         known = setting.name in there and setting.name in here
         if not known or setting.name in _OF_THIS_START or not (grouped or _is_megatron_argument(setting)):
             continue

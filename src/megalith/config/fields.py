@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from megalith.errors import ConfigError
+
 _METADATA_KEY = "megalith"
 
 
@@ -102,9 +104,19 @@ class Setting:
 
 @cache
 def settings_of(group_name: str, group: type) -> tuple[Setting, ...]:
-    """Return the settings of a group in the order of declaration."""
+    """Return the settings of a group in the order of declaration; ConfigError names fields of types that no flag has."""
     hints = typing.get_type_hints(group)
-    return tuple(_setting_of(group_name, field, hints[field.name]) for field in dataclasses.fields(group))
+    found = tuple(_setting_of(group_name, field, hints[field.name]) for field in dataclasses.fields(group))
+    if wrong := [setting for setting in found if setting.kind not in (bool, int, float, str)]:
+        usable = "bool, int, float, str or a tuple of one of them such as tuple[int, ...], each also with | None"
+        raise ConfigError(
+            [
+                f"{setting.positive_flag}: the field {setting.name} of {group.__name__} has the type "
+                f"{hints[setting.name]}; use {usable}"
+                for setting in wrong
+            ]
+        )
+    return found
 
 
 def with_choices(own: Setting, names: tuple[str, ...]) -> Setting:
@@ -113,18 +125,19 @@ def with_choices(own: Setting, names: tuple[str, ...]) -> Setting:
 
 
 def _setting_of(group_name: str, field: dataclasses.Field[Any], hint: Any) -> Setting:
-    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    optional = types.NoneType in members
-    (value_type,) = (member for member in members if member is not types.NoneType)
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    members = [member for member in (typing.get_args(hint) if union else (hint,)) if member is not types.NoneType]
+    value_type = members[0] if len(members) == 1 else hint
     many = typing.get_origin(value_type) is tuple
-    required = field.default is dataclasses.MISSING
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    required = default is dataclasses.MISSING
     return Setting(
         group=group_name,
         name=field.name,
         kind=typing.get_args(value_type)[0] if many else value_type,
         many=many,
-        optional=optional,
-        default=None if required else field.default,
+        optional=union and types.NoneType in typing.get_args(hint),
+        default=None if required else default,
         required=required,
         about=field.metadata.get(_METADATA_KEY) or Declaration(help=f"setting of {group_name}", ours=True),
     )

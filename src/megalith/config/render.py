@@ -72,12 +72,18 @@ def recipe_text(run: RunConfig) -> str:
 
     The text read by `--config` gives the same configuration.
     """
-    sections = []
+    imports = tuple(one.name for one in run.registry.imports)
+    sections = [f"[run]\nimport = {_toml(imports)}"] if imports else []
     for group in group_types():
         if group == "launch":
             continue
         lines = [_recipe_line(setting, _value(run, setting)) for setting in _settings(group)]
         sections.append("\n".join([f"[{group}]", *lines]))
+    known = all_settings(run.registry)
+    for one in run.registered:
+        own = [setting for setting in known.values() if setting.group == one and one.settings is not None]
+        lines = [_recipe_line(setting, getattr(one.settings, setting.name)) for setting in own]
+        sections += ["\n".join([f"[{one}]", *lines])] if own else []
     return "\n\n".join(sections) + "\n"
 
 

@@ -229,7 +229,12 @@ def _settings_with(registry: Registry) -> Mapping[str, Setting]:
         if entry.name in group_types() or sections.setdefault(entry.name, entry) is not entry:
             problems.append(f"the settings of {entry.name}: [{entry.name}] is taken; register it under another name")
             continue
-        for setting in settings_of(entry.name, entry.settings):
+        try:
+            settings = settings_of(entry.name, entry.settings)
+        except ConfigError as error:
+            problems += error.violations
+            continue
+        for setting in settings:
             if setting.name in own:
                 problems.append(
                     f"{setting.positive_flag} of {entry.name} is a flag of [{own[setting.name].group}] already; give "

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Optional
 
 import pytest
 
 from megalith.assemble.schedule import build_schedule
 from megalith.config import RunConfig, from_values, load, megatron_args
+from megalith.config.changes import changes_since
+from megalith.config.fields import settings_of
 from megalith.config.foreign_args import model_of, refuse_registered_parts
 from megalith.config.load import imported
+from megalith.config.render import recipe_text
 from megalith.errors import CheckpointError, ConfigError
 from megalith.registry import EMPTY, Entry, Registered, Registry, collect, mark
 
@@ -153,8 +158,6 @@ def test_a_module_that_fails_is_named(tmp_path: Path, source: str, named: str) -
 
 
 def test_names_and_flags_of_ours_stay_ours() -> None:
-    from dataclasses import dataclass
-
     @dataclass(frozen=True)
     class Settings:
         hidden_size: int = 1
@@ -172,6 +175,43 @@ def test_names_and_flags_of_ours_stay_ours() -> None:
         mark("norm", "a b")
     with pytest.raises(TypeError, match="dataclass"):
         mark("norm", "a", settings=int)
+
+
+def test_fields_of_settings_are_what_a_flag_can_be() -> None:
+    @dataclass(frozen=True)
+    class Good:
+        own_share: Optional[float] = None  # noqa: UP045 - as users write it
+        own_sizes: tuple[int, ...] = field(default_factory=lambda: (1, 2))
+
+    @dataclass(frozen=True)
+    class Bad:
+        own_map: dict[str, int] = field(default_factory=dict)
+        own_list: list[int] | None = None
+        own_both: int | str = 3
+
+    share, sizes = settings_of("good", Good)
+    assert (share.kind, share.optional, share.default) == (float, True, None)
+    assert (sizes.kind, sizes.many, sizes.required, sizes.default) == (int, True, False, (1, 2))
+    with pytest.raises(ConfigError) as caught:
+        from_values({}, registry=Registry((Entry("norm", "bad", object, Bad), Entry("norm", "RMSNorm", object))))
+    for flag in ("--own-map", "--own-list", "--own-both", "--normalization RMSNorm"):
+        assert any(problem.startswith(flag) for problem in caught.value.violations), flag
+
+
+def test_settings_of_registered_objects_come_back_from_the_recipe(module: str, tmp_path: Path) -> None:
+    chosen = ["--lr-decay-style", "own-decay", "--own-power", "3", "--own-sizes", "1", "2"]
+    run = load([*RUN, "--import", module, *chosen])
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(recipe_text(run))
+    assert load(["--config", str(recipe), "--import", module]) == run
+    with pytest.raises(ConfigError, match=f"--import {module}"):
+        load(["--config", str(recipe)])
+
+
+def test_a_changed_setting_of_a_registered_object_is_told(module: str) -> None:
+    words = [*RUN, "--import", module, "--lr-decay-style", "own-decay", "--own-power"]
+    (change,) = changes_since(load([*words, "3"]).to_dict(), load([*words, "4"]))
+    assert str(change) == "--own-power 3 -> 4"
 
 
 def test_a_checkpoint_says_which_import_is_missing(module: str) -> None:
