@@ -20,6 +20,7 @@ from megalith.schedules.parameters import LearningRateSchedule
 
 if TYPE_CHECKING:
     from megalith.assemble.trained import Trained, load_trained
+    from megalith.data.indexed import IndexedDataset
     from megalith.models.gpt import GPT
     from megalith.models.language_model import LanguageModel
     from megalith.nn.linear import Linear, column, row
@@ -46,6 +47,7 @@ _LATER = {
     "TrainingRun": "megalith.train.loop:TrainingRun",
     "Attend": "megalith.nn.own_attention:Attend",
     "GPT": "megalith.models.gpt:GPT",
+    "IndexedDataset": "megalith.data.indexed:IndexedDataset",
     "LanguageModel": "megalith.models.language_model:LanguageModel",
     "Linear": "megalith.nn.linear:Linear",
     "Region": "megalith.nn.region:Region",
@@ -71,6 +73,7 @@ __all__ = [
     "Evaluation",
     "GPT",
     "Hook",
+    "IndexedDataset",
     "LanguageModel",
     "LearningRateSchedule",
     "Linear",
