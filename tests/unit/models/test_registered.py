@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megalith.assemble.trained import Trained
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
-from megalith.models.language_model import named_placements
+from megalith.models.language_model import LanguageModel, named_placements
+from megalith.models.plain import build_registered
 from megalith.nn.documents import Documents
 from megalith.nn.placement import Replicated
 from megalith.nn.recompute import Recompute
@@ -207,3 +209,23 @@ def test_own_rotary_frequencies_turn_heads() -> None:
     assert not torch.allclose(model_with(config, position_embedding_type=faster)(tokens), wanted)
     with pytest.raises(ConfigError, match=r"--position-embedding-type my-positions.*\[3\].*\[1\]"):
         model_with(config, position_embedding_type=positions(lambda config, size: torch.ones(3), rotary=True))(tokens)
+
+
+def test_a_registered_model_that_cannot_continue_text_is_refused_by_name() -> None:
+    class Bag(LanguageModel):
+        def _build(self, peers: Any, recompute: Any) -> None:
+            self.table = nn.Embedding(self.vocab_size, 16)
+
+        def blocks(self) -> Any:
+            return iter(())
+
+        def part(self, inputs: Any, hidden: Any) -> Any:
+            raise NotImplementedError
+
+        losses = part
+
+    config = replace(CONFIG, model=own("model", Bag))
+    trained = Trained(build_registered(config, 40), None, 1, ())  # type: ignore[arg-type]
+    for ask in (lambda: trained.gpt, lambda: trained.writer):
+        with pytest.raises(ConfigError, match=r"--model my-model.*megalith\.api\.GPT"):
+            ask()
