@@ -104,7 +104,11 @@ class Setting:
 
 @cache
 def settings_of(group_name: str, group: type) -> tuple[Setting, ...]:
-    """Return the settings of a group in the order of declaration; ConfigError names fields of types that no flag has."""
+    """Return the settings of a group in the order of declaration.
+
+    Raises:
+        ConfigError: fields have types that no flag can have; all of them are named.
+    ."""
     hints = typing.get_type_hints(group)
     found = tuple(_setting_of(group_name, field, hints[field.name]) for field in dataclasses.fields(group))
     if wrong := [setting for setting in found if setting.kind not in (bool, int, float, str)]:
