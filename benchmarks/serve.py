@@ -340,7 +340,7 @@ def cache(model: GPT) -> dict[str, Any]:
     shares = []
     while engine.has_work:
         engine.step()
-        held = sum(sequence.read for sequence in engine._scheduler.running)
+        held = sum(sequence.num_computed for sequence in engine._scheduler.running)
         if used := engine.stats().blocks_used:
             shares.append(held / (used * runner.block_size))
     return {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megalith.serve.runner import Batch, Piece
+from megalith.serve.runner import Batch, Chunk
 
 
 class FakeRunner:
@@ -44,18 +44,18 @@ class FakeRunner:
         self.batches.append(batch)
         for source, target in batch.copies:
             self.blocks[target] = list(self.blocks[source])
-        rows = [row for piece in batch.pieces for row in self._read(piece)]
+        rows = [row for chunk in batch.chunks for row in self._read(chunk)]
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 
-    def _read(self, piece: Piece) -> list[Tensor]:
+    def _read(self, chunk: Chunk) -> list[Tensor]:
         size = self.block_size
-        for position, token in enumerate(piece.tokens, piece.start):
-            self.blocks[piece.blocks[position // size]][position % size] = token
-        length = piece.start + len(piece.tokens)
-        held = [self.blocks[piece.blocks[position // size]][position % size] for position in range(length)]
+        for position, token in enumerate(chunk.tokens, chunk.start):
+            self.blocks[chunk.blocks[position // size]][position % size] = token
+        length = chunk.start + len(chunk.tokens)
+        held = [self.blocks[chunk.blocks[position // size]][position % size] for position in range(length)]
         known = [token for token in held if token is not None]
         assert len(known) == length, "a token was never read"
-        return [self._logits(known[: length - back]) for back in reversed(range(piece.wanted))]
+        return [self._logits(known[: length - back]) for back in reversed(range(chunk.num_logits))]
 
     def _logits(self, tokens: Sequence[int]) -> Tensor:
         """The best one is clearly ahead, the others are all different."""

@@ -22,7 +22,7 @@ from megalith.nn.rope import rotation
 from megalith.parallel import context as context_parallel
 from megalith.parallel.context import RingAttention, UlyssesAttention, ring_blocks
 from megalith.serve.cache import PagedKVCache
-from megalith.serve.runner import Batch, Piece
+from megalith.serve.runner import Batch, Chunk
 
 BATCH, HEADS, SIZE = 2, 8, 4
 KINDS = {"p2p": RingAttention, "a2a": UlyssesAttention}
@@ -142,7 +142,7 @@ def test_a_length_that_does_not_divide_names_its_neighbours() -> None:
 def test_a_cache_is_refused(kind: str) -> None:
     layer = _new_layer(KINDS[kind](Axis("cp", (0, 1), 0)))
     cache = PagedKVCache(1, 4, 2, 2, 6, dtype=torch.float64, device=torch.device("cpu"))
-    (layer_cache,) = cache.read(Batch([Piece([0] * 4, 0, [0, 1])])).layers
+    (layer_cache,) = cache.begin(Batch([Chunk([0] * 4, 0, [0, 1])])).layers
     with pytest.raises(LayoutError, match="generate with --context-parallel-size 1"):
         layer(torch.zeros(4, 1, 24, dtype=torch.float64), None, layer_cache)
 

@@ -30,7 +30,7 @@ from megalith.models.t5 import T5
 from megalith.parallel.tensor import TensorParallel
 from megalith.registry import Entry, Registered
 from megalith.serve.engine import Engine, Limits
-from megalith.serve.model_runner import DecoderPrompt, ModelRunner, RankRunner, unpacked
+from megalith.serve.model_runner import DecoderPrompt, ModelRunner, RankRunner, unpack
 from megalith.serve.request import Beams, Event, Request, Sampling, Token
 
 from ..unit.serve import models
@@ -93,18 +93,18 @@ def _requests(*, answers: bool) -> list[Request]:
 
 
 def _answers(engine: Engine) -> list[Any]:
-    tickets = [engine.submit(request) for request in _requests(answers=engine.decoder_prompt is not None)]
-    events: dict[Any, list[Event]] = {ticket: [] for ticket in tickets}
+    handles = [engine.submit(request) for request in _requests(answers=engine.decoder_prompt is not None)]
+    events: dict[Any, list[Event]] = {handle: [] for handle in handles}
     while engine.has_work:
-        for ticket, event in engine.step():
-            events[ticket].append(event)
+        for handle, event in engine.step():
+            events[handle].append(event)
     answers: list[Any] = []
-    for ticket in tickets:
-        for event in events[ticket]:
+    for handle in handles:
+        for event in events[handle]:
             if isinstance(event, Beams):
                 answers.append(event.hypotheses)
             if isinstance(event, Token):
-                answers.append((ticket.number, event.sample, event.id, event.text))
+                answers.append((handle.id, event.sample, event.id, event.text))
     return answers
 
 
@@ -184,7 +184,7 @@ def _lose_a_rank(rank: int, folder: str, tp: int) -> None:
     runner = RankRunner(_model("gpt2", context), context, **BLOCKS)
     if rank:
         for _ in range(3):
-            runner._guarded(unpacked(runner._hear()[1]))
+            runner._run_guarded(unpack(runner._receive_command()[1]))
         os._exit(9)
     engine = Engine(runner, cast("Any", Numbers()))
     engine.submit(Request((1, 2, 3), 30, stop_ids=()))

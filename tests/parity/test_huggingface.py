@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megalith.config import ModelConfig
 from megalith.models.gpt import GPT
-from megalith.serve.engine import Engine, Limits, Ticket
+from megalith.serve.engine import Engine, Limits, RequestHandle
 from megalith.serve.model_runner import ModelRunner
 from megalith.serve.request import Beams, Event, Request, Sampling, Scores, Token
-from megalith.serve.sampler import Row, choose
+from megalith.serve.sampler import Row, choose_tokens
 
 transformers = pytest.importorskip("transformers", reason="the second witness needs the hf extra (transformers)")
 
@@ -172,15 +172,15 @@ def test_the_engine_answers_as_transformers_does(groups: int | None) -> None:
     ours, theirs = gpt2_pair() if groups is None else llama_pair(groups)
     engine = Engine(ModelRunner(ours, 40, 4), cast("Any", _Numbers()), Limits(step_tokens=7))
     prompts = [(5, 9, 2, 6), (5, 9, 2, 6, 5, 3, 5, 8, 9), (11,), (5, 9, 2, 6, 1, 1)]
-    tickets = {
+    handles = {
         engine.submit(Request(prompt, 12, Sampling(0.0), stop_ids=(), logprobs=3, prompt_logprobs=True)): prompt
         for prompt in prompts
     }
-    events: dict[Ticket, list[Event]] = {ticket: [] for ticket in tickets}
+    events: dict[RequestHandle, list[Event]] = {handle: [] for handle in handles}
     while engine.has_work:
-        for ticket, event in engine.step():
-            events[ticket].append(event)
-    for ticket, prompt in tickets.items():
+        for handle, event in engine.step():
+            events[handle].append(event)
+    for handle, prompt in handles.items():
         inputs = torch.tensor([prompt])
         answer = theirs.generate(
             inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=12, do_sample=False, eos_token_id=None,
@@ -189,7 +189,7 @@ def test_the_engine_answers_as_transformers_does(groups: int | None) -> None:
         with torch.no_grad():
             logprobs = theirs(answer).logits[0, :-1].log_softmax(-1)
         own = logprobs.gather(1, answer[0, 1:, None]).squeeze(1).tolist()
-        scores, *tokens = events[ticket][:-1]
+        scores, *tokens = events[handle][:-1]
         assert isinstance(scores, Scores)
         assert [token.id for token in tokens if isinstance(token, Token)] == answer[0, len(prompt) :].tolist()
         ours_of = [*scores.logprobs[1:], *(token.logprob for token in tokens if isinstance(token, Token))]
@@ -249,7 +249,7 @@ def test_tokens_are_drawn_from_the_distribution_of_transformers(sampling: Sampli
         wanted = warpers(torch.tensor([prompt]), logits_V[None].clone())[0].softmax(-1)
         # One draw for each of evenly spaced chances: a token's share of them is its probability.
         rows = [Row(sampling, (i + 0.5) / draws, prompt, ()) for i in range(draws)]
-        chosen = torch.tensor([choice.token for choice in choose(logits_V.expand(draws, -1), rows)])
+        chosen = torch.tensor([choice.token for choice in choose_tokens(logits_V.expand(draws, -1), rows)])
         shares = torch.bincount(chosen, minlength=VOCAB) / draws
         assert not (shares[wanted == 0] > 0).any()
         torch.testing.assert_close(shares, wanted, rtol=0, atol=1.01 / draws, check_dtype=False)

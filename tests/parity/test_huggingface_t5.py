@@ -181,15 +181,15 @@ def test_answers_are_those_of_generate(tmp_path: Path, options: dict[str, Any]) 
     )
     texts = [[5, 9, 30, 2, 7, 1], [3, 1], [8] * 11 + [1], [4, 4, 21, 17, 1]]
     requests = [Request(tuple(text), 10, Sampling(0.0)) for text in texts]
-    tickets = [engine.submit(request) for request in requests]
-    said: dict[Any, list[int]] = {ticket: [] for ticket in tickets}
+    handles = [engine.submit(request) for request in requests]
+    said: dict[Any, list[int]] = {handle: [] for handle in handles}
     while engine.has_work:
-        for ticket, event in engine.step():
+        for handle, event in engine.step():
             if isinstance(event, Token):
-                said[ticket].append(event.id)
-    for ticket in tickets:
-        text = torch.tensor([ticket.request.prompt])
+                said[handle].append(event.id)
+    for handle in handles:
+        text = torch.tensor([handle.request.prompt])
         roles = {"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
         # Their cache has no room for a decoder of more layers than the encoder (transformers 5.23).
         (expected,) = theirs.generate(text, max_new_tokens=10, do_sample=False, use_cache=False, **roles).tolist()
-        assert [0, *said[ticket]] == expected
+        assert [0, *said[handle]] == expected

@@ -13,7 +13,7 @@ from megalith.config import ModelConfig
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.serve.model_runner import ModelRunner
-from megalith.serve.runner import Batch, Piece
+from megalith.serve.runner import Batch, Chunk
 
 FIXTURES = Path(__file__).parent / "fixtures" / "latent_attention"
 KINDS: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ def test_token_by_token_is_the_whole_text(value_size: int) -> None:
     runner = ModelRunner(model, num_blocks=4)
     found = []
     for start, stop in [(0, 7), *((place, place + 1) for place in range(7, 24))]:
-        piece = Piece(tuple(tokens[0, start:stop].tolist()), start, (0, 1, 2, 3), wanted=stop - start)
+        piece = Chunk(tuple(tokens[0, start:stop].tolist()), start, (0, 1, 2, 3), num_logits=stop - start)
         found.append(runner.run(Batch((piece,))))
     with torch.no_grad():
         whole = model(tokens)[0]

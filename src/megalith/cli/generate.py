@@ -250,6 +250,6 @@ def _print_samples(engine: Engine, request: Request, shown: str) -> None:
     sys.stdout.write("\n")
     for answer in answers[1:]:
         sys.stdout.write(f"{shown}{answer}\n")
-    room = engine.room(len(request.prompt))
+    room = engine.max_answer_tokens(len(request.prompt))
     if full and room < request.max_new_tokens:
         warn(f"note: the text ends after {room} tokens, at the context length; --max-new-tokens is larger")

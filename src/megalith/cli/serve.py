@@ -371,7 +371,7 @@ async def _run_server(
         first_seed=launch.flags.seed,
         encoder_input=None
         if engine.decoder_prompt is None
-        else EncoderInput(partial(text_ids, tokenizer), engine.room),
+        else EncoderInput(partial(text_ids, tokenizer), engine.max_answer_tokens),
     )
     app = build_app(service, launch.flags.defaults)
     peers = asyncio.ensure_future(look_after(watchdog, worker)) if watchdog is not None else None

@@ -108,7 +108,7 @@ def settings_of(group_name: str, group: type) -> tuple[Setting, ...]:
 
     Raises:
         ConfigError: fields have types that no flag can have; all of them are named.
-    ."""
+    """
     hints = typing.get_type_hints(group)
     found = tuple(_setting_of(group_name, field, hints[field.name]) for field in dataclasses.fields(group))
     if wrong := [setting for setting in found if setting.kind not in (bool, int, float, str)]:

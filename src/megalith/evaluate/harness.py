@@ -223,15 +223,15 @@ class MegalithLM(TemplateLM):
     def _serve(self, runner: Runner, requests: list[Any]) -> list[str]:
         limits = Limits(running=self._scorer.batch_size, waiting=len(requests) + 1)
         engine = Engine(runner, self._trained.tokenizer, limits)
-        tickets = [engine.submit(self._request(*request.args)) for request in requests]
-        texts = dict.fromkeys(tickets, "")
+        handles = [engine.submit(self._request(*request.args)) for request in requests]
+        texts = dict.fromkeys(handles, "")
         while engine.has_work:
-            for ticket, event in engine.step():
+            for handle, event in engine.step():
                 if isinstance(event, Token):
-                    texts[ticket] += event.text
+                    texts[handle] += event.text
                 elif isinstance(event, Finished) and event.reason == "error":
                     raise MegalithError(event.message)
-        return [texts[ticket] for ticket in tickets]
+        return [texts[handle] for handle in handles]
 
     def _request(self, prompt: str, options: dict[str, Any]) -> Request:
         """Convert lm-eval's `options` to a request; greedy unless they say otherwise."""

@@ -1,9 +1,9 @@
 """Paged KV cache: keys and values of all sequences in blocks of one buffer per layer, and attention over them.
 
-Shapes: T new tokens of all pieces (parts of sequences) of a batch, H query heads, G key-value heads, K head size, R
-rows (tokens) of the buffer.
+Shapes: T new tokens of all chunks of a batch, H query heads, G key-value heads, K head size, R rows (tokens) of the
+buffer.
 
-Attention runs piece by piece, so that other sequences in the batch change neither its cost nor its result. The
+Attention runs chunk by chunk, so that other sequences in the batch change neither its cost nor its result. The
 scheduler mostly gives a sequence consecutive blocks: its keys are then a view of the buffer, otherwise they are
 gathered. Heads come before rows, so that the keys of a head are contiguous.
 
@@ -24,8 +24,8 @@ from megalith.config import ModelConfig
 from megalith.nn.attend import PLAIN, AttentionRule, Mask, attend_fused, expand_groups
 from megalith.nn.cross_attention import CrossAttention
 from megalith.nn.precision import product_dtype
-from megalith.serve.runner import Batch, Piece
-from megalith.serve.scheduler import filled_blocks
+from megalith.serve.runner import Batch, Chunk
+from megalith.serve.scheduler import padded_to_blocks
 
 
 class PagedKVCache:
@@ -59,9 +59,10 @@ class PagedKVCache:
             for buffer in (self.keys, self.values):
                 buffer[:, :, target * size : (target + 1) * size] = buffer[:, :, source * size : (source + 1) * size]
 
-    def read(self, batch: Batch) -> CacheView:
+    def begin(self, batch: Batch) -> CacheView:
+        """Copy the blocks that the batch copies, and return the view for its new tokens."""
         self.copy(batch.copies)
-        return CacheView(self, batch.pieces)
+        return CacheView(self, batch.chunks)
 
 
 def block_bytes(config: ModelConfig, num_layers: int, groups: int, block_size: int, dtype: torch.dtype) -> int:
@@ -70,48 +71,52 @@ def block_bytes(config: ModelConfig, num_layers: int, groups: int, block_size: i
 
 
 class CacheView:
-    """The cache as one batch sees it: rows of its new tokens and visible keys of each piece; a model's `KVCache`.
+    """The cache as one batch sees it: rows of its new tokens and visible keys of each chunk; a model's `KVCache`.
 
     Positions and lengths count from the first decoder token.
     """
 
-    def __init__(self, cache: PagedKVCache, pieces: Sequence[Piece]) -> None:
+    def __init__(self, cache: PagedKVCache, chunks: Sequence[Chunk]) -> None:
         size, device = cache.block_size, cache.device
         self.spans: list[_Span] = []
         positions: list[int] = []
-        rows: list[int] = []
+        new_rows: list[int] = []
         begin = 0
-        for piece in pieces:
-            text, stop = filled_blocks(piece.source, size), piece.start + len(piece.tokens)
-            start = max(piece.start, text)
-            positions += range(start - text, stop - text)
-            rows += [piece.blocks[p // size] * size + p % size for p in range(start, stop)]
-            place = _place(piece.blocks[text // size : -(-stop // size)], size, stop - text, device)
-            source = _place(piece.blocks[: text // size], size, piece.source, device) if text else None
+        for chunk in chunks:
+            padded, stop = padded_to_blocks(chunk.encoder_length, size), chunk.start + len(chunk.tokens)
+            start = max(chunk.start, padded)
+            positions += range(start - padded, stop - padded)
+            new_rows += [chunk.blocks[p // size] * size + p % size for p in range(start, stop)]
+            rows = _rows_of(chunk.blocks[padded // size : -(-stop // size)], size, stop - padded, device)
+            encoder_rows = None
+            if padded:
+                encoder_rows = _rows_of(chunk.blocks[: padded // size], size, chunk.encoder_length, device)
             end = begin + stop - start
-            self.spans.append(_Span(begin, end, stop - text, place, source))
+            self.spans.append(_Span(begin, end, stop - padded, rows, encoder_rows))
             begin = end
         self.positions_S = torch.tensor(positions, device=device)
         self.length = max(span.length for span in self.spans)
         # One stretch of rows is written through a view, any other set of rows by index.
-        together = rows[-1] - rows[0] == len(rows) - 1 and len(self.spans) == 1
-        self.rows: slice | Tensor = slice(rows[0], rows[-1] + 1) if together else torch.tensor(rows, device=device)
+        together = new_rows[-1] - new_rows[0] == len(new_rows) - 1 and len(self.spans) == 1
+        self.rows: slice | Tensor = (
+            slice(new_rows[0], new_rows[-1] + 1) if together else torch.tensor(new_rows, device=device)
+        )
         self.masks: dict[tuple[int, int], Tensor] = {}
         self.layers = [
             LayerCacheView(self, *buffers) for buffers in zip(cache.layer_keys, cache.layer_values, strict=True)
         ]
-        if len(rows) == 1:
-            self._read_one(cache, rows[0])
+        if len(new_rows) == 1:
+            self._prepare_single_token(cache, new_rows[0])
 
-    def _read_one(self, cache: PagedKVCache, row: int) -> None:
+    def _prepare_single_token(self, cache: PagedKVCache, row: int) -> None:
         """For one new token of a sequence in consecutive blocks, make the views of all layers at once."""
-        place = self.spans[0].place
-        if isinstance(place, slice) and product_dtype(cache.keys) == cache.keys.dtype:
+        rows = self.spans[0].rows
+        if isinstance(rows, slice) and product_dtype(cache.keys) == cache.keys.dtype:
             buffers = (cache.keys, cache.values)
             new = [buffer[:, None, None, :, row].unbind(0) for buffer in buffers]
-            held = [buffer[:, None, :, place].unbind(0) for buffer in buffers]
+            held = [buffer[:, None, :, rows].unbind(0) for buffer in buffers]
             for layer, *views in zip(self.layers, *new, *held, strict=True):
-                layer.one = tuple(views)
+                layer.single_token_views = tuple(views)
 
     def mask(self, new: int, length: int) -> Tensor:
         """Return the causal mask [new, length] of the last `new` positions, True where visible; cached over layers."""
@@ -122,21 +127,24 @@ class CacheView:
 
 
 class _Span:
-    """The new tokens `begin` to `end` of the batch belong to a sequence of `length` tokens, which are at `place`.
+    """The new tokens of one sequence in a batch, and where its keys and values are.
 
-    What an encoder read for it is at `source`.
+    Attributes:
+        begin, end: Of its new tokens among those of the batch.
+        length: Of the sequence, new tokens included.
+        rows, encoder_rows: Of the buffers, with the keys and values of the sequence and of its encoder input.
     """
 
-    __slots__ = ("begin", "end", "length", "place", "source")
+    __slots__ = ("begin", "encoder_rows", "end", "length", "rows")
 
     def __init__(
-        self, begin: int, end: int, length: int, place: slice | Tensor, source: slice | Tensor | None = None
+        self, begin: int, end: int, length: int, rows: slice | Tensor, encoder_rows: slice | Tensor | None = None
     ) -> None:
-        self.begin, self.end, self.length, self.place, self.source = begin, end, length, place, source
+        self.begin, self.end, self.length, self.rows, self.encoder_rows = begin, end, length, rows, encoder_rows
 
 
-def _place(blocks: Sequence[int], size: int, length: int, device: torch.device) -> slice | Tensor:
-    """The rows of a sequence: a slice where its blocks follow one another."""
+def _rows_of(blocks: Sequence[int], size: int, length: int, device: torch.device) -> slice | Tensor:
+    """Return the first `length` rows of these blocks: a slice where the blocks are consecutive, else their indices."""
     first = blocks[0]
     if blocks[-1] - first == len(blocks) - 1 and all(block == first + i for i, block in enumerate(blocks)):
         return slice(first * size, first * size + length)
@@ -145,14 +153,18 @@ def _place(blocks: Sequence[int], size: int, length: int, device: torch.device) 
 
 
 class LayerCacheView:
+    """The keys and values of one layer as one batch sees them; an `nn.cache.LayerCache`."""
+
     def __init__(self, view: CacheView, keys_GRK: Tensor, values_GRK: Tensor) -> None:
         self.view, self.keys, self.values = view, keys_GRK, values_GRK
-        self.one: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # see CacheView._read_one
+        self.single_token_views: tuple[Tensor, Tensor, Tensor, Tensor] | None = (
+            None  # `CacheView._prepare_single_token`
+        )
 
     def attend(self, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
         """See `nn.cache.LayerCache.attend`; B is 1."""
         view = self.view
-        if self.one is not None and rule.sees_all(view.length):
+        if self.single_token_views is not None and rule.sees_all(view.length):
             return self._attend_one(q_SBHK, k_SBGK, v_SBGK, rule.scale_of(q_SBHK.shape[3]))
         q_THK = q_SBHK.squeeze(1)
         for buffer, new in ((self.keys, k_SBGK), (self.values, v_SBGK)):
@@ -163,9 +175,9 @@ class LayerCacheView:
         return torch.cat(found).unsqueeze(1)
 
     def _attend_one(self, q_11HK: Tensor, k_11GK: Tensor, v_11GK: Tensor, scale: float) -> Tensor:
-        """What `attend` does for one token. The queries of a group see the same keys: they take positions' place."""
-        assert self.one is not None
-        new_k_11GK, new_v_11GK, k_1GSK, v_1GSK = self.one
+        """Attend from one token as `attend` does; the queries of a group, which see the same keys, become positions."""
+        assert self.single_token_views is not None
+        new_k_11GK, new_v_11GK, k_1GSK, v_1GSK = self.single_token_views
         new_k_11GK.copy_(k_11GK)
         new_v_11GK.copy_(v_11GK)
         heads, groups, size = q_11HK.shape[2], k_1GSK.shape[1], q_11HK.shape[3]
@@ -173,8 +185,8 @@ class LayerCacheView:
         return scaled_dot_product_attention(q_1GQK, k_1GSK, v_1GSK, scale=scale).reshape(1, 1, heads, size)
 
     def _attend(self, q_QHK: Tensor, span: _Span, rule: AttentionRule) -> Tensor:
-        """Causal attention of the last Q positions of a sequence. [Q, H, K] -> [Q, H, K]."""
-        k_GSK, v_GSK = self._held(span.place)
+        """Attend causally from the last Q positions of a sequence. [Q, H, K] -> [Q, H, K]."""
+        k_GSK, v_GSK = self._keys_and_values(span.rows)
         new, heads, size = q_QHK.shape
         if rule.mask is not None and rule.mask.bias_HQS is not None:
             bias_HQS = rule.mask.bias_HQS[:, span.begin : span.end, : span.length]
@@ -187,8 +199,10 @@ class LayerCacheView:
         dtype, source = product_dtype(q_QHK), q_QHK.dtype
         q, k, v = (x if dtype == source else x.to(dtype) for x in (q_QHK, k_GSK, v_GSK))
         if new == 1:  # the queries of a group see the same keys: they take the place of positions
-            one = scaled_dot_product_attention(q.view(1, groups, heads // groups, size), k[None], v[None], scale=scale)
-            return one.reshape(1, heads, size).to(source)
+            context = scaled_dot_product_attention(
+                q.view(1, groups, heads // groups, size), k[None], v[None], scale=scale
+            )
+            return context.reshape(1, heads, size).to(source)
         if groups != heads:
             k, v = (x.repeat_interleave(heads // groups, dim=0) for x in (k, v))
         whole = new == span.length
@@ -198,40 +212,40 @@ class LayerCacheView:
         )
         return context[0].transpose(0, 1).to(source)
 
-    def _held(self, place: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values that are there. -> 2 x [G, rows, K]."""
-        if isinstance(place, slice):
-            return self.keys[:, place], self.values[:, place]
-        return self.keys.index_select(1, place), self.values.index_select(1, place)
+    def _keys_and_values(self, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of these rows, [G, rows, K] each."""
+        if isinstance(rows, slice):
+            return self.keys[:, rows], self.values[:, rows]
+        return self.keys.index_select(1, rows), self.values.index_select(1, rows)
 
-    def keep_text(self, piece: int, k_EBGK: Tensor, v_EBGK: Tensor) -> None:
-        """Keep what the layer attends to of the text of a piece, by its number in the batch; B is 1."""
-        place = self.view.spans[piece].source
-        assert place is not None, "it has no text"
+    def write_encoder(self, chunk: int, k_EBGK: Tensor, v_EBGK: Tensor) -> None:
+        """Write the keys and values of the encoder input of chunk number `chunk` of the batch; B is 1."""
+        rows = self.view.spans[chunk].encoder_rows
+        assert rows is not None, "the chunk has no encoder input"
         for buffer, new in ((self.keys, k_EBGK), (self.values, v_EBGK)):
-            buffer[:, place] = new.squeeze(1).transpose(0, 1)
+            buffer[:, rows] = new.squeeze(1).transpose(0, 1)
 
-    def attend_text(self, q_SBHK: Tensor, rule: AttentionRule) -> Tensor:
-        """Attend from each new token to the whole text of its sequence. [S, B, H, K] -> [S, B, H, K]; B is 1."""
+    def attend_encoder(self, q_SBHK: Tensor, rule: AttentionRule) -> Tensor:
+        """Attend from each new token to the encoder input of its sequence. [S, B, H, K] -> [S, B, H, K]; B is 1."""
         found = []
         for span in self.view.spans:
-            assert span.source is not None, "it has no text"
-            k, v = (x.transpose(0, 1)[:, None] for x in self._held(span.source))
+            assert span.encoder_rows is not None, "the chunk has no encoder input"
+            k, v = (x.transpose(0, 1)[:, None] for x in self._keys_and_values(span.encoder_rows))
             found.append(attend_fused(q_SBHK[span.begin : span.end], k, v, 0.0, rule))
         return torch.cat(found)
 
 
-class Texts:
-    """What decoder layers attend to of the encoder's texts in a pass: a `nn.cross_attention.EncodedCache`."""
+class EncoderCacheView:
+    """Keys and values of cross attention as one batch sees them; a `nn.cross_attention.EncodedCache`."""
 
     def __init__(self, view: CacheView, layers: Sequence[CrossAttention]) -> None:
         self._layers = dict(zip(layers, view.layers, strict=True))
 
     def attend_across(self, layer: CrossAttention, q_SBHK: Tensor) -> Tensor:
-        """See the port."""
-        return self._layers[layer].attend_text(q_SBHK, layer.rule)
+        """See `nn.cross_attention.EncodedCache.attend_across`."""
+        return self._layers[layer].attend_encoder(q_SBHK, layer.rule)
 
-    def keep(self, piece: int, states_EBD: Tensor) -> None:
-        """Keep the keys and values of what the encoder gave of the text of a piece, by its number in the batch."""
-        for layer, kept in self._layers.items():
-            kept.keep_text(piece, *layer.keys_and_values(states_EBD))
+    def write(self, chunk: int, states_EBD: Tensor) -> None:
+        """Write the keys and values of every layer for the encoder's output of chunk number `chunk` of the batch."""
+        for layer, cache in self._layers.items():
+            cache.write_encoder(chunk, *layer.keys_and_values(states_EBD))

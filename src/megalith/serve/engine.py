@@ -1,4 +1,4 @@
-"""The engine: requests in, events out, one step at a time, in one thread."""
+"""The engine: takes requests and returns events, one step at a time, in one thread."""
 
 from __future__ import annotations
 
@@ -26,54 +26,62 @@ from megalith.serve.request import (
     Token,
     Top,
 )
-from megalith.serve.runner import Batch, Piece, Runner
-from megalith.serve.sampler import BeamSearch, Choice, Row, change, choose, scores
-from megalith.serve.scheduler import Blocks, Part, Scheduler, Sequence, Table, chained, filled_blocks
+from megalith.serve.runner import Batch, Chunk, Runner
+from megalith.serve.sampler import BeamSearch, Choice, Row, apply_penalties, choose_tokens, score_tokens
+from megalith.serve.scheduler import (
+    BlockPool,
+    BlockTable,
+    ScheduledChunk,
+    Scheduler,
+    Sequence,
+    chain_digest,
+    padded_to_blocks,
+)
 from megalith.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds the work of an engine."""
+    """Upper bounds on the work of an engine."""
 
-    step_tokens: int = 512  # read in one step at most: long prompts are chunked, so that other answers keep flowing
-    running: int = 64  # how many sequences (samples, beams) are worked on at once
-    waiting: int = 256  # how many more may wait; a request beyond them is refused with `Busy`
+    step_tokens: int = 512  # most tokens of a step: long prompts are chunked, so that other answers keep flowing
+    running: int = 64  # most sequences (samples, beams) that run at once
+    waiting: int = 256  # most sequences that wait; a request beyond them is refused with `Busy`
     samples: int = 128  # the largest `n` and `beam_width`
     logprobs: int = 20  # the largest `logprobs`
     stop_texts: int = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Ticket:
-    """A request that was taken."""
+class RequestHandle:
+    """A submitted request; its events carry it."""
 
-    number: int
+    id: int
     request: Request
-    continued: tuple[int, ...]  # what the answer continues: the prompt, or nothing where an encoder reads that
+    prefix: tuple[int, ...]  # tokens that the answer continues: the prompt, or none where an encoder reads it
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What an engine has done and has to do."""
+    """Counters of an engine."""
 
     waiting: int = 0  # sequences, now
     running: int = 0  # sequences, now
-    blocks_used: int = 0  # of the cache, now; used ones are those that a sequence needs
-    blocks: int = 0  # of the cache, now; used ones are those that a sequence needs
+    blocks_used: int = 0  # blocks of the KV cache that a sequence holds, now
+    blocks: int = 0  # blocks of the KV cache
     prompt_tokens: int = 0  # since the start
     generated_tokens: int = 0  # since the start
-    reused_tokens: int = 0  # of prompts, whose keys and values were there already
-    preemptions: int = 0  # sequences that had to give their blocks to others and were read again
+    reused_tokens: int = 0  # tokens of prompts found in the prefix cache, since the start
+    preemptions: int = 0  # sequences whose blocks were freed and that were recomputed, since the start
 
 
 @dataclass(eq=False)
 class _Sample:
-    """One answer that grows."""
+    """One sample of a request in progress."""
 
-    ticket: Ticket
+    handle: RequestHandle
     index: int
-    chance: Random
+    rng: Random
     text: TextStream
     stops: StopTexts
     sequence: Sequence
@@ -82,9 +90,9 @@ class _Sample:
 
 @dataclass(eq=False)
 class _Search:
-    """A beam search: its beams go on together, when the logits of all are there."""
+    """A beam search in progress; its beams advance together, once the logits of all are computed."""
 
-    ticket: Ticket
+    handle: RequestHandle
     beams: BeamSearch
     sequences: list[Sequence]
     logits: dict[Sequence, Tensor] = field(default_factory=dict)
@@ -92,11 +100,11 @@ class _Search:
 
 @dataclass(eq=False)
 class _Job:
-    """What is open of a request."""
+    """A request in progress: its open samples, or its beam search."""
 
-    ticket: Ticket
+    handle: RequestHandle
     stop_ids: frozenset[int]
-    begin: int  # how many tokens of each sequence stand before the answer
+    answer_start: int  # tokens of each sequence before the answer
     samples: list[_Sample] = field(default_factory=list)
     search: _Search | None = None
     prompt_logprobs: list[float | None] = field(default_factory=list)
@@ -107,11 +115,11 @@ class _Job:
         return self.search.sequences if self.search else [sample.sequence for sample in self.samples]
 
 
-Events = list[tuple[Ticket, Event]]
+Events = list[tuple[RequestHandle, Event]]
 
 
 class Engine:
-    """Serves requests with a runner. Not thread-safe: one thread calls all methods (see `serve.worker`).
+    """Serves requests with a runner. Not thread-safe: one thread calls all methods (`serve.worker`).
 
     `decoder_prompt` is that of an encoder-decoder model; None for a model that continues its prompt.
     """
@@ -132,106 +140,105 @@ class Engine:
         )
         self.vocab_size = min(tokenizer.vocab_size, runner.vocab_size)
         self._scheduler = Scheduler(
-            Blocks(runner.num_blocks, runner.block_size),
+            BlockPool(runner.num_blocks, runner.block_size),
             step_tokens=self.limits.step_tokens,
             max_running=self.limits.running,
         )
-        self._jobs: dict[Ticket, _Job] = {}
+        self._jobs: dict[RequestHandle, _Job] = {}
         self._events: Events = []
         self._numbers = self._prompt_tokens = self._generated_tokens = 0
 
     @property
     def context_length(self) -> int:
-        """Tokens that a prompt and its answer may have together, or with an encoder a prompt alone.
-
-        The cache may hold less than the model reads.
-        """
+        """Most tokens of a prompt with its answer, with an encoder of a prompt alone, by the model and the cache."""
         size = self.runner.block_size
-        answer = 0 if self.decoder_prompt is None else filled_blocks(2, size)
+        answer = 0 if self.decoder_prompt is None else padded_to_blocks(2, size)
         return max(0, min(self.runner.context_length, size * self.runner.num_blocks - answer))
 
-    def room(self, length: int) -> int:
-        """How many tokens the answer to a prompt of so many may have; negative, by how many the prompt is too long."""
+    def max_answer_tokens(self, length: int) -> int:
+        """Return the most tokens of an answer to a prompt of `length` tokens; negative if the prompt is too long."""
         if self.decoder_prompt is None or length > self.context_length:
             return self.context_length - length
         size = self.runner.block_size
-        held = size * self.runner.num_blocks - filled_blocks(length, size) - 1
+        held = size * self.runner.num_blocks - padded_to_blocks(length, size) - 1
         return min(self.runner.context_length, held)
 
     @property
     def has_work(self) -> bool:
         return bool(self._jobs or self._events)
 
-    def submit(self, request: Request) -> Ticket:
-        """Take a request; `RequestError` if it can never be served, `Busy` if too many wait."""
+    def submit(self, request: Request) -> RequestHandle:
+        """Queue a request; `RequestError` if it can never be served, `Busy` if too many wait."""
         self._check(request)
         width = request.beam_width or request.n
         waiting = sum(sequence.width for sequence in self._scheduler.waiting)
         if self._scheduler.waiting and waiting + width > self.limits.waiting:
             raise Busy(f"{waiting} sequences wait already and {self.limits.waiting} may; try again later")
         self._numbers += 1
-        ticket = Ticket(self._numbers, request, request.prompt if self.decoder_prompt is None else ())
+        handle = RequestHandle(self._numbers, request, request.prompt if self.decoder_prompt is None else ())
         end = self.tokenizer.eod if self.decoder_prompt is None else self.decoder_prompt.end
         stop_ids = (end,) if request.stop_ids is None else request.stop_ids
         first = self._sequence(request, width)
-        first.owner = job = _Job(ticket, frozenset((*stop_ids, *request.more_stop_ids)), len(first.tokens))
+        first.owner = job = _Job(handle, frozenset((*stop_ids, *request.more_stop_ids)), len(first.tokens))
         if request.beam_width:
             beams = BeamSearch(request.beam_width, request.length_penalty, job.stop_ids)
-            job.search = _Search(ticket, beams, [first])
+            job.search = _Search(handle, beams, [first])
         else:
             seed = SystemRandom().getrandbits(64) if request.seed is None else request.seed
-            job.samples = [self._sample(ticket, index, seed, first) for index in range(request.n)]
+            job.samples = [self._sample(handle, index, seed, first) for index in range(request.n)]
         if request.prompt_logprobs:
             job.prompt_logprobs, job.prompt_top = [None], [()]
-            self._tell_scores(job)
-        self._jobs[ticket] = job
+            self._emit_scores(job)
+        self._jobs[handle] = job
         self._scheduler.add(first)
         self._prompt_tokens += len(request.prompt)
-        return ticket
+        return handle
 
     def _sequence(self, request: Request, width: int) -> Sequence:
-        """What is read before there is an answer: the prompt, or a text for the encoder and the decoder's start."""
+        """Return the sequence before the answer: the prompt, or the encoder input and the decoder's first token."""
         length, tokens = len(request.prompt), list(request.prompt)
-        new = min(request.max_new_tokens, self.room(length))
+        new = min(request.max_new_tokens, self.max_answer_tokens(length))
         if self.decoder_prompt is None:
             return Sequence(tokens, length + new, 0 if request.prompt_logprobs else length - 1, width)
-        tokens += [0] * (filled_blocks(length, self.runner.block_size) - length) + [self.decoder_prompt.start]
-        table = Table(root=chained(b"text", request.prompt))
-        return Sequence(tokens, len(tokens) + new, len(tokens) - 1, width, source=length, table=table)
+        tokens += [0] * (padded_to_blocks(length, self.runner.block_size) - length) + [self.decoder_prompt.start]
+        block_table = BlockTable(root=chain_digest(b"text", request.prompt))
+        return Sequence(
+            tokens, len(tokens) + new, len(tokens) - 1, width, encoder_length=length, block_table=block_table
+        )
 
-    def _sample(self, ticket: Ticket, index: int, seed: int, sequence: Sequence) -> _Sample:
-        request = ticket.request
+    def _sample(self, handle: RequestHandle, index: int, seed: int, sequence: Sequence) -> _Sample:
+        request = handle.request
         return _Sample(
-            ticket,
+            handle,
             index,
             Random(f"{seed}/{index}"),
-            TextStream(self.tokenizer.decode, ticket.continued, request.hidden_ids),
+            TextStream(self.tokenizer.decode, handle.prefix, request.hidden_ids),
             StopTexts(request.stop_texts),
             sequence,
         )
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Stop working on it; its open samples finish with "cancelled" at the next step. Finished ones stay so."""
-        job = self._jobs.pop(ticket, None)
+    def cancel(self, handle: RequestHandle) -> None:
+        """Stop a request; its open samples finish as "cancelled" at the next step. No effect on a finished one."""
+        job = self._jobs.pop(handle, None)
         if job is None:
             return
-        for sequence in dict.fromkeys(job.sequences):  # samples share one until the prompt is read
+        for sequence in dict.fromkeys(job.sequences):  # samples share one until the prompt is computed
             self._scheduler.remove(sequence)
         for index in [0] if job.search else [sample.index for sample in job.samples]:
-            self._events.append((ticket, Finished("cancelled", sample=index)))
+            self._events.append((handle, Finished("cancelled", sample=index)))
 
     def step(self) -> Events:
         """Compute one batch; return its events, in order for each sample. `PeerError` if another rank is gone.
 
-        Without work it tells the other ranks that this one lives: call it at least once a second.
+        Without work it sends the other ranks a heartbeat: call it at least once a second.
         """
         plan = self._scheduler.plan()
-        if plan.parts:
+        if plan.chunks:
             size = self.runner.block_size
-            pieces = [_piece(part, size) for part in plan.parts]
-            logits_RV = self.runner.run(Batch(pieces, plan.copies))[:, : self.vocab_size]
+            chunks = [_batch_chunk(chunk, size) for chunk in plan.chunks]
+            logits_RV = self.runner.run(Batch(chunks, plan.copies))[:, : self.vocab_size]
             self._scheduler.done(plan)
-            self._take(plan.parts, logits_RV)
+            self._dispatch_logits(plan.chunks, logits_RV)
         else:
             self.runner.ping()
         events, self._events = self._events, []
@@ -239,9 +246,9 @@ class Engine:
 
     def run(self, request: Request) -> Iterator[Event]:
         """Serve one request alone, event by event."""
-        ticket = self.submit(request)
-        while ticket in self._jobs:
-            yield from (event for owner, event in self.step() if owner is ticket)
+        handle = self.submit(request)
+        while handle in self._jobs:
+            yield from (event for owner, event in self.step() if owner is handle)
 
     def stats(self) -> Stats:
         scheduler = self._scheduler
@@ -257,10 +264,10 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Let the other ranks go; afterwards there are no more steps."""
+        """End the loops of the other ranks; no step can follow."""
         self.runner.close()
 
-    # --- what a request may ask ---
+    # --- validation ---
 
     def _check(self, request: Request) -> None:
         limits, length = self.limits, len(request.prompt)
@@ -297,64 +304,64 @@ class Engine:
         if request.beam_width and 2 * request.beam_width > self.vocab_size:
             raise RequestError("beam_width", f"{request.beam_width} is above half of the vocabulary, {self.vocab_size}")
 
-    # --- what comes of logits ---
+    # --- logits to events ---
 
-    def _take(self, parts: Seq[Part], logits_RV: Tensor) -> None:
-        """Give the rows of logits to those whose tokens were read."""
+    def _dispatch_logits(self, chunks: Seq[ScheduledChunk], logits_RV: Tensor) -> None:
+        """Pass the rows of logits, in order of the chunks, to the samples, searches and prompts that wait for them."""
         row = 0
         samples: list[_Sample] = []
         rows: list[int] = []
         searches: list[_Search] = []
-        for part in parts:
-            job: _Job = part.sequence.owner
-            first, row = row, row + part.wanted
-            if not part.wanted:
+        for chunk in chunks:
+            job: _Job = chunk.sequence.owner
+            first, row = row, row + chunk.num_logits
+            if not chunk.num_logits:
                 continue
-            if job.prompt_logprobs and len(job.prompt_logprobs) < len(job.ticket.request.prompt):
-                self._score_prompt(job, part, logits_RV[first:row])
-            if part.stop < len(part.sequence.tokens):
+            if job.prompt_logprobs and len(job.prompt_logprobs) < len(job.handle.request.prompt):
+                self._score_prompt(job, chunk, logits_RV[first:row])
+            if chunk.stop < len(chunk.sequence.tokens):
                 continue
             if job.search is not None:
-                job.search.logits[part.sequence] = logits_RV[row - 1]
+                job.search.logits[chunk.sequence] = logits_RV[row - 1]
                 searches.append(job.search)
                 continue
-            if job.ticket.request.max_new_tokens == 0:
+            if job.handle.request.max_new_tokens == 0:
                 for sample in list(job.samples):
                     self._finish(job, sample, "length")
                 continue
-            mine = [sample for sample in job.samples if sample.sequence is part.sequence]
-            for sample in mine[1:]:
-                sample.sequence = self._scheduler.fork(part.sequence, job)
-            samples += mine
-            rows += [row - 1] * len(mine)
+            samples_here = [sample for sample in job.samples if sample.sequence is chunk.sequence]
+            for sample in samples_here[1:]:
+                sample.sequence = self._scheduler.fork(chunk.sequence, job)
+            samples += samples_here
+            rows += [row - 1] * len(samples_here)
         if samples:
             self._choose(samples, logits_RV if rows == list(range(logits_RV.shape[0])) else logits_RV[rows])
         for search in dict.fromkeys(searches):
             if len(search.logits) == len(search.sequences):
                 self._advance(search)
 
-    def _score_prompt(self, job: _Job, part: Part, logits_PV: Tensor) -> None:
-        """Rows of logits are the last ones of the part; each scores the token behind it."""
-        request = job.ticket.request
-        following = request.prompt[part.stop - part.wanted + 1 : part.stop + 1]
-        for logprob, top in scores(logits_PV[: len(following)], following, max(1, request.logprobs or 0)):
+    def _score_prompt(self, job: _Job, chunk: ScheduledChunk, logits_PV: Tensor) -> None:
+        """Score prompt tokens by the logits [P, V] of the last P tokens of a chunk; each scores the token after it."""
+        request = job.handle.request
+        following = request.prompt[chunk.stop - chunk.num_logits + 1 : chunk.stop + 1]
+        for logprob, top in score_tokens(logits_PV[: len(following)], following, max(1, request.logprobs or 0)):
             job.prompt_logprobs.append(logprob)
             job.prompt_top.append(top)
-        self._tell_scores(job)
+        self._emit_scores(job)
 
-    def _tell_scores(self, job: _Job) -> None:
-        """Once all are there; of a prompt of one token they are from the start."""
-        if len(job.prompt_logprobs) == len(job.ticket.request.prompt):
-            self._events.append((job.ticket, Scores(tuple(job.prompt_logprobs), tuple(job.prompt_top))))
+    def _emit_scores(self, job: _Job) -> None:
+        """Emit the prompt's scores once they are complete; for a prompt of one token they are from the start."""
+        if len(job.prompt_logprobs) == len(job.handle.request.prompt):
+            self._events.append((job.handle, Scores(tuple(job.prompt_logprobs), tuple(job.prompt_top))))
 
     def _choose(self, samples: list[_Sample], logits_BV: Tensor) -> None:
-        chosen = choose(logits_BV, [_row(sample) for sample in samples])
+        chosen = choose_tokens(logits_BV, [_row(sample) for sample in samples])
         self._generated_tokens += len(samples)
         for sample, choice in zip(samples, chosen, strict=True):
-            self._append(self._jobs[sample.ticket], sample, choice)
+            self._append(self._jobs[sample.handle], sample, choice)
 
     def _append(self, job: _Job, sample: _Sample, choice: Choice) -> None:
-        """One more token, and the end of the sample if it is the last."""
+        """Append a token to a sample, and finish the sample if the token is its last."""
         if choice.problem:
             self._finish(job, sample, "error", choice.problem)
             return
@@ -378,7 +385,7 @@ class Engine:
                 shown += sample.stops.rest()
             else:
                 reason, stop = "stop", late
-        self._events.append((job.ticket, Token(token, shown, choice.logprob, choice.top, sample.index)))
+        self._events.append((job.handle, Token(token, shown, choice.logprob, choice.top, sample.index)))
         if reason is not None:
             self._finish(job, sample, reason, stop=stop)
 
@@ -388,20 +395,20 @@ class Engine:
         job.samples.remove(sample)
         if not any(other.sequence is sample.sequence for other in job.samples):
             self._scheduler.remove(sample.sequence)
-        self._events.append((job.ticket, Finished(reason, message, stop, sample.index)))
+        self._events.append((job.handle, Finished(reason, message, stop, sample.index)))
         if not job.samples:
-            del self._jobs[job.ticket]
+            del self._jobs[job.handle]
 
     def _advance(self, search: _Search) -> None:
-        """One step of a beam search: its beams end, go on and split."""
-        request, parents = search.ticket.request, search.sequences
-        begin = self._jobs[search.ticket].begin
-        answers = [sequence.tokens[begin:] for sequence in parents]
+        """Take one step of a beam search: its beams end, continue or fork."""
+        request, parents = search.handle.request, search.sequences
+        answer_start = self._jobs[search.handle].answer_start
+        answers = [sequence.tokens[answer_start:] for sequence in parents]
         logits_WV = torch.stack([search.logits.pop(sequence) for sequence in parents])
         bans = Sampling(banned=request.sampling.banned, banned_after=request.sampling.banned_after)
         if bans.changes_logits:
             for logits_V, answer in zip(logits_WV, answers, strict=True):
-                change(logits_V, bans, search.ticket.continued, answer)
+                apply_penalties(logits_V, bans, search.handle.prefix, answer)
         following = search.beams.step(logits_WV, answers)
         self._generated_tokens += len(following)
         search.sequences = []
@@ -415,26 +422,28 @@ class Engine:
         for sequence, (_, token) in zip(search.sequences, following, strict=True):
             sequence.tokens.append(token)
         if not following or len(search.sequences[0].tokens) >= search.sequences[0].limit:
-            self._end(search, begin)
+            self._end(search, answer_start)
 
-    def _end(self, search: _Search, begin: int) -> None:
-        hypotheses = search.beams.best([sequence.tokens[begin:] for sequence in search.sequences])
+    def _end(self, search: _Search, answer_start: int) -> None:
+        hypotheses = search.beams.best([sequence.tokens[answer_start:] for sequence in search.sequences])
         for sequence in search.sequences:
             self._scheduler.remove(sequence)
         texts, found = zip(*hypotheses, strict=True)
         stopped = not search.sequences
-        self._events.append((search.ticket, Beams(tuple(map(tuple, texts)), found)))
-        self._events.append((search.ticket, Finished("stop" if stopped else "length")))
-        del self._jobs[search.ticket]
+        self._events.append((search.handle, Beams(tuple(map(tuple, texts)), found)))
+        self._events.append((search.handle, Finished("stop" if stopped else "length")))
+        del self._jobs[search.handle]
 
 
-def _piece(part: Part, block_size: int) -> Piece:
-    sequence = part.sequence
-    blocks = sequence.table.blocks[: -(-part.stop // block_size)]
-    return Piece(sequence.tokens[part.start : part.stop], part.start, blocks, part.wanted, sequence.source)
+def _batch_chunk(chunk: ScheduledChunk, block_size: int) -> Chunk:
+    sequence = chunk.sequence
+    blocks = sequence.block_table.blocks[: -(-chunk.stop // block_size)]
+    return Chunk(
+        sequence.tokens[chunk.start : chunk.stop], chunk.start, blocks, chunk.num_logits, sequence.encoder_length
+    )
 
 
 def _row(sample: _Sample) -> Row:
-    request = sample.ticket.request
-    uniform = 0.0 if request.sampling.greedy else sample.chance.random()
-    return Row(request.sampling, uniform, sample.ticket.continued, sample.answer, request.logprobs)
+    request = sample.handle.request
+    uniform = 0.0 if request.sampling.greedy else sample.rng.random()
+    return Row(request.sampling, uniform, sample.handle.prefix, sample.answer, request.logprobs)

@@ -1,4 +1,4 @@
-"""Runners with a model: in one process, and over the ranks of a layout; and how one with an encoder opens an answer."""
+"""Runners of a model, in one process or over tensor- and pipeline-parallel ranks, and prompts of encoder-decoders."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from megalith.models.language_model import GenerativeModel, LanguageModel
 from megalith.models.plain import PlainModel
 from megalith.models.transformer import Block
 from megalith.nn.loss import whole_logits
-from megalith.serve.cache import CacheView, PagedKVCache, Texts
-from megalith.serve.runner import Batch, Piece
-from megalith.serve.scheduler import filled_blocks
+from megalith.serve.cache import CacheView, EncoderCacheView, PagedKVCache
+from megalith.serve.runner import Batch, Chunk
+from megalith.serve.scheduler import padded_to_blocks
 from megalith.tokenizers import Tokenizer
 
 BLOCK_SIZE = 16
 
 
 def local_groups(model: GenerativeModel) -> int:
-    """The key-value heads of each layer that are here."""
+    """Return the number of key-value heads of each layer on this rank."""
     first = next(iter(model.decoder.layers.values()))
     assert isinstance(first, Block)
     return first.self_attention.num_groups
 
 
 def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
-    """How many blocks hold so many tokens of one sequence."""
+    """Return the number of blocks that `tokens` tokens of one sequence fill."""
     return -(-tokens // block_size)
 
 
 class ModelRunner:
-    """A model, or the stage of it that is here, with its cache.
+    """A model, or the pipeline stage of it on this rank, with its KV cache.
 
     Args:
-        model: One that continues texts, or one that reads them with an encoder and answers.
+        model: A decoder, or an encoder-decoder.
         num_blocks: Of the cache; the same on all ranks.
-        context_length: Where the model has no table of positions, how long texts may be; as in training if None.
+        context_length: Most positions of a model without a table of positions; those of the training if None.
     """
 
     def __init__(
@@ -73,33 +73,36 @@ class ModelRunner:
         self._layers = None if self._cross_attentions else frozen(model.decoder)
 
     def run(self, batch: Batch) -> Tensor:
-        return self.logits(self.read(batch), batch)
+        return self.logits(self.hidden_states(batch), batch)
 
-    def read(self, batch: Batch, hidden_S1D: Tensor | None = None) -> Tensor:
-        """Hidden states of the new tokens behind what is here. -> [S, 1, D]."""
+    def hidden_states(self, batch: Batch, hidden_S1D: Tensor | None = None) -> Tensor:
+        """Return the hidden states [S, 1, D] of the new tokens after the layers of this stage.
+
+        `hidden_S1D` are those of the previous stage.
+        """
         with torch.inference_mode():
-            tokens = [token for piece in batch.pieces for token in decoded(piece, self.block_size)]
-            tokens_1S, view = torch.tensor([tokens], device=self.model.device), self.cache.read(batch)
+            tokens = [token for chunk in batch.chunks for token in decoder_tokens(chunk, self.block_size)]
+            tokens_1S, view = torch.tensor([tokens], device=self.model.device), self.cache.begin(batch)
             more: dict[str, Any] = {"layers": self._layers} if self._layers is not None else {}
             if self._cross_attentions:
-                more = {"encoded": self._texts(batch, view)}
+                more = {"encoded": self._encode_new(batch, view)}
             return self.model.hidden_states(tokens_1S, hidden_SBD=hidden_S1D, cache=view, **more)
 
-    def _texts(self, batch: Batch, view: CacheView) -> Texts:
-        """The texts of all pieces; those that are new are read, each by itself."""
-        texts, model = Texts(view, self._cross_attentions), self.model
-        for number, piece in enumerate(batch.pieces):
-            if piece.start < piece.source:
-                assert piece.start == 0, "an encoder reads a text at once"
-                text_1E = torch.tensor([piece.tokens[: piece.source]], device=model.device)
-                texts.keep(number, model.encode(text_1E).states_EBD)
-        return texts
+    def _encode_new(self, batch: Batch, view: CacheView) -> EncoderCacheView:
+        """Return the cross-attention cache of all chunks, after encoding the new encoder inputs one by one."""
+        encoded, model = EncoderCacheView(view, self._cross_attentions), self.model
+        for number, chunk in enumerate(batch.chunks):
+            if chunk.start < chunk.encoder_length:
+                assert chunk.start == 0, "an encoder input is never chunked"
+                input_1E = torch.tensor([chunk.tokens[: chunk.encoder_length]], device=model.device)
+                encoded.write(number, model.encode(input_1E).states_EBD)
+        return encoded
 
     def logits(self, hidden_S1D: Tensor, batch: Batch) -> Tensor:
-        """The logits of the wanted tokens, [wanted, V]; only where the model predicts."""
+        """Return the logits [R, V] of the last `num_logits` tokens of each chunk; on the last stage only."""
         with torch.inference_mode():
             model, hidden = self.model, hidden_S1D.squeeze(1)
-            rows = wanted_rows(batch.pieces, self.block_size)
+            rows = logits_rows(batch.chunks, self.block_size)
             if len(rows) < hidden.shape[0]:
                 hidden = hidden[rows]
             return whole_logits(hidden, model.output_weight, model.region, model.vocab_size, model.output_bias)
@@ -112,7 +115,7 @@ class ModelRunner:
 
 
 class _TokenCache:
-    """The tokens of all sequences in blocks, in place of their keys and values."""
+    """Tokens of all sequences in blocks, in place of their keys and values."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.tokens = torch.zeros(num_blocks, block_size, dtype=torch.int64)
@@ -121,22 +124,22 @@ class _TokenCache:
     def bytes(self) -> int:
         return self.tokens.nbytes
 
-    def read(self, batch: Batch) -> list[Tensor]:
-        """Keep the new tokens; all tokens of each sequence, [S] each."""
+    def begin(self, batch: Batch) -> list[Tensor]:
+        """Store the new tokens; return all tokens [S] of each sequence."""
         for source, target in batch.copies:
             self.tokens[target] = self.tokens[source]
         found = []
-        for piece in batch.pieces:
-            end = piece.start + len(piece.tokens)
-            sequence = self.tokens[list(piece.blocks)].flatten()
-            sequence[piece.start : end] = torch.tensor(piece.tokens)
-            self.tokens[list(piece.blocks)] = sequence.view(-1, self.tokens.shape[1])
+        for chunk in batch.chunks:
+            end = chunk.start + len(chunk.tokens)
+            sequence = self.tokens[list(chunk.blocks)].flatten()
+            sequence[chunk.start : end] = torch.tensor(chunk.tokens)
+            self.tokens[list(chunk.blocks)] = sequence.view(-1, self.tokens.shape[1])
             found.append(sequence[:end])
         return found
 
 
 class PlainRunner:
-    """A `Runner` of a plain module, which reads each sequence as a whole for each new token."""
+    """A `Runner` of a plain module, which recomputes the whole sequence for each new token."""
 
     def __init__(self, model: PlainModel, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
         self.model = model.eval()
@@ -147,9 +150,9 @@ class PlainRunner:
     def run(self, batch: Batch) -> Tensor:
         with torch.inference_mode():
             rows = list[Tensor]()
-            for piece, sequence_S in zip(batch.pieces, self.cache.read(batch), strict=True):
-                if piece.wanted:
-                    rows.append(self.model(sequence_S[None].to(self.model.device))[0, -piece.wanted :])
+            for chunk, sequence_S in zip(batch.chunks, self.cache.begin(batch), strict=True):
+                if chunk.num_logits:
+                    rows.append(self.model(sequence_S[None].to(self.model.device))[0, -chunk.num_logits :])
             return torch.cat(rows) if rows else torch.empty(0, self.vocab_size, device=self.model.device)
 
     def ping(self) -> None:
@@ -162,24 +165,24 @@ class PlainRunner:
 def runner_of(
     model: GenerativeModel | PlainModel, num_blocks: int, *, context_length: int | None = None
 ) -> ModelRunner | PlainRunner:
-    """The runner of a model that is whole in this process; arguments as of `ModelRunner`."""
+    """Return the runner of a model that is whole in this process; arguments as of `ModelRunner`."""
     if isinstance(model, PlainModel):
         return PlainRunner(model, num_blocks)
     return ModelRunner(model, num_blocks, context_length=context_length)
 
 
-def decoded(piece: Piece, block_size: int) -> Sequence[int]:
-    """The tokens of a piece that are no text of an encoder."""
-    return piece.tokens[max(0, filled_blocks(piece.source, block_size) - piece.start) :]
+def decoder_tokens(chunk: Chunk, block_size: int) -> Sequence[int]:
+    """Return the tokens of a chunk after its padded encoder input."""
+    return chunk.tokens[max(0, padded_to_blocks(chunk.encoder_length, block_size) - chunk.start) :]
 
 
-def wanted_rows(pieces: Sequence[Piece], block_size: int) -> list[int]:
-    """Of all new tokens in a row, those whose logits are wanted."""
+def logits_rows(chunks: Sequence[Chunk], block_size: int) -> list[int]:
+    """Return the indices, among the new decoder tokens of all chunks, of those whose logits are requested."""
     rows: list[int] = []
     end = 0
-    for piece in pieces:
-        end += len(decoded(piece, block_size))
-        rows += range(end - piece.wanted, end)
+    for chunk in chunks:
+        end += len(decoder_tokens(chunk, block_size))
+        rows += range(end - chunk.num_logits, end)
     return rows
 
 
@@ -189,39 +192,39 @@ _FIRST_MESSAGE = 2048  # integers; the rest of a larger one follows
 _CLOSE, _PING, _RUN = range(3)
 
 
-def packed(batch: Batch) -> list[int]:
-    """A batch as integers."""
-    message = [len(batch.pieces), len(batch.copies)]
+def pack(batch: Batch) -> list[int]:
+    """Return a batch as integers, for a broadcast."""
+    message = [len(batch.chunks), len(batch.copies)]
     for copy in batch.copies:
         message += copy
-    for piece in batch.pieces:
-        message += (len(piece.tokens), piece.start, len(piece.blocks), piece.wanted, piece.source)
-        message += (*piece.tokens, *piece.blocks)
+    for chunk in batch.chunks:
+        message += (len(chunk.tokens), chunk.start, len(chunk.blocks), chunk.num_logits, chunk.encoder_length)
+        message += (*chunk.tokens, *chunk.blocks)
     return message
 
 
-def unpacked(message: Sequence[int]) -> Batch:
-    """The inverse of `packed`."""
+def unpack(message: Sequence[int]) -> Batch:
+    """Restore the batch that `pack` made integers of."""
     num_pieces, num_copies = message[:2]
     at = 2 + 2 * num_copies
     copies = [(message[i], message[i + 1]) for i in range(2, at, 2)]
-    pieces = []
+    chunks = []
     for _ in range(num_pieces):
-        num_tokens, start, num_blocks, wanted, source = message[at : at + 5]
+        num_tokens, start, num_blocks, num_logits, source = message[at : at + 5]
         tokens = message[at + 5 : at + 5 + num_tokens]
         at += 5 + num_tokens + num_blocks
-        pieces.append(Piece(tokens, start, message[at - num_blocks : at], wanted, source))
-    return Batch(pieces, copies)
+        chunks.append(Chunk(tokens, start, message[at - num_blocks : at], num_logits, source))
+    return Batch(chunks, copies)
 
 
 class RankRunner(ModelRunner):
     """A model over tensor-parallel ranks and pipeline stages. Rank 0 calls `run`, the others `follow`.
 
-    Rank 0 tells all others what to read; each stage sends its hidden states to the next one, and the last sends the
-    logits to rank 0.
+    Rank 0 broadcasts each batch; each stage sends its hidden states to the next one, and the last sends the logits to
+    rank 0.
 
     Raises:
-        LayoutError: there are replicas of the model.
+        LayoutError: there are more ranks than those of one model (data-parallel replicas).
     """
 
     def __init__(
@@ -244,43 +247,43 @@ class RankRunner(ModelRunner):
         self._context, self._closed = context, False
 
     def run(self, batch: Batch) -> Tensor:
-        self._tell(_RUN, packed(batch))
-        logits = self._guarded(batch)
+        self._send_command(_RUN, pack(batch))
+        logits = self._run_guarded(batch)
         assert logits is not None, "rank 0 is in the first stage"
         return logits
 
     def ping(self) -> None:
-        self._tell(_PING, [])
+        self._send_command(_PING, [])
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._tell(_CLOSE, [])
+            self._send_command(_CLOSE, [])
 
     def follow(self) -> None:
-        """Read what rank 0 says until it lets this rank go."""
+        """Execute the commands of rank 0 until it closes the runner."""
         while True:
-            command, message = self._hear()
+            command, message = self._receive_command()
             if command == _CLOSE:
                 return
             if command == _RUN:
-                self._guarded(unpacked(message))
+                self._run_guarded(unpack(message))
 
-    def _guarded(self, batch: Batch) -> Tensor | None:
+    def _run_guarded(self, batch: Batch) -> Tensor | None:
         try:
             return self._run(batch)
         except RuntimeError as error:
-            raise _gone(error) from error
+            raise _peer_error(error) from error
 
     def _run(self, batch: Batch) -> Tensor | None:
-        """This rank's part; the logits on rank 0."""
+        """Compute this rank's stage of the batch; return the logits on rank 0, elsewhere None."""
         model, context = self.model, self._context
         links, hidden = context.links, None
         if not model.stage.embeds:
             assert links is not None
-            shape = (sum(len(piece.tokens) for piece in batch.pieces), 1, model.config.hidden_size)
+            shape = (sum(len(chunk.tokens) for chunk in batch.chunks), 1, model.config.hidden_size)
             hidden = p2p.receive(links.from_previous, shape, model.dtype, context.device).wait()
-        hidden = self.read(batch, hidden)
+        hidden = self.hidden_states(batch, hidden)
         if not model.stage.predicts:
             assert links is not None
             p2p.send(hidden, links.to_next).wait()
@@ -291,20 +294,20 @@ class RankRunner(ModelRunner):
         return logits
 
     def _receive_logits(self, batch: Batch) -> Tensor | None:
-        context, wanted = self._context, sum(piece.wanted for piece in batch.pieces)
+        context, num_logits = self._context, sum(chunk.num_logits for chunk in batch.chunks)
         if context.ends is None or not context.tp.is_first:
             return None
-        logits = torch.empty(wanted, self.vocab_size, dtype=self.model.dtype, device=context.device)
-        return comm.broadcast(logits, context.ends, source=1) if wanted else logits
+        logits = torch.empty(num_logits, self.vocab_size, dtype=self.model.dtype, device=context.device)
+        return comm.broadcast(logits, context.ends, source=1) if num_logits else logits
 
-    def _tell(self, command: int, message: list[int]) -> None:
+    def _send_command(self, command: int, message: list[int]) -> None:
         first = [command, len(message), *message[:_FIRST_MESSAGE]]
         first += [0] * (2 + _FIRST_MESSAGE - len(first))
         self._broadcast(torch.tensor(first, device=self._context.device))
         if len(message) > _FIRST_MESSAGE:
             self._broadcast(torch.tensor(message[_FIRST_MESSAGE:], device=self._context.device))
 
-    def _hear(self) -> tuple[int, list[int]]:
+    def _receive_command(self) -> tuple[int, list[int]]:
         first = torch.empty(2 + _FIRST_MESSAGE, dtype=torch.int64, device=self._context.device)
         command, length, *message = self._broadcast(first).tolist()
         if length > _FIRST_MESSAGE:
@@ -315,10 +318,10 @@ class RankRunner(ModelRunner):
         try:
             return comm.broadcast(x, self._context.world)
         except RuntimeError as error:
-            raise _gone(error) from error
+            raise _peer_error(error) from error
 
 
-def _gone(error: RuntimeError) -> PeerError:
+def _peer_error(error: RuntimeError) -> PeerError:
     # gloo puts the line of its source before what happened, and advice behind it.
     what = re.sub(r"^\[\S+\] ", "", str(error)).partition(" This is typically")[0]
     return PeerError(f"a rank that shares the model does not answer: {what}")

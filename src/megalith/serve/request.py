@@ -50,12 +50,12 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether chance has no part in it."""
+        """True if the most likely token is always chosen."""
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
     def changes_logits(self) -> bool:
-        """Whether tokens are treated differently."""
+        """True if penalties, biases or bans change the logits."""
         return bool(
             self.repetition_penalty != 1.0
             or self.presence_penalty
@@ -66,17 +66,17 @@ class Sampling:
         )
 
     def top_p_at(self, number: int) -> float:
-        """top_p for the token of this number of the answer, from 0."""
+        """Return top_p for token `number` of the answer, counted from 0."""
         if not (self.top_p_decay and self.top_p):
             return self.top_p
         return float(max(self.top_p * self.top_p_decay**number, self.top_p_bound))
 
     def violations(self) -> list[str]:
-        """What is wrong with these values, in the words of the flags."""
+        """List the invalid values in the words of the flags."""
         return [f"--{name.replace('_', '-')} {message}" for name, message in self.problems()]
 
     def problems(self) -> list[tuple[str, str]]:
-        """What is wrong with these values: (field, value and rule)."""
+        """List the invalid values as (field, value and rule)."""
         heat, repetition = self.temperature, self.repetition_penalty
         checks = [
             ("temperature", "is not a number of 0 or more; 0 is greedy, 1 the model's own", 0.0 <= heat < math.inf),
@@ -180,7 +180,7 @@ class TextStream:
         self._shown = len(decode(self._ids)) if self._ids else 0
 
     def push(self, token: int) -> str:
-        """The text that is whole with one more id."""
+        """Append a token; return the new text of whole characters."""
         if token in self._hidden:
             return ""
         self._ids.append(token)
@@ -190,7 +190,7 @@ class TextStream:
         return self._take(text)
 
     def rest(self) -> str:
-        """What is left at the end, whole or not."""
+        """Return the text that is left at the end, whole characters or not."""
         return self._take(self._decode(self._ids)) if len(self._ids) > self._shown_ids else ""
 
     def _take(self, text: str) -> str:
@@ -209,7 +209,7 @@ class StopTexts:
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, str | None]:
-        """What can be shown now, and the stop text that has come."""
+        """Append text; return the text that can be shown now, and the stop text that was found, or None."""
         if not self._texts:
             return piece, None
         self._held += piece
@@ -224,10 +224,10 @@ class StopTexts:
         return shown, None
 
     def rest(self) -> str:
-        """What was held back and became no stop text."""
+        """Return the text that was held back."""
         held, self._held = self._held, ""
         return held
 
     def _overlap(self, text: str) -> int:
-        """How many of the last characters may be the first of this text."""
+        """Return how many of the last held characters may begin this stop text."""
         return next((n for n in range(min(len(text) - 1, len(self._held)), 0, -1) if self._held.endswith(text[:n])), 0)

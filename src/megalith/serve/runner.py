@@ -10,21 +10,21 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Chunk:
     """New tokens of one sequence in a batch: a chunk of its prompt, or one decoded token."""
 
     tokens: Sequence[int]
     start: int  # position of the first new token; keys and values of all positions before it are in the cache
     blocks: Sequence[int]  # block table: position p is in row p % block_size of blocks[p // block_size]
-    wanted: int = 1  # number of last tokens whose logits are returned
-    source: int = 0  # encoder tokens; they come first, padded to whole blocks
+    num_logits: int = 1  # logits are returned of this many last tokens
+    encoder_length: int = 0  # encoder tokens; they come first, padded to whole blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step of the model: new tokens of several sequences."""
 
-    pieces: Sequence[Piece]
+    chunks: Sequence[Chunk]
     copies: Sequence[tuple[int, int]] = field(default=())  # (from, to): blocks to copy first
 
 
@@ -37,7 +37,7 @@ class Runner(Protocol):
     num_blocks: int
 
     def run(self, batch: Batch) -> Tensor:
-        """Compute the batch; return the logits of the wanted tokens [wanted, V]. `PeerError` if a rank is gone."""
+        """Compute the batch; return the requested logits [sum of `num_logits`, V]. `PeerError` if a rank is gone."""
         ...
 
     def ping(self) -> None:
@@ -56,6 +56,6 @@ def decoding_step(runner: Runner, *, encodes: bool = False) -> Batch:
     """
     rows = range(min(8, runner.num_blocks))
     if not encodes:
-        return Batch([Piece([0], 0, [row]) for row in rows])
+        return Batch([Chunk([0], 0, [row]) for row in rows])
     pairs = [[row % runner.num_blocks, (row + 1) % runner.num_blocks] for row in rows]
-    return Batch([Piece([0], runner.block_size, blocks, source=1) for blocks in pairs])
+    return Batch([Chunk([0], runner.block_size, blocks, encoder_length=1) for blocks in pairs])

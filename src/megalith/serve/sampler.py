@@ -1,4 +1,4 @@
-"""How the next token of each sequence is chosen from its logits, or the next tokens of the beams of a search.
+"""Choice of the next token of each sequence from its logits, and of the next tokens of a beam search.
 
 What is chosen does not depend on other sequences.
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from megalith.nn.precision import at_least_fp32
 from megalith.serve.request import Sampling, Top
 
-_FIRST_LOOK = 128  # candidates that are sorted for top-p before all of them are
+_TOP_P_CANDIDATES = 128  # candidates that are sorted for top-p before all of them are
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +49,20 @@ class Choice:
     problem: str = ""
 
 
-def choose(logits_BV: Tensor, rows: Sequence[Row]) -> list[Choice]:
+def choose_tokens(logits_BV: Tensor, rows: Sequence[Row]) -> list[Choice]:
     """Choose the next token of each row; -inf stands for a token that cannot be chosen.
 
     A row with a logit that is NaN or +inf, or without any finite one, has a problem instead; the others do not.
     """
     logits_BV = logits_BV.to(at_least_fp32(logits_BV.dtype))
-    largest, tokens = _likeliest(logits_BV)
+    largest, tokens = _max_logits(logits_BV)
     special = [
         index
         for index, row in enumerate(rows)
         if (row.sampling.changes_logits or not row.sampling.greedy) and math.isfinite(largest[index])
     ]
     if special:
-        chosen = _choose_specially(logits_BV[special], [rows[index] for index in special])
+        chosen = _choose_with_options(logits_BV[special], [rows[index] for index in special])
         for index, token in zip(special, chosen, strict=True):
             tokens[index] = token
     if all(row.logprobs is None for row in rows) and all(map(math.isfinite, largest)):
@@ -73,8 +73,8 @@ def choose(logits_BV: Tensor, rows: Sequence[Row]) -> list[Choice]:
     ]
 
 
-def _likeliest(logits_BV: Tensor) -> tuple[list[float], list[int]]:
-    """The largest logit of each row, NaN if there is one, and its token, the first of equals."""
+def _max_logits(logits_BV: Tensor) -> tuple[list[float], list[int]]:
+    """Return the maximum of each row, NaN if it has one, and its token, the first of equals."""
     if logits_BV.device.type != "cpu":
         values, places = logits_BV.max(-1)
         return values.tolist(), places.tolist()
@@ -84,8 +84,8 @@ def _likeliest(logits_BV: Tensor) -> tuple[list[float], list[int]]:
     return np.take_along_axis(found, places[:, None], -1)[:, 0].tolist(), places.tolist()
 
 
-def scores(logits_BV: Tensor, tokens: Sequence[int], count: int) -> list[tuple[float, Top]]:
-    """The log-probability of a token in each row, and the `count` most likely ones with theirs."""
+def score_tokens(logits_BV: Tensor, tokens: Sequence[int], count: int) -> list[tuple[float, Top]]:
+    """Return the log-probability of a token in each row, and the `count` most likely tokens with theirs."""
     logits_BV = logits_BV.to(at_least_fp32(logits_BV.dtype))
     total_B = logits_BV.logsumexp(-1, keepdim=True)
     own_B = (logits_BV.gather(1, torch.tensor(tokens, device=logits_BV.device)[:, None]) - total_B).squeeze(1)
@@ -102,20 +102,20 @@ def _choice(logits_V: Tensor, row: Row, token: int, largest: float) -> Choice:
         )
     if row.logprobs is None:
         return Choice(token)
-    ((logprob, top),) = scores(logits_V[None], [token], row.logprobs)
+    ((logprob, top),) = score_tokens(logits_V[None], [token], row.logprobs)
     return Choice(token, logprob, top)
 
 
-def _choose_specially(logits_BV: Tensor, rows: Sequence[Row]) -> list[int]:
-    """Choose where there is chance or a change of the logits."""
+def _choose_with_options(logits_BV: Tensor, rows: Sequence[Row]) -> list[int]:
+    """Choose tokens for rows that sample or whose options change the logits."""
     if any(row.sampling.changes_logits for row in rows):
         logits_BV = logits_BV.clone()
         for logits_V, row in zip(logits_BV, rows, strict=True):
-            change(logits_V, row.sampling, row.prompt, row.answer)
+            apply_penalties(logits_V, row.sampling, row.prompt, row.answer)
     chosen = [-1] * len(rows)
     kinds: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
-        kinds.setdefault(_candidates(row, logits_BV.shape[1]), []).append(index)
+        kinds.setdefault(_num_candidates(row, logits_BV.shape[1]), []).append(index)
     for count, members in kinds.items():
         some_BV = logits_BV if len(members) == len(rows) else logits_BV[members]
         for index, token in zip(members, _draw(some_BV, [rows[index] for index in members], count), strict=True):
@@ -123,7 +123,7 @@ def _choose_specially(logits_BV: Tensor, rows: Sequence[Row]) -> list[int]:
     return chosen
 
 
-def change(logits_V: Tensor, sampling: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> None:
+def apply_penalties(logits_V: Tensor, sampling: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> None:
     """Apply penalties, bias and bans to the logits [V] of one sequence, in place."""
     size = logits_V.shape[0]
 
@@ -137,8 +137,8 @@ def change(logits_V: Tensor, sampling: Sampling, prompt: Sequence[int], answer: 
         logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if (sampling.presence_penalty or sampling.frequency_penalty) and answer:
         counts = Counter(token for token in answer if token < size)
-        taken = [sampling.presence_penalty + sampling.frequency_penalty * count for count in counts.values()]
-        logits_V[ids(list(counts))] -= torch.tensor(taken, dtype=logits_V.dtype, device=logits_V.device)
+        penalties = [sampling.presence_penalty + sampling.frequency_penalty * count for count in counts.values()]
+        logits_V[ids(list(counts))] -= torch.tensor(penalties, dtype=logits_V.dtype, device=logits_V.device)
     for token, bias in sampling.logit_bias.items():
         if token < size:
             logits_V[token] += bias
@@ -152,15 +152,15 @@ def change(logits_V: Tensor, sampling: Sampling, prompt: Sequence[int], answer: 
             logits_V.copy_(kept)
 
 
-def _candidates(row: Row, size: int) -> int:
-    """How many of the most likely tokens have to be sorted: 0 for none, as all are candidates."""
+def _num_candidates(row: Row, size: int) -> int:
+    """Return how many of the most likely tokens to sort: 0 for none, as all are candidates."""
     sampling = row.sampling
     if sampling.greedy:
         return 1
     if sampling.top_k:
         return min(sampling.top_k, size)
     cuts = 0.0 < sampling.top_p_at(len(row.answer)) < 1.0 or sampling.min_p > 0.0
-    return min(_FIRST_LOOK, size) if cuts else 0
+    return min(_TOP_P_CANDIDATES, size) if cuts else 0
 
 
 def _draw(logits_BV: Tensor, rows: Sequence[Row], count: int) -> list[int]:
@@ -169,12 +169,12 @@ def _draw(logits_BV: Tensor, rows: Sequence[Row], count: int) -> list[int]:
         greedy: list[int] = logits_BV.argmax(-1).tolist()
         return greedy
     like: dict[str, Any] = {"dtype": torch.float64, "device": logits_BV.device}
-    heat_B1 = torch.tensor([[row.sampling.temperature] for row in rows], **like)
+    temperature_B1 = torch.tensor([[row.sampling.temperature] for row in rows], **like)
     u_B1 = torch.tensor([[row.uniform] for row in rows], **like)
-    scaled_BV = logits_BV / heat_B1.to(logits_BV.dtype)
+    scaled_BV = logits_BV / temperature_B1.to(logits_BV.dtype)
     if count == 0:
         cumulated_BV = scaled_BV.softmax(-1).cumsum(-1, dtype=torch.float64)
-        return _first_beyond(cumulated_BV, u_B1 * cumulated_BV[:, -1:])
+        return _first_above(cumulated_BV, u_B1 * cumulated_BV[:, -1:])
     values_BN, ids_BN = torch.topk(scaled_BV, count, dim=-1)
     by_k = [row.sampling.top_k > 0 for row in rows]
     sums = zip(by_k, values_BN, scaled_BV, strict=True)
@@ -186,10 +186,10 @@ def _draw(logits_BV: Tensor, rows: Sequence[Row], count: int) -> list[int]:
     p_B1 = torch.tensor([[p if 0.0 < p < 1.0 else 2.0] for p in p], **like)
     # The candidates are those before whom less than p has been reached.
     kept_B1 = (cumulated_BN < p_B1).sum(-1, keepdim=True)
-    kept_B1 = torch.minimum(kept_B1, _last_by_min_p(values_BN, [row.sampling.min_p for row in rows]))
+    kept_B1 = torch.minimum(kept_B1, _min_p_cutoff(values_BN, [row.sampling.min_p for row in rows]))
     enough = ((kept_B1 < count).squeeze(1) | torch.tensor(by_k, device=logits_BV.device)).tolist()
     mass_B1 = cumulated_BN.gather(1, kept_B1.clamp(max=count - 1))
-    places = torch.tensor(_first_beyond(cumulated_BN, u_B1 * mass_B1), device=logits_BV.device)[:, None]
+    places = torch.tensor(_first_above(cumulated_BN, u_B1 * mass_B1), device=logits_BV.device)[:, None]
     chosen: list[int] = ids_BN.gather(1, places).squeeze(1).tolist()
     for index, done in enumerate(enough):
         if not done and count < logits_BV.shape[1]:  # a flat distribution: look at all
@@ -197,8 +197,8 @@ def _draw(logits_BV: Tensor, rows: Sequence[Row], count: int) -> list[int]:
     return chosen
 
 
-def _last_by_min_p(values_BN: Tensor, min_p: Sequence[float]) -> Tensor:
-    """The place of the last candidate [B, 1] that min_p keeps, of logits in falling order; N where it keeps all."""
+def _min_p_cutoff(values_BN: Tensor, min_p: Sequence[float]) -> Tensor:
+    """Return the index [B, 1] of the last candidate that min_p keeps, of descending logits; N if it keeps all."""
     ratio_B1 = torch.tensor([[math.log(p) if p else -math.inf] for p in min_p], dtype=torch.float64).to(
         values_BN.device
     )
@@ -206,8 +206,8 @@ def _last_by_min_p(values_BN: Tensor, min_p: Sequence[float]) -> Tensor:
     return torch.where(kept_B1 < values_BN.shape[1], (kept_B1 - 1).clamp(min=0), kept_B1)
 
 
-def _first_beyond(cumulated_BN: Tensor, share_B1: Tensor) -> list[int]:
-    """In each row the first place whose cumulated probability is above the share, which is below the last one's."""
+def _first_above(cumulated_BN: Tensor, share_B1: Tensor) -> list[int]:
+    """Return in each row the first index whose cumulative probability exceeds the share."""
     places = torch.searchsorted(cumulated_BN, share_B1, right=True).squeeze(1)
     return [int(place) for place in places.clamp(max=cumulated_BN.shape[1] - 1).tolist()]
 
@@ -257,7 +257,7 @@ class BeamSearch:
         return following
 
     def best(self, answers: Sequence[list[int]]) -> list[tuple[list[int], float]]:
-        """All hypotheses, best first; the open beams with these answers count too, if there are any."""
+        """Return all hypotheses, best first; the open beams with these answers count too, if there are any."""
         for answer, total in zip(answers, self.scores, strict=False):
             self._keep(answer, total, len(answer))
         return [(answer, score) for score, answer in self._found]

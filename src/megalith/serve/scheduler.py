@@ -1,4 +1,4 @@
-"""Continuous batching: which tokens run in the next step, and in which blocks of the KV cache. Integers only.
+"""Continuous batching: the tokens of the next step and their blocks of the KV cache. Integers only.
 
 Each step computes at most `step_tokens` tokens, in order of arrival. Every decoding sequence gets its one token, and
 prompts take the rest in chunks (chunked prefill). When blocks run out, the youngest sequence is preempted and
@@ -25,7 +25,7 @@ from typing import Any
 
 
 @dataclass(eq=False, slots=True)
-class Table:
+class BlockTable:
     """The blocks of one sequence, in the order of its tokens, and the digests of the full ones."""
 
     blocks: list[int] = field(default_factory=list)
@@ -34,17 +34,17 @@ class Table:
     root: bytes = b""  # begins the digests: sequences of different roots share no block, however alike
 
 
-def filled_blocks(tokens: int, size: int) -> int:
+def padded_to_blocks(tokens: int, size: int) -> int:
     """Return `tokens` rounded up to whole blocks of `size` tokens."""
     return -(-tokens // size) * size
 
 
-def chained(before: bytes, tokens: Seq[int]) -> bytes:
+def chain_digest(before: bytes, tokens: Seq[int]) -> bytes:
     """Return the digest of a block: a 128-bit hash of its tokens and of all tokens before them."""
     return blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
-class Blocks:
+class BlockPool:
     """Block allocator of a paged KV cache: `count` blocks of `size` tokens, `free` of them used by no sequence."""
 
     def __init__(self, count: int, size: int) -> None:
@@ -52,8 +52,8 @@ class Blocks:
         self.refs = [0] * count  # for each block, how many sequences need it
         self._reserved = [0] * count
         self._digest: list[bytes | None] = [None] * count
-        self._useful = bytearray(count)
-        self._known: dict[bytes, int] = {}
+        self._recently_used = bytearray(count)
+        self._cached: dict[bytes, int] = {}
         self._hand = 0
 
     @property
@@ -61,257 +61,265 @@ class Blocks:
         """Return the number of blocks in use."""
         return self.count - self.free
 
-    def match(self, table: Table, tokens: Seq[int], limit: int) -> int:
+    def match(self, table: BlockTable, tokens: Seq[int], limit: int) -> int:
         """Fill an empty table with cached blocks of the longest prefix; return its tokens, at most `limit`."""
         assert not table.blocks, "only a new table can take cached blocks"
         digest = table.root
         for start in range(0, limit - self.size + 1, self.size):
-            digest = chained(digest, tokens[start : start + self.size])
-            block = self._known.get(digest)
+            digest = chain_digest(digest, tokens[start : start + self.size])
+            block = self._cached.get(digest)
             if block is None:
                 break
-            self._refer(block)
-            self._useful[block] = 1
+            self._add_ref(block)
+            self._recently_used[block] = 1
             table.blocks.append(block)
             table.digests.append(digest)
         return len(table.blocks) * self.size
 
-    def extend(self, table: Table, count: int, room: int) -> None:
-        """Append `count` free blocks to a table; `room` is how many it may need in the end."""
+    def extend(self, table: BlockTable, count: int, room: int) -> None:
+        """Append `count` free blocks to a table that may need `room` blocks in the end."""
         assert count <= self.free, "the caller looks first"
         while count:
             follower = table.blocks[-1] + 1 if table.blocks else self.count
-            if not (follower < self.count and self._fit(follower, table)):
-                follower = self._place(table, max(room, count))
-            self._give(table, follower)
+            if not (follower < self.count and self._is_available(follower, table)):
+                follower = self._allocate(table, max(room, count))
+            self._append(table, follower)
             count, room = count - 1, room - 1
 
-    def own(self, table: Table, index: int) -> tuple[int, int] | None:
-        """Make a table the only owner of its block `index` (copy on write); return the copy (from, to), or None."""
+    def make_writable(self, table: BlockTable, index: int) -> tuple[int, int] | None:
+        """Replace block `index` of a table by a copy if it is shared (copy on write); return (from, to), or None."""
         old = table.blocks[index]
         if self.refs[old] == 1:
             return None
         assert self.free, "the caller looks first"
-        scratch = Table()
-        self._give(scratch, self._place(scratch, 1))
+        scratch = BlockTable()
+        self._append(scratch, self._allocate(scratch, 1))
         self._reserve(scratch, range(0))
         table.blocks[index] = scratch.blocks[0]
-        self._drop(old)
+        self._drop_ref(old)
         return old, table.blocks[index]
 
-    def publish(self, table: Table, tokens: Seq[int], length: int) -> None:
+    def publish(self, table: BlockTable, tokens: Seq[int], length: int) -> None:
         """Add the full blocks of the first `length` tokens, whose keys and values are computed, to the prefix cache."""
         for index in range(len(table.digests), length // self.size):
             before = table.digests[-1] if table.digests else table.root
-            digest = chained(before, tokens[index * self.size : (index + 1) * self.size])
+            digest = chain_digest(before, tokens[index * self.size : (index + 1) * self.size])
             table.digests.append(digest)
             block = table.blocks[index]
-            if digest not in self._known and self._digest[block] is None:
-                self._known[digest], self._digest[block] = block, digest
+            if digest not in self._cached and self._digest[block] is None:
+                self._cached[digest], self._digest[block] = block, digest
 
-    def fork(self, table: Table) -> Table:
+    def fork(self, table: BlockTable) -> BlockTable:
+        """Return a second table that shares all blocks of a table."""
         for block in table.blocks:
-            self._refer(block)
-        return Table(list(table.blocks), list(table.digests), root=table.root)
+            self._add_ref(block)
+        return BlockTable(list(table.blocks), list(table.digests), root=table.root)
 
-    def release(self, table: Table) -> None:
+    def release(self, table: BlockTable) -> None:
         """Free a table's blocks; their content stays in the prefix cache until they are reused."""
         for block in table.blocks:
-            self._drop(block)
+            self._drop_ref(block)
         self._reserve(table, range(0))
         table.blocks.clear()
         table.digests.clear()
 
-    def _refer(self, block: int) -> None:
+    def _add_ref(self, block: int) -> None:
         self.free -= self.refs[block] == 0
         self.refs[block] += 1
 
-    def _drop(self, block: int) -> None:
+    def _drop_ref(self, block: int) -> None:
         self.refs[block] -= 1
         assert self.refs[block] >= 0
         self.free += self.refs[block] == 0
 
-    def _give(self, table: Table, block: int) -> None:
+    def _append(self, table: BlockTable, block: int) -> None:
         digest = self._digest[block]
         if digest is not None:
-            del self._known[digest]
+            del self._cached[digest]
             self._digest[block] = None
-        self._useful[block] = 0
-        self._refer(block)
+        self._recently_used[block] = 0
+        self._add_ref(block)
         table.blocks.append(block)
 
-    def _fit(self, block: int, table: Table) -> bool:
-        """Whether a block is free and reserved for no other sequence."""
+    def _is_available(self, block: int, table: BlockTable) -> bool:
+        """Return whether a block is free and reserved for no other sequence."""
         return self.refs[block] == 0 and self._reserved[block] == (block in table.reserved)
 
-    def _reserve(self, table: Table, blocks: range) -> None:
+    def _reserve(self, table: BlockTable, blocks: range) -> None:
         for block in table.reserved:
             self._reserved[block] -= 1
         for block in blocks:
             self._reserved[block] += 1
         table.reserved = blocks
 
-    def _place(self, table: Table, room: int) -> int:
+    def _allocate(self, table: BlockTable, room: int) -> int:
         """Return a free block with `room` free blocks behind it if there are any, and reserve them for the table."""
         self._reserve(table, range(0))
-        for _ in range(2):  # the first round passes over what was useful, and forgets that it was
-            start = self._run(room)
+        for _ in range(2):  # the first round passes over recently used blocks and clears their mark
+            start = self._find_run(room)
             if start is not None:
                 self._hand = (start + room) % self.count
                 self._reserve(table, range(start, start + room))
                 return start
-        free = [block for block in self._round() if self.refs[block] == 0]
+        free = [block for block in self._clock_order() if self.refs[block] == 0]
         block = next((block for block in free if not self._reserved[block]), free[0])
         self._hand = (block + 1) % self.count
         return block
 
-    def _run(self, length: int) -> int | None:
+    def _find_run(self, length: int) -> int | None:
         """Return the start of `length` consecutive blocks that are free and not reserved, or None."""
         found = 0
-        for block in self._round():
+        for block in self._clock_order():
             if block == 0:
                 found = 0
-            fits = self.refs[block] == 0 and not self._reserved[block] and not self._useful[block]
-            self._useful[block] = 0
+            fits = self.refs[block] == 0 and not self._reserved[block] and not self._recently_used[block]
+            self._recently_used[block] = 0
             found = found + 1 if fits else 0
             if found == length:
                 return block - length + 1
         return None
 
-    def _round(self) -> Iterable[int]:
+    def _clock_order(self) -> Iterable[int]:
         return chain(range(self._hand, self.count), range(self._hand))
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Tokens that are to be read."""
+    """The tokens of a sample or beam, and how far they are computed."""
 
-    tokens: list[int]  # all that are known; the owner appends
-    limit: int  # their number in the end, at most
-    scored: int  # of how many positions no logits are wanted, or have been given; below the number of tokens
-    width: int = 1  # how many sequences this may become by `fork`
-    owner: Any = None  # whoever gets the logits
-    source: int = 0  # first tokens that an encoder reads at once, padded to whole blocks; 0 without an encoder
-    order: tuple[int, ...] = ()  # those of lower order go first
-    read: int = 0  # how many tokens have their keys and values in the blocks
-    table: Table = field(default_factory=Table)
+    tokens: list[int]  # of prompt and answer; the owner appends
+    limit: int  # most tokens that it may have
+    num_scored: int  # first positions whose logits are not needed, or were returned; below the number of tokens
+    width: int = 1  # number of sequences that this may become by `fork`
+    owner: Any = None  # opaque to the scheduler; the engine's request
+    encoder_length: int = 0  # first tokens that an encoder reads at once, padded to whole blocks; 0 without an encoder
+    order: tuple[int, ...] = ()  # of arrival; lower ones are scheduled first
+    num_computed: int = 0  # first tokens whose keys and values are in the blocks
+    block_table: BlockTable = field(default_factory=BlockTable)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The tokens from `start` to `stop` of a sequence are read; logits are wanted of the last `wanted` ones."""
+class ScheduledChunk:
+    """Tokens [start, stop) of a sequence to compute, with logits of the last `num_logits`."""
 
     sequence: Sequence
     start: int
     stop: int
-    wanted: int
+    num_logits: int
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is read in one step, after these blocks were copied (from, to), in this order."""
+    """The chunks of one step, and the block copies (from, to) that come before them, in order."""
 
-    parts: Seq[Part]
+    chunks: Seq[ScheduledChunk]
     copies: Seq[tuple[int, int]] = ()
 
 
 class Scheduler:
-    """The sequences of an engine."""
+    """Chooses the chunks of each step, and admits and preempts sequences."""
 
-    def __init__(self, blocks: Blocks, *, step_tokens: int, max_running: int) -> None:
+    def __init__(self, blocks: BlockPool, *, step_tokens: int, max_running: int) -> None:
         self.blocks, self.step_tokens, self.max_running = blocks, step_tokens, max_running
-        self.running: list[Sequence] = []  # those with blocks, or with nothing to be read at the moment; in order
+        self.running: list[Sequence] = []  # admitted and not preempted, in order
         self.waiting: list[Sequence] = []  # the others, in order
-        self.preemptions = 0  # how often a sequence had to give its blocks up
-        self.reused = 0  # tokens whose keys and values were there already
-        self._numbers = 0
+        self.preemptions = 0
+        self.reused = 0  # tokens found in the prefix cache
+        self._num_added = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Take a sequence behind all others. It fits into the blocks alone."""
-        assert sequence.limit <= self.blocks.count * self.blocks.size and sequence.scored < len(sequence.tokens)
-        sequence.order = (self._numbers,)
-        self._numbers += 1
+        """Append a sequence, which must fit into the pool by itself."""
+        assert sequence.limit <= self.blocks.count * self.blocks.size and sequence.num_scored < len(sequence.tokens)
+        sequence.order = (self._num_added,)
+        self._num_added += 1
         self.waiting.append(sequence)
 
     def fork(self, sequence: Sequence, owner: Any) -> Sequence:
-        """A second sequence with the same tokens, and the same blocks where there are any; it goes right behind."""
-        self._numbers += 1
+        """Return a second sequence with the same tokens and shared blocks, scheduled right after the first."""
+        self._num_added += 1
         sequence.width = max(1, sequence.width - 1)
         twin = Sequence(
             list(sequence.tokens),
             sequence.limit,
-            sequence.scored,
+            sequence.num_scored,
             1,
             owner,
-            sequence.source,
-            (sequence.order[0], self._numbers),
-            table=Table(root=sequence.table.root),
+            sequence.encoder_length,
+            (sequence.order[0], self._num_added),
+            block_table=BlockTable(root=sequence.block_table.root),
         )
         if sequence in self.waiting:
             insort(self.waiting, twin, key=_order)
             return twin
-        twin.table, twin.read = self.blocks.fork(sequence.table), sequence.read
+        twin.block_table, twin.num_computed = self.blocks.fork(sequence.block_table), sequence.num_computed
         insort(self.running, twin, key=_order)
         return twin
 
     def remove(self, sequence: Sequence) -> None:
-        self.blocks.release(sequence.table)
+        """Drop a sequence and free its blocks."""
+        self.blocks.release(sequence.block_table)
         (self.running if sequence in self.running else self.waiting).remove(sequence)
 
     def plan(self) -> Plan:
-        """Choose what is read next; empty if there is nothing. `done` follows before anything else happens."""
+        """Choose the next step; empty if there is nothing to compute. Call `done` before any other method."""
         while True:
-            parts: list[Part] = []
+            chunks: list[ScheduledChunk] = []
             copies: list[tuple[int, int]] = []
-            budget = self._go_on(parts, copies)
+            budget = self._continue_running(chunks, copies)
             if budget is not None:
-                self._admit(budget, parts, copies)
+                self._admit(budget, chunks, copies)
             # Beams that wait for one another may hold the blocks that the last of them needs.
-            idle = [] if parts else [sequence for sequence in self.running if sequence.read == len(sequence.tokens)]
-            if not idle or (budget is not None and not any(map(_has_something_to_read, self.waiting))):
-                return Plan(parts, copies)
+            idle = (
+                []
+                if chunks
+                else [sequence for sequence in self.running if sequence.num_computed == len(sequence.tokens)]
+            )
+            if not idle or (budget is not None and not any(map(_needs_logits, self.waiting))):
+                return Plan(chunks, copies)
             self._preempt(idle[-1])
 
-    def _go_on(self, parts: list[Part], copies: list[tuple[int, int]]) -> int | None:
-        """Plan for those who run; how many tokens are left for others, None where blocks have run out."""
-        ready = [sequence for sequence in self.running if sequence.read < len(sequence.tokens)]
-        budget = self.step_tokens - sum(1 for sequence in ready if sequence.read == len(sequence.tokens) - 1)
+    def _continue_running(self, chunks: list[ScheduledChunk], copies: list[tuple[int, int]]) -> int | None:
+        """Plan the running sequences; return the tokens left for others, None if blocks have run out."""
+        ready = [sequence for sequence in self.running if sequence.num_computed < len(sequence.tokens)]
+        budget = self.step_tokens - sum(1 for sequence in ready if sequence.num_computed == len(sequence.tokens) - 1)
         for sequence in ready:
-            if not sequence.table.blocks:
-                break  # it was preempted by an older one just now, and so were all behind it
-            lacking = len(sequence.tokens) - sequence.read
+            if not sequence.block_table.blocks:
+                break  # an older one has just preempted it and all after it
+            lacking = len(sequence.tokens) - sequence.num_computed
             count = 1 if lacking == 1 else min(lacking, budget)
             if count <= 0:
                 continue
-            if not self._make_room(sequence, sequence.read + count, copies):
-                return None  # it is the youngest, and waits with what it has
+            if not self._make_room(sequence, sequence.num_computed + count, copies):
+                return None  # it is the youngest: it keeps its blocks and waits
             budget -= 0 if lacking == 1 else count
-            parts.append(self._part(sequence, count))
+            chunks.append(self._chunk(sequence, count))
         return budget
 
     def done(self, plan: Plan) -> None:
-        """The plan has been carried out."""
-        for part in plan.parts:
-            sequence = part.sequence
-            sequence.read = part.stop
-            sequence.scored = max(sequence.scored, part.stop)
-            if part.stop // self.blocks.size > len(sequence.table.digests):
-                self.blocks.publish(sequence.table, sequence.tokens, part.stop)
+        """Record that the plan was computed, and publish its full blocks."""
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            sequence.num_computed = chunk.stop
+            sequence.num_scored = max(sequence.num_scored, chunk.stop)
+            if chunk.stop // self.blocks.size > len(sequence.block_table.digests):
+                self.blocks.publish(sequence.block_table, sequence.tokens, chunk.stop)
 
-    def _part(self, sequence: Sequence, count: int) -> Part:
-        stop = sequence.read + count
-        return Part(sequence, sequence.read, stop, max(0, stop - max(sequence.read, sequence.scored)))
+    def _chunk(self, sequence: Sequence, count: int) -> ScheduledChunk:
+        stop = sequence.num_computed + count
+        return ScheduledChunk(
+            sequence, sequence.num_computed, stop, max(0, stop - max(sequence.num_computed, sequence.num_scored))
+        )
 
     def _lacking_blocks(self, sequence: Sequence, stop: int) -> int:
-        return -(-stop // self.blocks.size) - len(sequence.table.blocks)
+        return -(-stop // self.blocks.size) - len(sequence.block_table.blocks)
 
     def _writes_shared(self, sequence: Sequence) -> bool:
-        """Whether the next token goes into a block that others need too."""
-        index = sequence.read // self.blocks.size
-        return index < len(sequence.table.blocks) and self.blocks.refs[sequence.table.blocks[index]] > 1
+        """Return whether the next token goes into a block that other sequences share."""
+        index = sequence.num_computed // self.blocks.size
+        return index < len(sequence.block_table.blocks) and self.blocks.refs[sequence.block_table.blocks[index]] > 1
 
     def _make_room(self, sequence: Sequence, stop: int, copies: list[tuple[int, int]]) -> bool:
-        """Give a sequence blocks of its own for the tokens up to `stop`; younger ones may lose theirs."""
+        """Allocate blocks for the tokens up to `stop`, preempting younger sequences; False if that is not enough."""
         while True:
             lacking, shared = self._lacking_blocks(sequence, stop), self._writes_shared(sequence)
             if lacking + shared <= self.blocks.free:
@@ -319,55 +327,62 @@ class Scheduler:
             if self.running[-1] is sequence:
                 return False
             self._preempt(self.running[-1])
-        if shared and (copy := self.blocks.own(sequence.table, sequence.read // self.blocks.size)):
+        if shared and (
+            copy := self.blocks.make_writable(sequence.block_table, sequence.num_computed // self.blocks.size)
+        ):
             copies.append(copy)
         if lacking > 0:
-            self.blocks.extend(sequence.table, lacking, self._lacking_blocks(sequence, sequence.limit))
+            self.blocks.extend(sequence.block_table, lacking, self._lacking_blocks(sequence, sequence.limit))
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.blocks.release(sequence.table)
-        sequence.read = 0
+        self.blocks.release(sequence.block_table)
+        sequence.num_computed = 0
         insort(self.waiting, sequence, key=_order)
         self.preemptions += 1
 
-    def _admit(self, budget: int, parts: list[Part], copies: list[tuple[int, int]]) -> None:
-        """Let those who wait in, in order, as long as there is room for all that they have now."""
+    def _admit(self, budget: int, chunks: list[ScheduledChunk], copies: list[tuple[int, int]]) -> None:
+        """Admit waiting sequences in order while there are blocks for all their present tokens."""
         width = sum(sequence.width for sequence in self.running)
         while budget > 0:
-            sequence = next(filter(_has_something_to_read, self.waiting), None)
+            sequence = next(filter(_needs_logits, self.waiting), None)
             if sequence is None or self.running and width + sequence.width > self.max_running:
                 return
-            reused, source = self._reuse(sequence), filled_blocks(sequence.source, self.blocks.size)
+            reused, encoder_length = (
+                self._match_prefix(sequence),
+                padded_to_blocks(sequence.encoder_length, self.blocks.size),
+            )
             if self._lacking_blocks(sequence, len(sequence.tokens)) > self.blocks.free:
-                self.blocks.release(sequence.table)
+                self.blocks.release(sequence.block_table)
                 return
             self.waiting.remove(sequence)
             insort(self.running, sequence, key=_order)
-            sequence.read = reused
-            self.reused += reused - (source - sequence.source if reused else 0)
+            sequence.num_computed = reused
+            self.reused += reused - (encoder_length - sequence.encoder_length if reused else 0)
             width += sequence.width
             count = min(budget, len(sequence.tokens) - reused)
-            if reused < source:  # and the first token of the answer, of which alone there are logits
-                count = max(count, source + 1)
+            if reused < encoder_length:  # the encoder input at once, and the decoder's first token for its logits
+                count = max(count, encoder_length + 1)
             room = self._make_room(sequence, reused + count, copies)
-            assert room, "it was looked for"
+            assert room, "checked above"
             budget -= count
-            parts.append(self._part(sequence, count))
+            chunks.append(self._chunk(sequence, count))
 
-    def _reuse(self, sequence: Sequence) -> int:
-        """Begin with the blocks that are there already; how many tokens they hold. Of a text all, or none."""
-        reused = self.blocks.match(sequence.table, sequence.tokens, min(sequence.scored, len(sequence.tokens) - 1))
-        if reused < sequence.source:
-            self.blocks.release(sequence.table)
+    def _match_prefix(self, sequence: Sequence) -> int:
+        """Fill the table from the prefix cache; return the tokens found, of an encoder input all or none."""
+        reused = self.blocks.match(
+            sequence.block_table, sequence.tokens, min(sequence.num_scored, len(sequence.tokens) - 1)
+        )
+        if reused < sequence.encoder_length:
+            self.blocks.release(sequence.block_table)
             return 0
         return reused
 
 
-def _has_something_to_read(sequence: Sequence) -> bool:
-    """Whether logits are wanted of it; a beam that waits for others and has lost its blocks is not read for nothing."""
-    return sequence.scored < len(sequence.tokens)
+def _needs_logits(sequence: Sequence) -> bool:
+    """Return whether its logits are needed: a preempted beam that waits for others is not recomputed before."""
+    return sequence.num_scored < len(sequence.tokens)
 
 
 def _order(sequence: Sequence) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from megalith.distributed.watchdog import Watchdog
 from megalith.errors import MegalithError, PeerError
-from megalith.serve.engine import Engine, Stats, Ticket
+from megalith.serve.engine import Engine, RequestHandle, Stats
 from megalith.serve.request import Event, Finished, Request
 
 _IDLE_SECONDS = 0.5
@@ -57,7 +57,7 @@ class Answer:
             self.put(Finished("error", message, sample=sample))
 
     def cancel(self) -> None:
-        """Give its place to others; may be called at any time, and again."""
+        """Cancel the request. Safe to call at any time, and again."""
         if self._open:
             self._cancel(self)
 
@@ -73,8 +73,8 @@ class Worker:
         self._engine, self._loop = engine, asyncio.get_running_loop()
         self._blame = find_lost_peer or (lambda: None)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._answers: dict[Ticket, Answer] = {}
-        self._tickets: dict[Answer, Ticket] = {}
+        self._answers: dict[RequestHandle, Answer] = {}
+        self._handles: dict[Answer, RequestHandle] = {}
         self._sent = threading.Event()
         self._stats, self._failure = engine.stats(), self._loop.create_future()
         self.failure: str | None = None
@@ -82,39 +82,39 @@ class Worker:
         self._thread.start()
 
     async def submit(self, request: Request) -> Answer:
-        """Take a request; raises `RequestError`, `Busy`, or `WorkerFailed` where nothing can be served any more."""
+        """Submit a request; raises `RequestError`, `Busy`, or `WorkerFailed` where nothing can be served any more."""
         if self.failure is not None:
             raise WorkerFailed(self.failure)
-        taken: asyncio.Future[None] = self._loop.create_future()
+        accepted: asyncio.Future[None] = self._loop.create_future()
         answer = Answer(request, self._request_cancel)
 
         def submit() -> None:
             try:
-                ticket = self._engine.submit(request)
+                handle = self._engine.submit(request)
             except MegalithError as error:
-                self._tell(_settle, taken, error)
+                self._post(_settle, accepted, error)
             else:
-                self._answers[ticket], self._tickets[answer] = answer, ticket
-                self._tell(_settle, taken, None)
+                self._answers[handle], self._handles[answer] = answer, handle
+                self._post(_settle, accepted, None)
 
         self._inbox.put(submit)
         try:
-            await asyncio.wait({taken, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({accepted, self._failure}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             self._request_cancel(answer)
             raise
-        if not taken.done():
+        if not accepted.done():
             raise WorkerFailed(self._failure.result())
-        taken.result()
+        accepted.result()
         return answer
 
     def stats(self) -> Stats:
-        """The engine's counters after its last step."""
+        """Return the engine's counters after its last step."""
         return self._stats
 
     @property
     def full(self) -> bool:
-        """Whether one more request would be `Busy`, as far as the last step tells: without asking the engine."""
+        """True if one more request would be `Busy`, by the counters of the last step."""
         return self._stats.waiting >= self._engine.limits.waiting
 
     async def failed(self) -> str:
@@ -132,16 +132,16 @@ class Worker:
             answer.fail(message)
 
     def close(self) -> None:
-        """End the thread and let the other ranks go; one that has failed is not waited for."""
+        """End the thread and the loops of the other ranks; an engine that has failed is not waited for."""
         self._inbox.put(None)
         if self.failure is None:
             self._thread.join(timeout=10.0)
 
     def _request_cancel(self, answer: Answer) -> None:
         def cancel() -> None:
-            ticket = self._tickets.get(answer)
-            if ticket is not None:
-                self._engine.cancel(ticket)
+            handle = self._handles.get(answer)
+            if handle is not None:
+                self._engine.cancel(handle)
 
         self._inbox.put(cancel)
 
@@ -150,16 +150,16 @@ class Worker:
     def _work(self) -> None:
         try:
             while self._take_inbox():
-                found = [(self._answers[ticket], event) for ticket, event in self._engine.step()]
+                found = [(self._answers[handle], event) for handle, event in self._engine.step()]
                 self._stats = self._engine.stats()
                 if found:
                     for answer, event in found:
                         if isinstance(event, Finished):
                             answer.left -= 1
                             if not answer.left:
-                                del self._answers[self._tickets.pop(answer)]
+                                del self._answers[self._handles.pop(answer)]
                     self._sent.clear()
-                    self._tell(self._deliver, found)
+                    self._post(self._deliver, found)
                     if len(found) >= _MANY:
                         self._sent.wait(_SECONDS_TO_SEND)
             self._engine.close()
@@ -167,25 +167,25 @@ class Worker:
             self._fail(error)
 
     def _take_inbox(self) -> bool:
-        """Do what was asked; wait for it where there is nothing else to do. False at the end."""
+        """Execute the submitted commands, waiting for one if the engine is idle; return False at the end."""
         wait = not self._engine.has_work
         while True:
             try:
-                asked = self._inbox.get(timeout=_IDLE_SECONDS) if wait else self._inbox.get_nowait()
+                command = self._inbox.get(timeout=_IDLE_SECONDS) if wait else self._inbox.get_nowait()
             except queue.Empty:
                 return True
-            if asked is None:
+            if command is None:
                 return False
-            asked()
+            command()
             wait = False
 
     def _fail(self, error: BaseException) -> None:
         culprit = self._blame() if isinstance(error, PeerError) else None
-        self._tell(self.fail, culprit or str(error) or type(error).__name__)
+        self._post(self.fail, culprit or str(error) or type(error).__name__)
         if not isinstance(error, MegalithError):
             raise error
 
-    def _tell(self, what: Callable[..., None], *arguments: object) -> None:
+    def _post(self, what: Callable[..., None], *arguments: object) -> None:
         with suppress(RuntimeError):  # the event loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(what, *arguments)
 
@@ -197,13 +197,13 @@ class Worker:
         self._loop.call_soon(self._sent.set)  # behind those that wait for these events
 
 
-def _settle(taken: asyncio.Future[None], error: Exception | None) -> None:
-    if taken.done():
+def _settle(accepted: asyncio.Future[None], error: Exception | None) -> None:
+    if accepted.done():
         return
     if error is None:
-        taken.set_result(None)
+        accepted.set_result(None)
     else:
-        taken.set_exception(error)
+        accepted.set_exception(error)
 
 
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -214,7 +214,7 @@ _FOR_GOOD = ("dead", "left")
 
 
 async def look_after(watchdog: Watchdog, worker: Worker, patience: float = _PATIENCE_SECONDS) -> None:
-    """Have a worker fail when a rank is gone, or has been stopped or silent for `patience` seconds; returns then.
+    """Fail the worker, then return, when a rank is gone, or was stopped or silent for `patience` seconds.
 
     A broken connection is an error of the step that meets it. A process that is stopped (SIGSTOP, a debugger, a frozen
     container) keeps its connections and hangs every step, and a machine that is cut off says nothing: of these the

@@ -21,7 +21,7 @@ from megalith.nn.documents import Documents
 from megalith.nn.placement import Fused, Replicated, Split
 from megalith.optim import build_optimizer
 from megalith.serve.model_runner import ModelRunner
-from megalith.serve.runner import Batch, Piece
+from megalith.serve.runner import Batch, Chunk
 
 GPT2 = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=4, max_position_embeddings=24)
 LLAMA = dataclasses.replace(
@@ -112,7 +112,7 @@ def test_reading_through_the_cache_gives_the_same_logits(style: str, steps: tupl
         for size in steps:
             stop = start + size
             pieces = [
-                Piece(row[start:stop], start, where, wanted=size)
+                Chunk(row[start:stop], start, where, num_logits=size)
                 for row, where in zip(tokens.tolist(), blocks, strict=True)
             ]
             logits = runner.run(Batch(pieces)).unflatten(0, (3, size))

@@ -28,7 +28,7 @@ from megalith.nn.recompute import Recompute
 from megalith.nn.region import Solo
 from megalith.registry import Entry, Registered
 from megalith.serve.model_runner import PlainRunner, runner_of
-from megalith.serve.runner import Batch, Piece
+from megalith.serve.runner import Batch, Chunk
 
 ROWS = 24
 
@@ -198,9 +198,9 @@ def test_it_generates_by_full_passes() -> None:
     assert isinstance(runner, PlainRunner)
     runner.block_size, runner.cache = 4, type(runner.cache)(8, 4)
     row = tokens[0].tolist()
-    first = runner.run(Batch([Piece(row[:7], 0, [5, 2], wanted=2), Piece([3], 0, [0], wanted=0)]))
+    first = runner.run(Batch([Chunk(row[:7], 0, [5, 2], num_logits=2), Chunk([3], 0, [0], num_logits=0)]))
     torch.testing.assert_close(first, wanted[5:7])
-    rest = runner.run(Batch([Piece(row[7:], 7, [5, 6, 1])], copies=[(2, 6)]))
+    rest = runner.run(Batch([Chunk(row[7:], 7, [5, 6, 1])], copies=[(2, 6)]))
     torch.testing.assert_close(rest, wanted[11:])
 
 

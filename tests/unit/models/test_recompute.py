@@ -17,7 +17,7 @@ from megalith.models.transformer import Block
 from megalith.nn.recompute import Recompute
 from megalith.optim import build_optimizer
 from megalith.serve.model_runner import ModelRunner
-from megalith.serve.runner import Batch, Piece
+from megalith.serve.runner import Batch, Chunk
 
 GPT2 = ModelConfig(
     num_layers=5,
@@ -227,5 +227,5 @@ def test_evaluation_and_generation_compute_once_and_keep_a_cache() -> None:
     model(tokens[:, :-1], labels_BS=tokens[:, 1:]).mean().backward()
     runner = ModelRunner(model, 8, 4)
     runner._layers = None  # as where ranks share layers, so that the layers themselves are called
-    runner.run(Batch([Piece(tokens[0, :-1].tolist(), 0, range(8))]))
+    runner.run(Batch([Chunk(tokens[0, :-1].tolist(), 0, range(8))]))
     assert calls == [0, 1, 2, 3, 4] * 2

@@ -22,7 +22,7 @@ from megalith.nn.recompute import Recompute
 from megalith.nn.region import Solo
 from megalith.registry import Entry, Registered
 from megalith.serve.model_runner import ModelRunner
-from megalith.serve.runner import Batch, Piece
+from megalith.serve.runner import Batch, Chunk
 
 CONFIG = ModelConfig(
     num_layers=2,
@@ -74,8 +74,8 @@ def test_an_own_attention_generates_as_it_reads() -> None:
     with torch.no_grad():
         wanted = model(tokens)[0]
         runner = ModelRunner(model, 4, 4)
-        first = runner.run(Batch([Piece(tokens[0, :7].tolist(), 0, range(3))]))
-        rest = runner.run(Batch([Piece(tokens[0, 7:].tolist(), 7, range(3))]))
+        first = runner.run(Batch([Chunk(tokens[0, :7].tolist(), 0, range(3))]))
+        rest = runner.run(Batch([Chunk(tokens[0, 7:].tolist(), 7, range(3))]))
     torch.testing.assert_close(first[-1], wanted[6])
     torch.testing.assert_close(rest[-1], wanted[11])
 
@@ -187,8 +187,8 @@ def test_an_own_position_embedding_is_added_and_generates_as_it_reads() -> None:
         added = model.embedding(tokens, torch.arange(12)[None]).transpose(0, 1) - words
         torch.testing.assert_close(added, model.embedding.position_embeddings(torch.arange(12)[None]))  # type: ignore
         runner = ModelRunner(model, 4, 4)
-        first = runner.run(Batch([Piece(tokens[0, :7].tolist(), 0, range(3))]))
-        rest = runner.run(Batch([Piece(tokens[0, 7:].tolist(), 7, range(3))]))
+        first = runner.run(Batch([Chunk(tokens[0, :7].tolist(), 0, range(3))]))
+        rest = runner.run(Batch([Chunk(tokens[0, 7:].tolist(), 7, range(3))]))
     torch.testing.assert_close(first[-1], wanted[6])
     torch.testing.assert_close(rest[-1], wanted[11])
     model.region = type("Two", (Solo,), {"size": 2})()

@@ -11,7 +11,7 @@ from megalith.config import ModelConfig
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.models.t5 import T5
-from megalith.serve.engine import Engine, Ticket
+from megalith.serve.engine import Engine, RequestHandle
 from megalith.serve.request import Event, Request, Token
 
 VOCABULARY = 28
@@ -104,21 +104,21 @@ def full_forward(model: GPT, prompt: Sequence[int], count: int) -> tuple[list[in
 
 def collect(engine: Engine, requests: Sequence[Request], gaps: Sequence[int] = ()) -> list[list[Event]]:
     """The events of each request; before the one of index i there are gaps[i] steps."""
-    tickets: list[Ticket] = []
-    events: dict[Ticket, list[Event]] = {}
+    handles: list[RequestHandle] = []
+    events: dict[RequestHandle, list[Event]] = {}
 
     def step() -> None:
-        for ticket, event in engine.step():
-            events[ticket].append(event)
+        for handle, event in engine.step():
+            events[handle].append(event)
 
     for index, request in enumerate(requests):
         for _ in range(gaps[index] if index < len(gaps) else 0):
             step()
-        tickets.append(engine.submit(request))
-        events[tickets[-1]] = []
+        handles.append(engine.submit(request))
+        events[handles[-1]] = []
     while engine.has_work:
         step()
-    return [events[ticket] for ticket in tickets]
+    return [events[handle] for handle in handles]
 
 
 def tokens_of(events: Sequence[Event], sample: int = 0) -> list[int]:

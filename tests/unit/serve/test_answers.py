@@ -141,7 +141,7 @@ def test_samples_share_one_reading_of_the_text() -> None:
     run = engine.runner.run
 
     def counted(batch: Batch) -> torch.Tensor:
-        read.extend(piece.start < piece.source for piece in batch.pieces)
+        read.extend(chunk.start < chunk.encoder_length for chunk in batch.chunks)
         return run(batch)
 
     engine.runner.run = counted  # type: ignore[method-assign]
@@ -187,8 +187,8 @@ def test_beam_search_ends_with_the_best_of_its_hypotheses(penalty: float) -> Non
 
 def test_texts_and_answers_have_room_of_their_own() -> None:
     engine = _engine(answering_of("megatron"))
-    assert engine.context_length == CONTEXT and engine.room(CONTEXT) == CONTEXT
-    assert engine.room(CONTEXT + 2) == -2
+    assert engine.context_length == CONTEXT and engine.max_answer_tokens(CONTEXT) == CONTEXT
+    assert engine.max_answer_tokens(CONTEXT + 2) == -2
     events = list(engine.run(Request((3,) * CONTEXT, 99, GREEDY, stop_ids=())))
     assert len(tokens_of(events)) == CONTEXT and events[-1] == Finished("length")
     with pytest.raises(RequestError, match=f"{CONTEXT + 2} .*{CONTEXT}"):
@@ -196,7 +196,7 @@ def test_texts_and_answers_have_room_of_their_own() -> None:
     with pytest.raises(RequestError, match="this one answers it"):
         engine.submit(Request((3,), 1, prompt_logprobs=True))
     small = _engine(answering_of("megatron"), num_blocks=5)
-    assert small.context_length == 16 and small.room(16) == 3
+    assert small.context_length == 16 and small.max_answer_tokens(16) == 3
     assert len(tokens_of(list(small.run(Request((3,) * 16, 99, GREEDY, stop_ids=()))))) == 3
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.serve.engine import Engine, Limits
-from megalith.serve.model_runner import ModelRunner, packed, unpacked
+from megalith.serve.model_runner import ModelRunner, pack, unpack
 from megalith.serve.request import Beams, Busy, Finished, Request, RequestError, Sampling, Scores, Token
-from megalith.serve.runner import Batch, Piece
+from megalith.serve.runner import Batch, Chunk
 
 from ...fake_runner import FakeRunner
 from .models import CONTEXT, STYLES, VOCABULARY, Letters, collect, full_forward, model_of, text_of, tokens_of
@@ -207,11 +207,11 @@ def test_a_cancelled_request_leaves_no_trace() -> None:
     events = []
     while engine.has_work:
         events += engine.step()
-    assert [event for ticket, event in events if ticket is first and isinstance(event, Finished)] == [
+    assert [event for handle, event in events if handle is first and isinstance(event, Finished)] == [
         Finished("cancelled", sample=0),
         Finished("cancelled", sample=1),
     ]
-    assert sum(isinstance(event, Token) for ticket, event in events if ticket is second) >= 4
+    assert sum(isinstance(event, Token) for handle, event in events if handle is second) >= 4
     assert engine.stats().blocks_used == 0
 
 
@@ -345,19 +345,19 @@ def test_the_fake_runner_sees_whole_sequences(
         assert tokens_of(events, 0) == tokens_of(events, 1) == ids[len(request.prompt) :]
 
 
-PIECES = st.builds(
-    Piece,
+CHUNKS = st.builds(
+    Chunk,
     tokens=st.lists(st.integers(0, 99), min_size=1, max_size=5),
     start=st.integers(0, 50),
     blocks=st.lists(st.integers(0, 99), min_size=1, max_size=5),
-    wanted=st.integers(0, 1),
-    source=st.integers(0, 9),
+    num_logits=st.integers(0, 1),
+    encoder_length=st.integers(0, 9),
 )
 
 
-@given(st.lists(PIECES, max_size=4), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=3))
-def test_a_batch_survives_its_way_to_other_ranks(pieces: list[Piece], copies: list[tuple[int, int]]) -> None:
-    assert unpacked(packed(Batch(pieces, copies))) == Batch(pieces, copies)
+@given(st.lists(CHUNKS, max_size=4), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=3))
+def test_a_batch_survives_its_way_to_other_ranks(chunks: list[Chunk], copies: list[tuple[int, int]]) -> None:
+    assert unpack(pack(Batch(chunks, copies))) == Batch(chunks, copies)
 
 
 def test_the_context_of_the_small_models() -> None:

@@ -11,7 +11,7 @@ import torch
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.serve.model_runner import ModelRunner
-from megalith.serve.runner import Batch, Piece
+from megalith.serve.runner import Batch, Chunk
 
 from .models import GPT2, LLAMA, STYLES
 
@@ -31,11 +31,11 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "layer scaling": (GPT2, {"apply_query_key_layer_scaling": True}),
 }
 BATCHES = (
-    Batch([Piece([3, 1, 4, 1, 5], 0, [0, 1]), Piece([9, 2], 0, [5])]),
-    Batch([Piece([6], 5, [0, 1])]),  # one token of a sequence in one stretch
-    Batch([Piece([5], 2, [5]), Piece([3], 6, [0, 1])]),
-    Batch([Piece([5, 8, 9], 7, [0, 1, 4], wanted=3)]),
-    Batch([Piece([7], 10, [0, 1, 4])]),  # its blocks do not follow one another
+    Batch([Chunk([3, 1, 4, 1, 5], 0, [0, 1]), Chunk([9, 2], 0, [5])]),
+    Batch([Chunk([6], 5, [0, 1])]),  # one token of a sequence in one stretch
+    Batch([Chunk([5], 2, [5]), Chunk([3], 6, [0, 1])]),
+    Batch([Chunk([5, 8, 9], 7, [0, 1, 4], num_logits=3)]),
+    Batch([Chunk([7], 10, [0, 1, 4])]),  # its blocks do not follow one another
 )
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.serve.request import Sampling
-from megalith.serve.sampler import Row, choose, scores
+from megalith.serve.sampler import Row, choose_tokens, score_tokens
 
 GREEDY = Sampling(temperature=0.0)
 LOGITS = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64))
@@ -24,14 +24,14 @@ def _row(sampling: Sampling, uniform: float = 0.5, answer: tuple[int, ...] = (),
 
 
 def _chosen(logits: Tensor, *rows: Row) -> list[int]:
-    return [choice.token for choice in choose(logits.expand(len(rows), -1), rows)]
+    return [choice.token for choice in choose_tokens(logits.expand(len(rows), -1), rows)]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(top_k=2), Sampling(top_p=0.5)])
 def test_a_diverged_model_is_named_for_those_whom_it_concerns(bad: float, sampling: Sampling) -> None:
     logits = torch.tensor([[0.0, bad, 1.0], [0.0, -math.inf, 9.0], [-math.inf] * 3])
-    first, second, third = choose(logits, [_row(sampling)] * 3)
+    first, second, third = choose_tokens(logits, [_row(sampling)] * 3)
     assert "logits are not finite" in first.problem and "earlier iteration" in first.problem
     assert (second.token, second.problem) == (2, "")
     assert third.problem
@@ -131,18 +131,18 @@ def test_a_row_is_chosen_as_it_is_alone(samplings: list[Sampling], seed: int) ->
         Row(sampling, chance.random(), (1, 2), tuple(chance.choices(range(500), k=index)), logprobs=index or None)
         for index, sampling in enumerate(samplings)
     ]
-    together = choose(logits, rows)
+    together = choose_tokens(logits, rows)
     for index, row in enumerate(rows):
-        (alone,) = choose(logits[index : index + 1], [row])
+        (alone,) = choose_tokens(logits[index : index + 1], [row])
         assert alone == together[index]
 
 
 def test_log_probabilities_are_those_of_the_model() -> None:
-    ((own, top),) = scores(LOGITS[None] + 3.0, [2], 2)
+    ((own, top),) = score_tokens(LOGITS[None] + 3.0, [2], 2)
     assert own == pytest.approx(math.log(0.15))
     assert [token for token, _ in top] == [0, 1]
     assert [value for _, value in top] == pytest.approx([math.log(0.5), math.log(0.3)])
-    (choice,) = choose(LOGITS[None], [Row(Sampling(temperature=9.0, banned=(0,)), 0.0, (0,), (), logprobs=1)])
+    (choice,) = choose_tokens(LOGITS[None], [Row(Sampling(temperature=9.0, banned=(0,)), 0.0, (0,), (), logprobs=1)])
     assert choice.logprob == pytest.approx(math.log(0.3)), "before temperature and bans"
 
 

@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalith.serve.scheduler import Blocks, Plan, Scheduler, Sequence, Table
+from megalith.serve.scheduler import BlockPool, BlockTable, Plan, Scheduler, Sequence
 
 MANY = settings(max_examples=300, deadline=None)
 
@@ -42,32 +42,32 @@ class World:
         self.check()
         if first is not None:
             # The oldest gets on, unless sure single tokens of others leave no room for its prompt.
-            reads = any(part.sequence is first for part in plan.parts)
-            assert reads or len(plan.parts) >= self.scheduler.step_tokens, "the oldest waits"
+            reads = any(chunk.sequence is first for chunk in plan.chunks)
+            assert reads or len(plan.chunks) >= self.scheduler.step_tokens, "the oldest waits"
         self.scheduler.done(plan)
-        for part in plan.parts:
-            if part.sequence.read == len(part.sequence.tokens):
-                assert part.wanted, "logits of the last token"
-                self._answer(part.sequence)
+        for chunk in plan.chunks:
+            if chunk.sequence.num_computed == len(chunk.sequence.tokens):
+                assert chunk.num_logits, "logits of the last token"
+                self._answer(chunk.sequence)
         return plan
 
     def _obey(self, plan: Plan) -> None:
         size = self.scheduler.blocks.size
-        chunks = [part.stop - part.start for part in plan.parts]
-        assert sum(count for count in chunks if count > 1) <= self.scheduler.step_tokens
-        assert len({id(part.sequence) for part in plan.parts}) == len(plan.parts)
+        lengths = [chunk.stop - chunk.start for chunk in plan.chunks]
+        assert sum(count for count in lengths if count > 1) <= self.scheduler.step_tokens
+        assert len({id(chunk.sequence) for chunk in plan.chunks}) == len(plan.chunks)
         for source, target in plan.copies:
             self.memory[target] = list(self.memory[source])
-        for part in plan.parts:
-            table = part.sequence.table.blocks
-            for position in range(part.start, part.stop):
+        for chunk in plan.chunks:
+            table = chunk.sequence.block_table.blocks
+            for position in range(chunk.start, chunk.stop):
                 block = table[position // size]
                 assert self.scheduler.blocks.refs[block] == 1, "written to by one only"
-                self.memory[block][position % size] = part.sequence.tokens[position]
-        for part in plan.parts:
-            table = part.sequence.table.blocks
-            seen = [self.memory[table[p // size]][p % size] for p in range(part.stop)]
-            assert seen == part.sequence.tokens[: part.stop]
+                self.memory[block][position % size] = chunk.sequence.tokens[position]
+        for chunk in plan.chunks:
+            table = chunk.sequence.block_table.blocks
+            seen = [self.memory[table[p // size]][p % size] for p in range(chunk.stop)]
+            assert seen == chunk.sequence.tokens[: chunk.stop]
 
     def _answer(self, sequence: Sequence) -> None:
         twins = [self.scheduler.fork(sequence, None) for _ in range(sequence.width - 1)]
@@ -86,7 +86,7 @@ class World:
         blocks = self.scheduler.blocks
         needed = [0] * blocks.count
         for sequence in self.open:
-            for block in sequence.table.blocks:
+            for block in sequence.block_table.blocks:
                 needed[block] += 1
         assert blocks.refs == needed
         assert blocks.free == needed.count(0)
@@ -103,7 +103,7 @@ class World:
 
 
 def _world(count: int = 8, size: int = 4, step_tokens: int = 16, running: int = 8, seed: int = 0) -> World:
-    return World(Scheduler(Blocks(count, size), step_tokens=step_tokens, max_running=running), Random(seed))
+    return World(Scheduler(BlockPool(count, size), step_tokens=step_tokens, max_running=running), Random(seed))
 
 
 @MANY
@@ -141,8 +141,8 @@ def test_a_prompt_that_was_read_is_not_read_again() -> None:
     world.add([0, 1] * 5, 1, 1)
     world.finish()
     world.add([0, 1] * 5 + [1], 1, 1)
-    (part,) = world.step().parts
-    assert (part.start, part.stop, part.wanted) == (8, 11, 1)
+    (chunk,) = world.step().chunks
+    assert (chunk.start, chunk.stop, chunk.num_logits) == (8, 11, 1)
     assert world.scheduler.reused == 8
 
 
@@ -150,16 +150,16 @@ def test_the_last_token_is_always_read() -> None:
     world = _world()
     for _ in range(2):
         world.add([0, 1] * 4, 1, 1)
-        parts = world.step().parts
-    assert (parts[0].start, parts[0].stop) == (4, 8)
+        chunks = world.step().chunks
+    assert (chunks[0].start, chunks[0].stop) == (4, 8)
 
 
 def test_scored_prompts_are_read_whole() -> None:
     world = _world()
     for _ in range(2):
         world.add([0, 1] * 4, 1, 1, scored=0)
-        (part,) = world.step().parts
-        assert (part.start, part.stop, part.wanted) == (0, 8, 8)
+        (chunk,) = world.step().chunks
+        assert (chunk.start, chunk.stop, chunk.num_logits) == (0, 8, 8)
 
 
 def test_answers_go_on_while_a_long_prompt_is_read_in_chunks() -> None:
@@ -169,7 +169,7 @@ def test_answers_go_on_while_a_long_prompt_is_read_in_chunks() -> None:
     world.add([5] * 40, 1, 1)
     counts = []
     while world.open:
-        counts.append([part.stop - part.start for part in world.step().parts])
+        counts.append([chunk.stop - chunk.start for chunk in world.step().chunks])
     assert counts[:7] == [[1, 7], [1, 7], [1, 7], [1, 7], [1, 7], [1, 5], [1]]
     assert len(short.tokens) == 23
 
@@ -185,7 +185,7 @@ def test_the_youngest_gives_way_and_comes_back() -> None:
 def test_first_come_first_served() -> None:
     world = _world(running=2)
     sequences = [world.add([index] * 4, 1, 1) for index in range(5)]
-    order = [[sequences.index(part.sequence) for part in world.step().parts] for _ in range(3)]
+    order = [[sequences.index(chunk.sequence) for chunk in world.step().chunks] for _ in range(3)]
     assert order == [[0, 1], [2, 3], [4]]
 
 
@@ -194,16 +194,16 @@ def test_twins_share_what_they_have_read_and_part_where_they_write() -> None:
     first = world.add([1] * 6, 4, 3)
     world.step()
     one, two, three = world.open
-    assert one is first and one.table.blocks == two.table.blocks == three.table.blocks
+    assert one is first and one.block_table.blocks == two.block_table.blocks == three.block_table.blocks
     plan = world.step()
     assert len(plan.copies) == 2, "the last one keeps the block"
-    assert len({one.table.blocks[1], two.table.blocks[1], three.table.blocks[1]}) == 3
-    assert one.table.blocks[0] == two.table.blocks[0] == three.table.blocks[0]
+    assert len({one.block_table.blocks[1], two.block_table.blocks[1], three.block_table.blocks[1]}) == 3
+    assert one.block_table.blocks[0] == two.block_table.blocks[0] == three.block_table.blocks[0]
 
 
 def test_a_sequence_grows_in_one_stretch_while_there_is_room() -> None:
-    blocks = Blocks(32, 4)
-    tables = [Table() for _ in range(3)]
+    blocks = BlockPool(32, 4)
+    tables = [BlockTable() for _ in range(3)]
     for _ in range(8):
         for table in tables:
             blocks.extend(table, 1, 8 - len(table.blocks))
@@ -212,13 +212,13 @@ def test_a_sequence_grows_in_one_stretch_while_there_is_room() -> None:
 
 
 def test_what_is_useful_outlives_what_is_not() -> None:
-    blocks = Blocks(8, 1)
-    shared = Table()
+    blocks = BlockPool(8, 1)
+    shared = BlockTable()
     blocks.extend(shared, 2, 2)
     blocks.publish(shared, [7, 8], 2)
     blocks.release(shared)
     for number in range(20):
-        again, other = Table(), Table()
+        again, other = BlockTable(), BlockTable()
         assert blocks.match(again, [7, 8, 9], 2) == 2, f"lost in round {number}"
         blocks.release(again)
         blocks.extend(other, 3, 3)
@@ -233,11 +233,13 @@ def test_those_who_wait_for_one_another_do_not_keep_the_blocks_that_the_last_one
         told: list[Sequence] = []
         while len(told) < len(beams):
             plan = world.scheduler.plan()
-            assert plan.parts, "all wait"
+            assert plan.chunks, "all wait"
             world._obey(plan)
             world.check()
             world.scheduler.done(plan)
-            told += [part.sequence for part in plan.parts if part.wanted and part.stop == len(part.sequence.tokens)]
+            told += [
+                chunk.sequence for chunk in plan.chunks if chunk.num_logits and chunk.stop == len(chunk.sequence.tokens)
+            ]
         assert len({id(beam) for beam in told}) == len(told)
         for beam in beams:
             beam.tokens.append(5)

@@ -49,8 +49,8 @@ def test_fewer_threads_where_they_are_clearly_faster(seconds: dict[int, float], 
 
 def test_a_text_stands_before_each_token_where_there_is_an_encoder() -> None:
     runner = FakeRunner()
-    pieces = decoding_step(runner, encodes=True).pieces
-    assert len(pieces) == 8 and all(piece.source == 1 and piece.start == runner.block_size for piece in pieces)
+    chunks = decoding_step(runner, encodes=True).chunks
+    assert len(chunks) == 8 and all(chunk.encoder_length == 1 and chunk.start == runner.block_size for chunk in chunks)
 
 
 def test_long_steps_have_all_threads_and_are_not_repeated() -> None:

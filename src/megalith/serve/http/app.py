@@ -35,7 +35,7 @@ _PAGE = {
 
 
 def build_app(service: Service, defaults: Defaults | None = None) -> App:
-    """Everything that the server answers, as one ASGI application."""
+    """Return everything that the server answers, as one ASGI application."""
     api = FastAPI(title="Megalith", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     for kind in (ApiError, HTTPException, MegalithError, Exception):
         api.add_exception_handler(kind, _error_response)
@@ -72,11 +72,11 @@ def _add_openai(api: FastAPI, service: Service) -> None:
         _check_model(service, body.model)
         if body.stream_options is not None and not body.stream:
             raise refusal("stream_options", "needs stream: true")
-        made = await openai.plan(service, body)
+        plan = await openai.plan(service, body)
         if not body.stream:
-            return _Json(await made.whole(request.receive))
-        answers = await openai.submit_all(service, made.requests)
-        return EventStream(service, made.pieces(merged(service, answers)), answers)
+            return _Json(await plan.whole(request.receive))
+        answers = await openai.submit_all(service, plan.requests)
+        return EventStream(service, plan.chunks(merged(service, answers)), answers)
 
     async def complete(request: Request) -> Response:
         return await answer(validated(CompletionRequest, await _json(request)), request)
@@ -154,7 +154,7 @@ def _add_description(api: FastAPI) -> None:
 
 
 def describe(api: FastAPI) -> dict[str, Any]:
-    """The OpenAPI description, with the parts that requests are made of."""
+    """Return the OpenAPI description, with the schemas of nested request objects."""
     described = api.openapi()
     schemas = described.setdefault("components", {}).setdefault("schemas", {})
     for kind in (CompletionRequest, ChatRequest):
@@ -175,7 +175,7 @@ class _Json(JSONResponse):
 
 
 async def _json(request: Request) -> Any:
-    """What the body says; a large one is read in a thread."""
+    """Parse the body of a request, a large one in a thread; `ApiError` 400 if it is not valid JSON."""
     body = await request.body()
     try:
         return read_json(body) if len(body) < 65536 else await asyncio.to_thread(read_json, body)

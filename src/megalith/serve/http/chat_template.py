@@ -67,7 +67,7 @@ _EXTENSIONS = ("jinja2.ext.loopcontrols", _Answers)
 
 
 def template_beside(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template in the folder of a tokenizer, None if it has none."""
+    """Return the chat template in the folder of a tokenizer, or None."""
     folder = _folder(tokenizer)
     if folder is None:
         return None
@@ -96,7 +96,7 @@ def stop_ids_beside(tokenizer: Tokenizer, template: ChatTemplate | None = None) 
 
 
 def _ends_of_turn(tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
-    """The special tokens that a template writes behind what an assistant says."""
+    """Return the special tokens that a template writes after an assistant's message."""
     if template is None:
         return []
     dialogue = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARK}]
@@ -110,7 +110,7 @@ def _ends_of_turn(tokenizer: Tokenizer, template: ChatTemplate | None) -> list[i
 
 
 def read_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of a file, with the special tokens of the tokenizer."""
+    """Return the template of a file, with the special tokens of the tokenizer."""
     try:
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -124,7 +124,7 @@ def _folder(tokenizer: Tokenizer) -> Path | None:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """bos_token and its like, by name; where two files differ, as the configuration says."""
+    """Return the texts of `bos_token` and its like by name; where the two files differ, tokenizer_config.json wins."""
     found = {}
     for name, token in (_object(folder / _SPECIAL) | _object(folder / _CONFIG)).items():
         token = token.get("content") if isinstance(token, dict) else token
@@ -150,7 +150,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers', which the templates are written for: without the escapes of HTML."""
+    """Serialise a value as transformers' filter of this name does: without HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

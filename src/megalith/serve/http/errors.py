@@ -42,7 +42,7 @@ def read_json(body: bytes) -> Any:
 
 
 def _check_size(body: bytes) -> None:
-    """See that there is not too much in a body."""
+    """Raise `BadJson` if a body has too many values, texts or containers, or is nested too deeply."""
     without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if without_escapes.count(b'"') > 2 * MAX_TEXTS:
         raise BadJson(f"the body has more than {MAX_TEXTS} texts and names")
@@ -57,7 +57,7 @@ def _check_size(body: bytes) -> None:
 
 
 def _depth(brackets: bytes) -> int:
-    """How deeply brackets are nested, counted until it is too deep."""
+    """Return the nesting depth of brackets, or the first depth that is too great."""
     depth = deepest = 0
     for byte in brackets:
         depth += 1 if byte in b"[{" else -1
@@ -82,7 +82,9 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def printable(text: str, length: int = 80) -> str:
-    """A client's text as it may stand in a message or a log line: one line, ASCII, no control characters, bounded."""
+    """Return a client's text for a message or a log line: one line, ASCII, no control characters, at most `length`
+    characters.
+    """
     shown = text[:length].encode("ascii", "backslashreplace").decode()
     shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in shown)
     return shown if len(text) <= length else f"{shown}..."
@@ -108,17 +110,17 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer. `message` stands outside too, where Megatron's client reads it."""
+        """JSON object of the answer. `message` is also at the top level, where Megatron's client reads it."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         inner = {"message": self.message, "type": kind, "param": self.field, "code": self.code}
         return {"error": inner, "message": self.message}
 
     @property
     def content(self) -> bytes:
-        """The bytes of the answer: ASCII, so that nothing a client sent can break them."""
+        """Body of the answer in ASCII, so that nothing a client sent can break it."""
         return json.dumps(self.body).encode("ascii")
 
 
 def refusal(field: str, rule: str, code: str = "invalid_value") -> ApiError:
-    """The error for a field of a request whose value cannot be served."""
+    """Return the error 400 for a field of a request whose value is not accepted."""
     return ApiError(400, f"{field}: {rule}", field, code)

@@ -106,7 +106,7 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _headers(self, scope: MutableMapping[str, Any]) -> dict[bytes, bytes]:
-        """The headers by name."""
+        """Return the headers by lower-case name."""
         raw, limits = scope["headers"], self._settings.limits
         if len(raw) > limits.headers or sum(len(name) + len(value) for name, value in raw) > limits.header_bytes:
             raise ApiError(431, f"more than {limits.headers} headers, or {limits.header_bytes} bytes of them")
@@ -183,7 +183,7 @@ class Guard:
             raise ApiError(415, "Content-Encoding is not supported; send the JSON as it is", "content-encoding")
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """The body, within its bounds."""
+        """Read the body, at most `body_bytes` of it."""
         limit, deadline = self._settings.limits.body_bytes, time.monotonic() + self._settings.limits.body_seconds
         too_long = ApiError(413, f"the body is longer than {limit} bytes, the limit of --max-body-bytes")
         length = headers.get(b"content-length", b"0")
@@ -205,7 +205,7 @@ class Guard:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body that was read, and then what the connection has to say."""
+    """Return a `receive` that replays the body read so far, then continues with the connection."""
     pending = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:
@@ -215,7 +215,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _has_body(scope: MutableMapping[str, Any]) -> bool:
-    """Whether the request says that a body follows."""
+    """Return whether the request announces a body."""
     return any(
         name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0"))
         for name, value in scope["headers"]
@@ -223,7 +223,7 @@ def _has_body(scope: MutableMapping[str, Any]) -> bool:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of one length for all keys, so that comparing them does not tell their lengths."""
+    """Hash a key to a fixed length, so that a comparison does not tell its length."""
     return hashlib.sha256(key).digest()
 
 

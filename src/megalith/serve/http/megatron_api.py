@@ -157,59 +157,61 @@ class _Given:
         return int(value)
 
     def number(self, name: str, default: float, text: str, kinds: tuple[type, ...]) -> Any:
-        """A number of one of these types: Megatron takes 1 for a temperature, but not for a top_p."""
+        """Return a number of one of these types: Megatron accepts 1 for a temperature, but not for a top_p."""
         value = self.found.get(name, default)
         self.check(type(value) in kinds, name, text)
         self.check(abs(value) < 1e300, name, text)
         return value
 
 
-async def answer(service: Service, asked: ApiRequest, defaults: Defaults, receive: Receive) -> dict[str, Any]:
+async def answer(service: Service, body: ApiRequest, defaults: Defaults, receive: Receive) -> dict[str, Any]:
     """Return the JSON of the answer."""
-    requests = await _requests(service, asked, defaults)
-    if asked.beam_width is not None:
+    requests = await _requests(service, body, defaults)
+    if body.beam_width is not None:
         (found,) = await service.collect([await service.submit(requests[0], _field)], receive)
-        return _beams(service, requests[0], found.beams or Beams((), ()))
+        return _beam_response(service, requests[0], found.beams or Beams((), ()))
     taken = await submit_all(service, requests, _field)
     streams: list[AsyncIterator[Event]] | None = None
-    if asked.stop_on_double_eol and (newline := _only_id(service.tokenizer, "\n")) is not None:
+    if body.stop_on_double_eol and (newline := _only_id(service.tokenizer, "\n")) is not None:
         streams = [
-            _until_two(given, newline, service.before(request.prompt))
+            _until_double_eol(given, newline, service.token_before_answer(request.prompt))
             for given, request in zip(taken, requests, strict=True)
         ]
-    return _texts(service, asked, requests, await service.collect(taken, receive, streams))
+    return _text_response(service, body, requests, await service.collect(taken, receive, streams))
 
 
-async def _requests(service: Service, asked: ApiRequest, defaults: Defaults) -> list[Request]:
-    """One request for each prompt. All texts end at one length, that of the longest prompt and its answer."""
+async def _requests(service: Service, body: ApiRequest, defaults: Defaults) -> list[Request]:
+    """Return one request for each prompt. All texts end at one length, that of the longest prompt and its answer."""
     answers = service.encoder_input is not None
-    if answers and asked.add_BOS:
+    if answers and body.add_BOS:
         raise refusal("add_BOS", "the model answers the prompt, which begins no document")
-    beginning = (service.tokenizer.eod,) if asked.add_BOS else ()
-    prompts = [beginning + await service.encode(text, "prompts") for text in asked.prompts]
+    beginning = (service.tokenizer.eod,) if body.add_BOS else ()
+    prompts = [beginning + await service.encode(text, "prompts") for text in body.prompts]
     if not all(prompts):
         raise refusal("prompts", "one of them has no tokens")
-    longest, tokens = max(prompts, key=len), asked.tokens_to_generate
-    if defaults.length is not None and not asked.says_length:
-        tokens = min(defaults.length, service.room(longest)) if answers else defaults.length - len(longest)
+    longest, tokens = max(prompts, key=len), body.tokens_to_generate
+    if defaults.length is not None and not body.says_length:
+        tokens = min(defaults.length, service.max_answer_tokens(longest)) if answers else defaults.length - len(longest)
         tokens = max(1, tokens)
     length = len(longest) + tokens
-    if tokens > service.room(longest):
-        said = "Length of prompt + tokens_to_generate longer than allowed"
-        if asked.beam_width is not None:
-            said = "context length + tokens_to_generate too large"
-        field = "prompts" if service.room(longest) <= 0 else "tokens_to_generate"
+    if tokens > service.max_answer_tokens(longest):
+        message = "Length of prompt + tokens_to_generate longer than allowed"
+        if body.beam_width is not None:
+            message = "context length + tokens_to_generate too large"
+        field = "prompts" if service.max_answer_tokens(longest) <= 0 else "tokens_to_generate"
         numbers = f"{len(longest)} + {tokens} > {service.context_length} tokens"
         if answers:
             numbers = f"{len(longest)} > {service.context_length} tokens"
             if field != "prompts":
-                numbers = f"{tokens} > {service.room(longest)} tokens of an answer"
-        raise ApiError(400, f"{said} ({numbers})", field, "context_length_exceeded")
+                numbers = f"{tokens} > {service.max_answer_tokens(longest)} tokens of an answer"
+        raise ApiError(400, f"{message} ({numbers})", field, "context_length_exceeded")
     if defaults.max_tokens is not None and len(prompts) * length > defaults.max_tokens:
-        said = f"Too many tokens.  {len(prompts) * length} is greater than {defaults.max_tokens}"
-        raise ApiError(400, f"{said}; prompts x length is bounded by --max-tokens-to-oom", "prompts", "too_many_tokens")
-    stop_ids, sampling = _stop_ids(service.tokenizer, asked), _sampling(service.tokenizer, asked)
-    first_seed = service.next_seed() if asked.random_seed < 0 else asked.random_seed
+        message = f"Too many tokens.  {len(prompts) * length} is greater than {defaults.max_tokens}"
+        raise ApiError(
+            400, f"{message}; prompts x length is bounded by --max-tokens-to-oom", "prompts", "too_many_tokens"
+        )
+    stop_ids, sampling = _stop_ids(service.tokenizer, body), _sampling(service.tokenizer, body)
+    first_seed = service.next_seed() if body.random_seed < 0 else body.random_seed
     return [
         Request(
             prompt=prompt,
@@ -217,39 +219,39 @@ async def _requests(service: Service, asked: ApiRequest, defaults: Defaults) -> 
             sampling=sampling,
             seed=None if first_seed is None else first_seed + number,  # equal prompts are to differ
             stop_ids=stop_ids,
-            logprobs=0 if asked.logprobs and asked.beam_width is None else None,
-            prompt_logprobs=asked.logprobs and asked.beam_width is None and not answers,
-            beam_width=asked.beam_width,
-            length_penalty=asked.length_penalty,
+            logprobs=0 if body.logprobs and body.beam_width is None else None,
+            prompt_logprobs=body.logprobs and body.beam_width is None and not answers,
+            beam_width=body.beam_width,
+            length_penalty=body.length_penalty,
         )
         for number, prompt in enumerate(prompts)
     ]
 
 
-def _sampling(tokenizer: Tokenizer, asked: ApiRequest) -> Sampling:
+def _sampling(tokenizer: Tokenizer, body: ApiRequest) -> Sampling:
     colon, newline = _only_id(tokenizer, ":"), _only_id(tokenizer, "\n")
-    bans = asked.prevent_newline_after_colon and colon is not None and newline is not None
+    bans = body.prevent_newline_after_colon and colon is not None and newline is not None
     return Sampling(
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-        top_p_decay=asked.top_p_decay,
-        top_p_bound=asked.top_p_bound,
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        top_p_decay=body.top_p_decay,
+        top_p_bound=body.top_p_bound,
         banned_after=((colon, newline),) if bans else (),  # type: ignore[arg-type]
     )
 
 
-def _stop_ids(tokenizer: Tokenizer, asked: ApiRequest) -> tuple[int, ...] | None:
-    """What ends a text. As in Megatron a line's end then counts in place of the document's."""
-    if asked.beam_width is not None:
-        known = asked.stop_token < tokenizer.vocab_size
-        if not known and asked.stop_token != DEFAULT_STOP_TOKEN:
-            rule = f"stop_token {asked.stop_token} is not below the vocabulary size {tokenizer.vocab_size}"
+def _stop_ids(tokenizer: Tokenizer, body: ApiRequest) -> tuple[int, ...] | None:
+    """Return the ids that end a text; as in Megatron, those of a line end replace the end of a document."""
+    if body.beam_width is not None:
+        known = body.stop_token < tokenizer.vocab_size
+        if not known and body.stop_token != DEFAULT_STOP_TOKEN:
+            rule = f"stop_token {body.stop_token} is not below the vocabulary size {tokenizer.vocab_size}"
             raise ApiError(400, rule, "stop_token", "invalid_value")
-        return (asked.stop_token if known else tokenizer.eod,)
-    if asked.stop_on_double_eol:
+        return (body.stop_token if known else tokenizer.eod,)
+    if body.stop_on_double_eol:
         ends = [_only_id(tokenizer, "\n\n")]
-    elif asked.stop_on_eol:
+    elif body.stop_on_eol:
         ends = [_only_id(tokenizer, "\n\n"), _only_id(tokenizer, "\n")]
     else:
         return None
@@ -257,7 +259,7 @@ def _stop_ids(tokenizer: Tokenizer, asked: ApiRequest) -> tuple[int, ...] | None
 
 
 def _only_id(tokenizer: Tokenizer, text: str) -> int | None:
-    """The id of a text that is one token; None if it is several, or none."""
+    """Return the id of a text that is a single token, else None."""
     try:
         ids = tokenizer.encode(text)
     except DataError:  # NullTokenizer takes numbers only
@@ -265,7 +267,7 @@ def _only_id(tokenizer: Tokenizer, text: str) -> int | None:
     return ids[0] if len(ids) == 1 else None
 
 
-async def _until_two(answer: Answer, token: int, before: int | None) -> AsyncIterator[Event]:
+async def _until_double_eol(answer: Answer, token: int, before: int | None) -> AsyncIterator[Event]:
     """Yield the events of an answer up to where a token comes twice in a row (two ends of lines), `before` included."""
     async for event in answer:
         yield event
@@ -277,30 +279,30 @@ async def _until_two(answer: Answer, token: int, before: int | None) -> AsyncIte
             before = event.id
 
 
-def _continued(service: Service, request: Request) -> tuple[int, ...]:
-    """What a text of the answer begins with: the prompt, unless the model answers that."""
+def _answer_prefix(service: Service, request: Request) -> tuple[int, ...]:
+    """Return the tokens that the text of an answer begins with: the prompt, unless an encoder reads it."""
     return () if service.encoder_input else request.prompt
 
 
-def _texts(
-    service: Service, asked: ApiRequest, requests: Sequence[Request], collected: Sequence[Collected]
+def _text_response(
+    service: Service, body: ApiRequest, requests: Sequence[Request], collected: Sequence[Collected]
 ) -> dict[str, Any]:
     tokenizer = service.tokenizer
     texts, segments, logprobs = [], [], []
     for request, found in zip(requests, collected, strict=True):
         tokens = found.samples[0].tokens if found.samples else []
-        ids = [*_continued(service, request), *(token.id for token in tokens)]
+        ids = [*_answer_prefix(service, request), *(token.id for token in tokens)]
         texts.append(tokenizer.decode(ids))
         segments.append([tokenizer.decode([number]) for number in ids])
-        if asked.logprobs:
+        if body.logprobs:
             scores = found.scores or Scores((), ())
             logprobs.append([*scores.logprobs[1:], *(token.logprob for token in tokens)])
-    return {"logprobs": logprobs if asked.logprobs else None, "segments": segments, "text": texts}
+    return {"logprobs": logprobs if body.logprobs else None, "segments": segments, "text": texts}
 
 
-def _beams(service: Service, request: Request, found: Beams) -> dict[str, Any]:
+def _beam_response(service: Service, request: Request, found: Beams) -> dict[str, Any]:
     tokenizer = service.tokenizer
-    whole = [[*_continued(service, request), *hypothesis] for hypothesis in found.hypotheses]
+    whole = [[*_answer_prefix(service, request), *hypothesis] for hypothesis in found.hypotheses]
     return {
         "scores": list(found.scores),
         "segments": [[tokenizer.decode([number]) for number in ids] for ids in whole],
@@ -312,5 +314,5 @@ _FIELDS = {"prompt": "prompts", "max_new_tokens": "tokens_to_generate"}
 
 
 def _field(name: str) -> str:
-    """The name that a field of the engine's request has in this one."""
+    """Return Megatron's name for a field of the engine's request."""
     return _FIELDS.get(name, name)

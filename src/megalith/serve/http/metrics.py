@@ -94,7 +94,7 @@ class RequestLog:
         self._say, self._prompts = say, prompts
 
     def megatron_request(self, client: str, request: Mapping[str, Any]) -> None:
-        """Who asked and what, before it is answered, as Megatron prints it."""
+        """Log the client and its request before it is answered, as Megatron prints it."""
         if not self._prompts:
             return
         self._say(f"request IP: {printable(client)}")
@@ -102,7 +102,7 @@ class RequestLog:
         self._say(f"start time:  {datetime.now()}")
 
     def access(self, method: str, path: str, status: int, client: str, seconds: float) -> None:
-        """One line for a request that is done, as Megatron's web server has it; health checks only if they fail."""
+        """Log a finished request in one line, as Megatron's web server does; health checks only if they fail."""
         if path in _QUIET and status == 200:
             return
         now = datetime.now().strftime("%d/%b/%Y %H:%M:%S")

@@ -1,7 +1,7 @@
 """OpenAI's `/v1/completions` and `/v1/chat/completions`: from their requests to the engine's, and back to answers.
 
 A dialogue becomes one text to continue, by the template of the tokenizer. Both endpoints understand a request as a
-plan, which answers in one piece (`whole`) or as the objects of a stream (`pieces`).
+plan, which answers in one piece (`whole`) or as the objects of a stream (`chunks`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RESERVED = frozenset({"messages", "tools", "documents"})
 async def submit_all(
     service: Service, requests: Sequence[Request], field_of: Callable[[str], str] = str
 ) -> list[Answer]:
-    """Hand several requests to the engine: all of them or, where one is refused or together they are too many, none."""
+    """Submit several requests to the engine, or none if one is refused or the queue has no room for all."""
     sequences, most = sum(request.n for request in requests), service.settings.limits.waiting
     if len(requests) > 1 and sequences > most:
         prompts, n = field_of("prompt"), requests[0].n
@@ -49,7 +49,7 @@ async def submit_all(
 
 @dataclass(frozen=True)
 class Plan:
-    """A request, understood."""
+    """Requests to the engine made from a request of the API, and how their events become the response."""
 
     service: Service
     body: CompletionRequest | ChatRequest
@@ -77,11 +77,11 @@ class Plan:
         return {**self.head, "choices": choices, "usage": self._usage(completion)}
 
     def _choice(self, number: int, sample: Sample, collected: Collected) -> dict[str, Any]:
-        """The text of a sample of a prompt, and its log-probabilities."""
+        """Return the text of a sample of prompt `number`, and its log-probabilities."""
         raise NotImplementedError
 
-    def pieces(self, events: AsyncIterator[tuple[int, Any]]) -> AsyncIterator[dict[str, Any]]:
-        """The answer as it grows: the objects of the stream."""
+    def chunks(self, events: AsyncIterator[tuple[int, Any]]) -> AsyncIterator[dict[str, Any]]:
+        """Yield the objects of the stream as the answer grows."""
         raise NotImplementedError
 
     def _chunk(
@@ -95,7 +95,7 @@ class Plan:
         return {**self.head, **self.chunk_head, "choices": [choice], **usage}
 
     def _last_chunks(self, completion: int) -> list[dict[str, Any]]:
-        """What ends a stream: the counts, where they were asked for."""
+        """Return the last object of a stream, with the token counts, if the request asks for them."""
         last = {**self.head, **self.chunk_head, "choices": [], "usage": self._usage(completion)}
         return [last] if self._shows_usage else []
 
@@ -109,7 +109,7 @@ class Plan:
 
 
 async def plan(service: Service, body: CompletionRequest | ChatRequest) -> Plan:
-    """Understand a request of either endpoint."""
+    """Return the plan for a request of either endpoint."""
     return await (_plan_chat(service, body) if isinstance(body, ChatRequest) else _plan_completion(service, body))
 
 
@@ -136,13 +136,13 @@ async def _plan_completion(service: Service, body: CompletionRequest) -> Plan:
         raise refusal("max_tokens", f"0 {rule}")
     prompts = [await _prompt(service, given) for given in _prompts(body)]
     for ids, _ in prompts:
-        room = max(1, service.room(ids)) if body.max_tokens is None else new_tokens
-        request_violation(service, ids, min(new_tokens, room), "prompt", "max_tokens")
+        max_answer_tokens = max(1, service.max_answer_tokens(ids)) if body.max_tokens is None else new_tokens
+        request_violation(service, ids, min(new_tokens, max_answer_tokens), "prompt", "max_tokens")
     sampling, about_text = sampling_of(body, service.tokenizer.vocab_size), text_fields_of(body, service)
     requests = [
         Request(
             prompt=ids,
-            max_new_tokens=min(new_tokens, service.room(ids)),
+            max_new_tokens=min(new_tokens, service.max_answer_tokens(ids)),
             sampling=sampling,
             seed=service.next_seed() if body.seed is None else body.seed,
             n=body.n or 1,
@@ -164,7 +164,7 @@ def _prompts(body: CompletionRequest) -> list[Any]:
 
 
 async def _prompt(service: Service, given: Any) -> tuple[tuple[int, ...], str]:
-    """Its ids and its text."""
+    """Return the token ids of a prompt and its text."""
     if isinstance(given, str):
         ids = await service.encode(given, "prompt")
         if not ids:
@@ -195,14 +195,14 @@ class _Completion(Plan):
     def _choice(self, number: int, sample: Sample, collected: Collected) -> dict[str, Any]:
         text, logprobs, request = "".join(sample.texts), None, self.requests[number]
         if self.body.logprobs is not None:
-            table = _Table(self.service, self.body.logprobs)
+            table = _LogprobsTable(self.service, self.body.logprobs)
             if self.body.echo:
                 table.add_prompt(request.prompt, collected.scores)
-            table.add(sample.tokens, self.service.before(request.prompt), request.hidden_ids)
+            table.add(sample.tokens, self.service.token_before_answer(request.prompt), request.hidden_ids)
             logprobs = table.json
         return {"text": self.texts[number] + text if self.body.echo else text, "logprobs": logprobs}
 
-    async def pieces(self, events: AsyncIterator[tuple[int, Any]]) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self, events: AsyncIterator[tuple[int, Any]]) -> AsyncIterator[dict[str, Any]]:
         streams: dict[int, _Stream] = {}
         scores: dict[int, Scores] = {}
         top, completion = self.body.logprobs, 0
@@ -211,10 +211,10 @@ class _Completion(Plan):
                 scores[number] = event
                 continue
             index, request = number * self.n + event.sample, self.requests[number]
-            stream = streams.setdefault(index, _Stream(0, self.service.before(request.prompt)))
+            stream = streams.setdefault(index, _Stream(0, self.service.token_before_answer(request.prompt)))
             if self.body.echo and not stream.echoed:
                 stream.echoed, stream.offset = True, len(self.texts[number])
-                table = _Table(self.service, top or 0)
+                table = _LogprobsTable(self.service, top or 0)
                 if top is not None:
                     table.add_prompt(request.prompt, scores.get(number))
                 yield self._chunk(index, {"text": self.texts[number]}, None if top is None else table.json)
@@ -224,7 +224,7 @@ class _Completion(Plan):
             completion += 1
             logprobs = None
             if top is not None:
-                table = _Table(self.service, top, stream.offset)
+                table = _LogprobsTable(self.service, top, stream.offset)
                 table.add([event], stream.last, request.hidden_ids)
                 stream.offset, stream.last, logprobs = table.offset, event.id, table.json
             if event.text or logprobs is not None:
@@ -233,7 +233,7 @@ class _Completion(Plan):
             yield chunk
 
 
-class _Table:
+class _LogprobsTable:
     """OpenAI's four parallel lists of log-probabilities."""
 
     def __init__(self, service: Service, top: int, offset: int = 0) -> None:
@@ -241,7 +241,7 @@ class _Table:
         self.json: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
     def add_prompt(self, ids: Sequence[int], scores: Scores | None) -> None:
-        """The tokens of a prompt; a request that was cancelled before it was read has no scores."""
+        """Add the tokens of a prompt; a request that was cancelled before its prefill has no scores."""
         scores = scores or Scores((None,) * len(ids), ((),) * len(ids))
         texts = token_texts(self._service.tokenizer, ids)
         before: int | None = None
@@ -251,7 +251,7 @@ class _Table:
             before = number
 
     def add(self, tokens: Sequence[Token], before: int | None, hidden: Collection[int] = ()) -> None:
-        """The tokens of an answer; hidden ones have no place in its text."""
+        """Add the tokens of an answer; hidden ones take no room in its text."""
         ids = [token.id for token in tokens]
         for text, token in zip(token_texts(self._service.tokenizer, ids, before), tokens, strict=True):
             self._row(text, before, token.logprob, token.top)
@@ -262,11 +262,13 @@ class _Table:
         json = self.json
         json["tokens"].append(text)
         json["token_logprobs"].append(logprob)
-        json["top_logprobs"].append(None if logprob is None else {**self._likeliest(top, before), text: logprob})
+        json["top_logprobs"].append(
+            None if logprob is None else {**self._top_logprobs_by_text(top, before), text: logprob}
+        )
         json["text_offset"].append(self.offset)
 
-    def _likeliest(self, top: Top, before: int | None) -> dict[str, float]:
-        """By text, as it would stand there; of two tokens with one text (parts of characters) the likelier counts."""
+    def _top_logprobs_by_text(self, top: Top, before: int | None) -> dict[str, float]:
+        """Return text -> log-probability; of two tokens with one text (parts of characters) the likelier counts."""
         found: dict[str, float] = {}
         for number, logprob in top[: max(1, self._top)]:
             (text,) = token_texts(self._service.tokenizer, [number], before)
@@ -283,12 +285,14 @@ async def _plan_chat(service: Service, body: ChatRequest) -> Plan:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise refusal("max_tokens", "is the old name of max_completion_tokens; give one of them")
     ids = await service.encode(_render(service, body), "messages")
-    ids = _as_rendered(service.tokenizer, ids)
-    room = service.room(ids)
-    if room < 1:
+    ids = _strip_added_tokens(service.tokenizer, ids)
+    max_answer_tokens = service.max_answer_tokens(ids)
+    if max_answer_tokens < 1:
         raise too_long(service, "messages", f"{len(ids)} tokens")
     field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
-    new_tokens = next((count for count in (body.max_tokens, body.max_completion_tokens) if count is not None), room)
+    new_tokens = next(
+        (count for count in (body.max_tokens, body.max_completion_tokens) if count is not None), max_answer_tokens
+    )
     request_violation(service, ids, new_tokens, "messages", field)
     request = Request(
         prompt=ids,
@@ -317,8 +321,8 @@ def _render(service: Service, body: ChatRequest) -> str:
         raise refusal("messages", f"the chat template does not take them: {printable(str(error), 300)}") from None
 
 
-def _as_rendered(tokenizer: Tokenizer, ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Without what a tokenizer puts around every text: a template writes all special tokens that it wants."""
+def _strip_added_tokens(tokenizer: Tokenizer, ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Remove the tokens that a tokenizer adds around every text: a chat template writes its own."""
     around = tuple(tokenizer.encode(""))
     if not around:
         return ids
@@ -338,9 +342,9 @@ class _Chat(Plan):
 
     def _choice(self, number: int, sample: Sample, collected: Collected) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(sample.texts), "refusal": None}
-        return {"message": message, "logprobs": self._logprobs(sample.tokens, self._before)}
+        return {"message": message, "logprobs": self._logprobs(sample.tokens, self._token_before_answer)}
 
-    async def pieces(self, events: AsyncIterator[tuple[int, Any]]) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self, events: AsyncIterator[tuple[int, Any]]) -> AsyncIterator[dict[str, Any]]:
         last, completion = dict[int, int](), 0
         for index in range(self.n):
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
@@ -349,7 +353,7 @@ class _Chat(Plan):
                 yield self._chunk(event.sample, {"delta": {}}, None, self.service.ended(event))
             elif isinstance(event, Token):
                 completion += 1
-                logprobs = self._logprobs([event], last.get(event.sample, self._before))
+                logprobs = self._logprobs([event], last.get(event.sample, self._token_before_answer))
                 last[event.sample] = event.id
                 if event.text or logprobs is not None:
                     yield self._chunk(event.sample, {"delta": {"content": event.text}}, logprobs)
@@ -357,8 +361,8 @@ class _Chat(Plan):
             yield chunk
 
     @property
-    def _before(self) -> int | None:
-        return self.service.before(self.requests[0].prompt)
+    def _token_before_answer(self) -> int | None:
+        return self.service.token_before_answer(self.requests[0].prompt)
 
     def _logprobs(self, tokens: Sequence[Token], before: int | None) -> dict[str, Any] | None:
         if not self.body.logprobs:
@@ -367,14 +371,14 @@ class _Chat(Plan):
         for text, token in zip(token_texts(tokenizer, [token.id for token in tokens], before), tokens, strict=True):
             top = [
                 {"token": (shown := token_texts(tokenizer, [number], before)[0]), "logprob": value}
-                | {"bytes": _bytes(shown)}
+                | {"bytes": _utf8_bytes(shown)}
                 for number, value in token.top[: self.body.top_logprobs or 0]
             ]
-            rows.append({"token": text, "logprob": token.logprob, "bytes": _bytes(text), "top_logprobs": top})
+            rows.append({"token": text, "logprob": token.logprob, "bytes": _utf8_bytes(text), "top_logprobs": top})
             before = token.id
         return {"content": rows, "refusal": None}
 
 
-def _bytes(text: str) -> list[int] | None:
-    """Those of a whole text; a part of a character has none that we know."""
+def _utf8_bytes(text: str) -> list[int] | None:
+    """Return the UTF-8 bytes of a text; None for part of a character, whose bytes are unknown."""
     return None if "\ufffd" in text else list(text.encode("utf-8", "surrogatepass"))

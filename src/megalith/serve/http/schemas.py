@@ -105,7 +105,7 @@ class _Generation(_Strict):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _bounded(cls, given: Any) -> Any:
-        """Before each entry is looked at."""
+        """Check the number of entries before any is validated."""
         if isinstance(given, dict) and len(given) > _BIASES:
             raise PydanticCustomError("too_long", f"has more than {_BIASES} entries")
         return given
@@ -235,7 +235,7 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
 
 
 def _culprit(errors: Sequence[Any], field: str) -> str:
-    """Name the item of a field that fits none of its forms: of the form that most of the items before it fit."""
+    """Name the item of a field that fits none of the forms of a union: by the form that most items before it fit."""
 
     def progress(error: Any) -> tuple[bool, list[int]]:
         return not error["type"].endswith("_type"), [part for part in error["loc"] if isinstance(part, int)]
@@ -250,7 +250,7 @@ def _culprit(errors: Sequence[Any], field: str) -> str:
 
 
 def _is_branch(part: str | int) -> bool:
-    """Whether pydantic names a branch of a union here, not a field."""
+    """Return whether a part of pydantic's error location is a branch of a union, not a field."""
     return isinstance(part, str) and ("[" in part or part in ("str", "int", "constrained-str", "constrained-int"))
 
 
@@ -262,7 +262,7 @@ def _given(error: Any) -> str:
 
 
 def sampling_of(body: CompletionRequest | ChatRequest, vocab_size: int) -> Sampling:
-    """How to choose tokens."""
+    """Return the sampling parameters of a request; `ApiError` 400 for a bias on an unknown token."""
     bias = {}
     for name, value in (body.logit_bias or {}).items():
         if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocab_size):
@@ -281,7 +281,7 @@ def sampling_of(body: CompletionRequest | ChatRequest, vocab_size: int) -> Sampl
 
 
 def text_fields_of(body: CompletionRequest | ChatRequest, service: Service) -> dict[str, Any]:
-    """Fields of `Request` about where the text ends and what it shows."""
+    """Return the fields of `Request` that end the text and hide tokens."""
     stop_ids, size = list(body.stop_token_ids or ()), service.tokenizer.vocab_size
     if bad := [number for number in stop_ids if number >= size]:
         raise refusal("stop_token_ids", f"{bad[0]} is no token id below {size}")
@@ -296,7 +296,7 @@ def text_fields_of(body: CompletionRequest | ChatRequest, service: Service) -> d
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int], before: int | None = None) -> list[str]:
-    """The text of each token where it stands, after the token `before`; a part of a character is U+FFFD."""
+    """Return the text of each token in context, after the token `before`; a part of a character is U+FFFD."""
     found = []
     for number in ids:
         alone = tokenizer.decode([number])

@@ -84,7 +84,7 @@ class _LingeringTransport(asyncio.Transport):
 
     @property
     def lingers(self) -> bool:
-        """Whether it waits for the client, which is still sending, to finish."""
+        """True while it waits for a client that is still sending."""
         return self._due is not None
 
     def close(self) -> None:

@@ -71,21 +71,21 @@ class Service:
 
     def __post_init__(self) -> None:
         self._encoders = ThreadPoolExecutor(2, "encode")
-        self._asked = itertools.count()
+        self._seed_numbers = itertools.count()
         self._open: set[Answer] = set()
 
     @property
     def failure(self) -> str | None:
-        """Says why nothing can be served any more; None while all is well."""
+        """Why nothing can be served any more; None while all is well."""
         return self.worker.failure
 
     @cached_property
     def special_texts(self) -> dict[str, int]:
-        """The special tokens by their texts."""
+        """Ids of the special tokens by their texts."""
         return {self.tokenizer.decode([number]): number for number in sorted(self.tokenizer.special_ids)}
 
     def next_seed(self) -> int | None:
-        return None if self.first_seed is None else self.first_seed + next(self._asked)
+        return None if self.first_seed is None else self.first_seed + next(self._seed_numbers)
 
     async def encode(self, text: str, place: str) -> tuple[int, ...]:
         """Encode a text in a thread; `ApiError` 400 if it cannot be encoded, or is longer than any context."""
@@ -98,18 +98,18 @@ class Service:
             raise refusal(place, str(error)) from None
         return tuple(ids)
 
-    def room(self, prompt: Sequence[int]) -> int:
-        """How many tokens the answer to a prompt may have; negative where the prompt is too long."""
+    def max_answer_tokens(self, prompt: Sequence[int]) -> int:
+        """Return the most tokens of an answer to a prompt; negative if the prompt is too long."""
         return (
             self.encoder_input.max_new_tokens(len(prompt)) if self.encoder_input else self.context_length - len(prompt)
         )
 
-    def before(self, prompt: Sequence[int]) -> int | None:
-        """The token that an answer continues; None where it continues nothing."""
+    def token_before_answer(self, prompt: Sequence[int]) -> int | None:
+        """Return the token that an answer continues; None if an encoder reads the prompt."""
         return None if self.encoder_input else prompt[-1]
 
     async def submit(self, request: Request, field_of: Callable[[str], str] = str) -> Answer:
-        """Hand a request to the engine; `field_of` maps a field of `Request` or `Sampling` to the client's name of it.
+        """Submit a request; `field_of` maps a field of `Request` or `Sampling` to the client's name of it.
 
         Raises `ApiError`: 400 what cannot be served, 429 the queue is full, 503 the engine has failed.
         """
@@ -138,14 +138,14 @@ class Service:
         return ApiError(429, f"{said}; try again in a moment", None, "queue_full", after)
 
     def release(self, answers: Sequence[Answer]) -> None:
-        """Give the places of requests to others; those that are done have none any more."""
+        """Cancel what is still running of these answers, and stop tracking them."""
         for answer in answers:
             answer.cancel()
             self._open.discard(answer)
         self.metrics.active = len(self._open)
 
     def cancel_all(self) -> None:
-        """End all answers where they are; each still says so to its client."""
+        """Cancel all answers; each still reports its end to its client."""
         for answer in list(self._open):
             answer.cancel()
 
@@ -211,7 +211,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 def too_long(service: Service, place: str, given: str) -> ApiError:
-    """The refusal of a prompt that does not fit."""
+    """Return the error 400 for a prompt that does not fit."""
     together = "" if service.encoder_input else " with the answer"
     return refusal(
         place,
@@ -222,7 +222,7 @@ def too_long(service: Service, place: str, given: str) -> ApiError:
 
 def request_violation(service: Service, prompt: Sequence[int], new_tokens: int, place: str, count: str) -> None:
     """Raise `ApiError` 400 where a prompt and its answer do not fit, naming the field that is too large."""
-    room = service.room(prompt)
+    room = service.max_answer_tokens(prompt)
     if room < 0 or (room == 0 and new_tokens > 0):
         raise too_long(service, place, f"{len(prompt)} tokens")
     if new_tokens > room:
@@ -283,7 +283,7 @@ def _event(item: Mapping[str, Any]) -> bytes:
 
 
 async def merged(service: Service, answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:
-    """The events of all answers as they come, each with the number of its answer."""
+    """Yield the events of all answers as they come, each with the number of its answer."""
     began, waiting = time.monotonic(), set(range(len(answers)))
     async for number, event in _in_order(answers):
         if waiting and number in waiting and isinstance(event, Token):

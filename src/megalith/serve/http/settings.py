@@ -55,7 +55,7 @@ class ServerSettings:
     limits: Limits = Limits()
 
     def violations(self) -> list[str]:
-        """What is wrong with these values, in the words of the flags."""
+        """List the invalid values with flag, value and rule."""
         found = []
         if not 0 <= self.port <= 65535:
             found.append(f"--port {self.port} is not between 1 and 65535")
@@ -81,7 +81,7 @@ class ServerSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a listener on that address."""
+    """Return whether only this machine reaches a listener on that address."""
     if host == "localhost":
         return True
     address = ip_address(host)
@@ -89,7 +89,7 @@ def is_loopback(host: str) -> bool:
 
 
 def ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that a host is written as; None for a name."""
+    """Return the IP address that a host is written as; None for a name."""
     try:
         return ipaddress.ip_address(host.strip("[]"))
     except ValueError:
