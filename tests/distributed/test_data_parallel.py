@@ -81,7 +81,7 @@ def _accumulate(model: nn.Module, optimizer: Optimizer, step: int, data: Axis) -
 def _whole_gradients(optimizer: Optimizer, context: ParallelContext) -> dict[str, Tensor]:
     """The reduced gradients put together from what each replica owns; NaN where none does."""
     gradients = optimizer.gradients
-    own = {name: (gradients.owned(name), grad.clone()) for name, grad in gradients.grads.items()}
+    own = {name: (gradients.owned_range(name), grad.clone()) for name, grad in gradients.grads.items()}
     whole = {name: torch.full_like(grad, math.nan) for name, grad in gradients.grads.items()}
     for parts in comm.all_gather_objects(own, context.join("cp", "dp")):
         for name, ((start, stop), grad) in parts.items():

@@ -61,7 +61,7 @@ def _run(case: dict[str, Any], log: list[dict[str, Any]], data: str, cache: str)
     steps, gradients = [], None
     for _ in log:
         result = train_step(state, loader, run.num_micro_batches, totals=totals)
-        gradients = gradients or {name: grad.clone() for name, grad in optimizer.gradients.pieces.items()}
+        gradients = gradients or {name: grad.clone() for name, grad in optimizer.gradients.grad_shards.items()}
         own = chunks[0].auxiliary.recorded["load_balancing_loss"]
         steps.append((result.loss, result.grad_norm, result.num_zeros, [float(own[layer]) for layer in sorted(own)]))
     return {"weights": weights, "gradients": gradients, "steps": steps}

@@ -762,10 +762,10 @@ def _pieces_of_gradients(state: TrainState) -> dict[str, list[tuple[Any, ...]]]:
             if name == chunk.copied_weight:
                 continue
             tp = state.context.etp if ".mlp.experts." in name else state.context.tp
-            start, stop = buffers.owned(name)
+            start, stop = buffers.owned_range(name)
             grad = torch.full(buffers.shapes[name], torch.nan, dtype=buffers.dtype)
             if start < stop:
-                grad.view(-1)[start:stop] = buffers.pieces[name].reshape(-1)
+                grad.view(-1)[start:stop] = buffers.grad_shards[name].reshape(-1)
             dim, shape = dim_of(placement), global_shape(grad.shape, placement, tp.size)
             everywhere = name_among_all(name, chunk)
             for piece in local_pieces(placement, shape[dim], tp.size, tp.index):

@@ -235,7 +235,7 @@ def check_optimizer(case: dict[str, Any], path: Path) -> None:
         optimizer.zero_grad()
         optimizer.gradients.finish()
         for name in named:
-            optimizer.gradients.pieces[name].copy_(kept[f"gradient.{number}.{name}"] * optimizer.loss_scale)
+            optimizer.gradients.grad_shards[name].copy_(kept[f"gradient.{number}.{name}"] * optimizer.loss_scale)
         decoupled = told["decoupled_lr"] if "decoupled_lr" in case["optimizer"] else None
         outcome = optimizer.step(told["lr"], told["weight_decay"], decoupled_lr=decoupled)
         assert outcome.applied == result["applied"], number

@@ -80,7 +80,7 @@ def build_optimizer(
             overlap_gather=overlap_gather,
         )
     optimizer = Optimizer(groups, shards, config, precision, count_zeros=count_zeros, offload=offload)
-    optimizer.follow_loads(modules)
+    optimizer.track_state_dict_loads(modules)
     return optimizer
 
 
@@ -150,8 +150,8 @@ def _over_tensor_parallel(
         ReplicaGroup(
             axis,
             rows=(piece.local, piece.local + piece.length),
-            part=piece.holders.start // len(piece.holders),
-            parts=axis.size // len(piece.holders),
+            shard_index=piece.holders.start // len(piece.holders),
+            num_shards=axis.size // len(piece.holders),
             first=piece.holders[0] == axis.index,
             partial=True,
         )

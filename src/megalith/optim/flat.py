@@ -1,4 +1,4 @@
-"""Where parameters stand in flat memory, in pure integers: the layout that gradients and parameters share.
+"""Layout of parameters in flat memory, in pure integers; gradients and parameters share it.
 
 Memory is cut into buckets, the units of communication. A parameter is never cut by a bucket, but it may be cut by the
 equal parts of a bucket that data-parallel ranks own.
@@ -29,7 +29,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The places of all parameters."""
+    """Offsets of all parameters, and the buckets that the memory is cut into."""
 
     shapes: Mapping[str, tuple[int, ...]]  # of the parameters, by name
     offsets: Mapping[str, int]  # where each one starts
@@ -37,29 +37,29 @@ class FlatLayout:
 
     @property
     def size(self) -> int:
-        """Elements in all, padding included."""
+        """Number of elements, padding included."""
         return self.buckets[-1].stop if self.buckets else 0
 
-    def place(self, name: str) -> tuple[int, int]:
-        """[start, stop) of a parameter in the memory."""
+    def span(self, name: str) -> tuple[int, int]:
+        """Return the elements [start, stop) of a parameter in the memory."""
         start = self.offsets[name]
         return start, start + prod(self.shapes[name])
 
     def bucket_of(self, name: str) -> Bucket:
-        """The bucket that a parameter stands in."""
-        place = bisect_right(self.buckets, self.offsets[name], key=lambda bucket: bucket.start) - 1
-        return self.buckets[place]
+        """Return the bucket of a parameter."""
+        span = bisect_right(self.buckets, self.offsets[name], key=lambda bucket: bucket.start) - 1
+        return self.buckets[span]
 
     def view(self, flat: Tensor, name: str, origin: int = 0) -> Tensor:
-        """A parameter, in its shape, of memory whose first element is number `origin` of the layout."""
-        start, stop = self.place(name)
+        """Return the view of a parameter in memory whose first element is element `origin` of the layout."""
+        start, stop = self.span(name)
         return flat[start - origin : stop - origin].view(self.shapes[name])
 
 
 def lay_out(
     shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, Kind], *, bucket_size: int, divisor: int
 ) -> FlatLayout:
-    """Put parameters into buckets.
+    """Assign parameters to buckets.
 
     Args:
         shapes: of the parameters, by name, in the order in which they are to stand within their kind.
@@ -71,7 +71,9 @@ def lay_out(
     buckets: list[Bucket] = []
     end = 0
     for kind in sorted({kinds.get(name, ()) for name in shapes}):
-        for names in _full(((name, prod(shapes[name])) for name in shapes if kinds.get(name, ()) == kind), bucket_size):
+        for names in _fill_buckets(
+            ((name, prod(shapes[name])) for name in shapes if kinds.get(name, ()) == kind), bucket_size
+        ):
             start = end
             for name in names:
                 offsets[name] = end
@@ -81,8 +83,8 @@ def lay_out(
     return FlatLayout(dict(shapes), offsets, tuple(buckets))
 
 
-def _full(sizes: Iterable[tuple[str, int]], bucket_size: int) -> Iterable[tuple[str, ...]]:
-    """Cut a row of named sizes into groups that reach `bucket_size`; the last one may be smaller."""
+def _fill_buckets(sizes: Iterable[tuple[str, int]], bucket_size: int) -> Iterable[tuple[str, ...]]:
+    """Yield groups of names, in order, whose sizes reach `bucket_size`; the last one may be smaller."""
     names: tuple[str, ...] = ()
     filled = 0
     for name, size in sizes:
@@ -131,10 +133,10 @@ def _boxes_of_row(row: int, start: int, stop: int, shape: tuple[int, ...]) -> It
             yield Box(box.start + origin, (row, *box.offset), (1, *box.extent))
 
 
-def without(whole: tuple[int, int], holes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What of the range `whole` is in none of the ranges `holes`, in order.
+def subtract_ranges(whole: tuple[int, int], holes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return what of the range `whole` is in none of the ranges `holes`, in order.
 
-    >>> without((2, 9), [(0, 3), (5, 6)])
+    >>> subtract_ranges((2, 9), [(0, 3), (5, 6)])
     [(3, 5), (6, 9)]
     """
     start, stop = whole

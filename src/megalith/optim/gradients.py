@@ -7,13 +7,13 @@ everything when no sink is attached) are moved in by a hook as soon as they are 
 With several replicas the memory is cut into buckets in the reverse order of the modules, which is about the order of
 the backward pass. A bucket is reduced once in a step, in the background, from the moment its last gradient is there:
 
-- How many writes a parameter gets from one micro-batch (two where the output layer shares the embedding) is learned
-  from the steps before; a step that says how many micro-batches it has thereby says which write is the last. Order
-  does not matter, so that pipelines may mix the micro-batches of their chunks and put off weight gradients.
+- The number of writes to a parameter per micro-batch (two where the output layer shares the embedding) is learned from
+  earlier steps; with the number of micro-batches of a step it tells which write is the last. Order does not matter, so
+  that pipelines may interleave the micro-batches of their chunks and defer weight gradients.
 - Buckets start in order, so that all ranks start the same collectives in the same order; those of experts, whose
   replicas are other ranks, in an order of their own.
-- What cannot be known ahead (the first step; a parameter that is not always used) starts at `finish`.
-- A write behind the last one would be lost without a word, and is an error.
+- Buckets whose last write is unknown (the first step; a parameter that is not always used) start at `finish`.
+- A write after the last one is an error, since it would be lost.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megalith.parallel.data import (
 EXPERTS = "experts"  # first word of the kind of a bucket of experts
 
 SCRATCH_ELEMENTS = 1 << 22  # of a product that is rounded before it is added: 8 MiB of bf16, within the cache of a CPU
-ALIGNMENT = 64  # elements at whose multiples the owned part of a bucket starts: whole cache lines, wide loads
+ALIGNMENT = 64  # elements at whose multiples the owned range of a bucket starts: whole cache lines, wide loads
 
 
 class GradientBuffers:
@@ -58,7 +58,7 @@ class GradientBuffers:
 
     Attributes:
         grads: Views of it by parameter name, in the shapes of the parameters. After `finish` each holds the gradient of
-            the step where this rank owns it (`owned`).
+            the step where this rank owns it (`owned_range`).
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class GradientBuffers:
         data: DataParallel | None = None,
         copies: Mapping[str, tuple[ReplicaGroup, ...]] | None = None,
         experts: Collection[str] = (),
-        data_of_experts: DataParallel | None = None,
+        expert_data: DataParallel | None = None,
         bucket_size: int | None = None,
     ) -> None:
         self._data = data or Replicated(ParallelContext.solo())
-        self._data_of_experts, self._experts = data_of_experts or self._data, frozenset(experts)
+        self._expert_data, self._experts = expert_data or self._data, frozenset(experts)
         self._copies = copies or {}
         self.layout = self._lay_out(named, bucket_size)
         device = named[0][1].device
@@ -83,20 +83,20 @@ class GradientBuffers:
         self._grad_of = {p: self.grads[name] for name, p in named}
         self._written: set[Parameter] = set()
         self._finished = False
-        self._arrivals = _Arrivals(self.layout, dict(named), self._start) if self._replicas > 1 else None
+        self._writes = _WriteCounter(self.layout, dict(named), self._start) if self._num_replicas > 1 else None
         self._pending: list[Pending] = []
         self._scratch = torch.empty(0, device=device)
         for _, parameter in named:
-            parameter.register_post_accumulate_grad_hook(_without_owning(self._move_in))
+            parameter.register_post_accumulate_grad_hook(_weak_hook(self._accept_autograd_grad))
 
     @property
-    def _replicas(self) -> int:
-        """The least common multiple of the replicas of dense parameters and of experts."""
-        return math.lcm(self._data.axis.size, self._data_of_experts.axis.size if self._experts else 1)
+    def _num_replicas(self) -> int:
+        """Least common multiple of the number of replicas of dense parameters and of experts."""
+        return math.lcm(self._data.axis.size, self._expert_data.axis.size if self._experts else 1)
 
     def _lay_out(self, named: Sequence[tuple[str, Parameter]], bucket_size: int | None) -> FlatLayout:
         shapes = {name: tuple(parameter.shape) for name, parameter in named}
-        replicas = self._replicas
+        replicas = self._num_replicas
         kinds = {name: self._kind(name) for name in shapes}
         if replicas == 1 and not any(kinds.values()):
             return lay_out(shapes, {}, bucket_size=sum(p.numel() for _, p in named), divisor=1)
@@ -110,35 +110,35 @@ class GradientBuffers:
     def _kind(self, name: str) -> Kind:
         return (EXPERTS,) * (name in self._experts) + reduction_kind(self._copies.get(name, ()))
 
-    def data_of(self, bucket: Bucket) -> DataParallel:
-        """How the replicas of what stands in a bucket share the work."""
-        return self._data_of_experts if EXPERTS in bucket.kind else self._data
+    def replicas_of(self, bucket: Bucket) -> DataParallel:
+        """Return the replicas that share the update of a bucket."""
+        return self._expert_data if EXPERTS in bucket.kind else self._data
 
-    def owned(self, name: str) -> tuple[int, int]:
-        """The elements [start, stop) of a parameter, flattened, that this rank updates; empty where start is stop."""
-        first, last = self.layout.place(name)
+    def owned_range(self, name: str) -> tuple[int, int]:
+        """Return the elements [start, stop) of a flattened parameter that this rank updates; (0, 0) for none."""
+        first, last = self.layout.span(name)
         bucket = self.layout.bucket_of(name)
-        start, stop = self.data_of(bucket).owned(bucket.start, bucket.stop)
+        start, stop = self.replicas_of(bucket).owned_range(bucket.start, bucket.stop)
         start, stop = max(start, first), min(stop, last)
         return (start - first, stop - first) if start < stop else (0, 0)
 
-    def piece(self, name: str, tensor: Tensor) -> Tensor:
-        """What is owned of a tensor of the shape of a parameter: the tensor itself where this is all, else 1-D."""
-        start, stop = self.owned(name)
+    def owned_shard(self, name: str, tensor: Tensor) -> Tensor:
+        """Return this rank's shard of a tensor shaped like a parameter: the tensor itself if that is all, else 1-D."""
+        start, stop = self.owned_range(name)
         return tensor if stop - start == tensor.numel() else tensor.view(-1)[start:stop]
 
     @cached_property
-    def pieces(self) -> Mapping[str, Tensor]:
-        """The owned part of each gradient, where there is one; that of the step after `finish`."""
-        pieces = {name: self.piece(name, grad) for name, grad in self.grads.items()}
-        return {name: piece for name, piece in pieces.items() if piece.numel() > 0}
+    def grad_shards(self) -> Mapping[str, Tensor]:
+        """This rank's shard of each gradient, if it owns one; that of the step after `finish`."""
+        grad_shards = {name: self.owned_shard(name, grad) for name, grad in self.grads.items()}
+        return {name: owned_shard for name, owned_shard in grad_shards.items() if owned_shard.numel() > 0}
 
     def begin(self, num_micro_batches: int | None = None) -> None:
         """Start a step: whatever the memory holds is stale. Without `num_micro_batches` only `finish` reduces."""
         self._written.clear()
         self._finished = False
-        if self._arrivals is not None:
-            self._arrivals.begin(num_micro_batches)
+        if self._writes is not None:
+            self._writes.begin(num_micro_batches)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -152,97 +152,99 @@ class GradientBuffers:
         for parameter, grad in self._grad_of.items():
             if parameter not in self._written:
                 grad.zero_()
-        if self._arrivals is not None:
-            self._arrivals.finish()
+        if self._writes is not None:
+            self._writes.finish()
         for pending in self._pending:
             pending.wait()
         self._pending.clear()
         if self._copies:
-            self._sum_copies()
+            self._reduce_partial_grads()
 
     def _start(self, bucket: int) -> None:
         part = self.layout.buckets[bucket]
-        self._pending.append(self.data_of(part).reduce(self.flat[part.start : part.stop]))
+        self._pending.append(self.replicas_of(part).reduce(self.flat[part.start : part.stop]))
 
-    def _sum_copies(self) -> None:
+    def _reduce_partial_grads(self) -> None:
         for bucket in self.layout.buckets:
             if set(bucket.kind) - {EXPERTS}:
-                start, stop = self.data_of(bucket).owned(bucket.start, bucket.stop)
-                reduce_partial_grads(self.flat[start:stop], self._copied_rows(bucket, start, stop))
+                start, stop = self.replicas_of(bucket).owned_range(bucket.start, bucket.stop)
+                reduce_partial_grads(self.flat[start:stop], self._partial_slices(bucket, start, stop))
 
-    def _copied_rows(self, bucket: Bucket, start: int, stop: int) -> list[ReplicaSlice]:
-        """The partial gradients among the elements [start, stop) of the memory, counted from `start`."""
+    def _partial_slices(self, bucket: Bucket, start: int, stop: int) -> list[ReplicaSlice]:
+        """Return the partial gradients among the elements [start, stop) of the memory, counted from `start`."""
         return [
             part
             for name in bucket.names
             for part in partial_slices(self._copies[name], self.shapes[name], self.layout.offsets[name], start, stop)
         ]
 
-    def _is_first(self, parameter: Parameter) -> bool:
+    def _mark_written(self, parameter: Parameter) -> bool:
         first = parameter not in self._written
         self._written.add(parameter)
         return first
 
-    def _arrived(self, parameter: Parameter) -> None:
-        if self._arrivals is not None:
-            self._arrivals.count(parameter)
+    def _count_write(self, parameter: Parameter) -> None:
+        if self._writes is not None:
+            self._writes.count(parameter)
 
     def matmul(self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor, *, lent: bool = False) -> None:
         """Add grad^T @ x [O, I], rounded to the dtype of the factors as autograd rounds it."""
-        total, first = self._grad_of[parameter], self._is_first(parameter)
-        if total.dtype == grad_TO.dtype == product_dtype(grad_TO):
+        buffer, first = self._grad_of[parameter], self._mark_written(parameter)
+        if buffer.dtype == grad_TO.dtype == product_dtype(grad_TO):
             if first:
-                torch.mm(grad_TO.t(), x_TI, out=total)
+                torch.mm(grad_TO.t(), x_TI, out=buffer)
             else:
-                total.addmm_(grad_TO.t(), x_TI)
+                buffer.addmm_(grad_TO.t(), x_TI)
         else:
-            self._add_rounded(total, first, grad_TO, x_TI)
-        self._arrived(parameter)
+            self._add_rounded(buffer, first, grad_TO, x_TI)
+        self._count_write(parameter)
 
-    def _add_rounded(self, total: Tensor, first: bool, grad_TO: Tensor, x_TI: Tensor) -> None:
+    def _add_rounded(self, buffer: Tensor, first: bool, grad_TO: Tensor, x_TI: Tensor) -> None:
         dtype = product_dtype(grad_TO)
         x = x_TI.to(dtype)
         rows = max(1, SCRATCH_ELEMENTS // x.shape[1])
-        for start in range(0, total.shape[0], rows):
-            part = total[start : start + rows]
-            product = torch.mm(grad_TO[:, start : start + rows].to(dtype).t(), x, out=self._scratch_like(part, dtype))
+        for start in range(0, buffer.shape[0], rows):
+            part = buffer[start : start + rows]
+            product = torch.mm(grad_TO[:, start : start + rows].to(dtype).t(), x, out=self._scratch_for(part, dtype))
             rounded = product.to(grad_TO.dtype)
             if first:
                 part.copy_(rounded)
             else:
                 part.add_(rounded)
 
-    def _scratch_like(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+    def _scratch_for(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         if self._scratch.dtype != dtype or self._scratch.numel() < part.numel():
             self._scratch = torch.empty(max(part.numel(), SCRATCH_ELEMENTS), dtype=dtype, device=part.device)
         return self._scratch[: part.numel()].view_as(part)
 
     def rows(self, parameter: Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
         """Add the rows of `grad_TD` to the rows of the gradient that `ids_T` names."""
-        total = self._grad_of[parameter]
-        if self._is_first(parameter):
-            total.zero_()
-        rows = grad_TD.to(total.dtype)
-        if total.device.type == "cuda":  # sorts the ids, so that the sum does not depend on timing as index_add_'s does
-            total.index_put_((ids_T,), rows, accumulate=True)
+        buffer = self._grad_of[parameter]
+        if self._mark_written(parameter):
+            buffer.zero_()
+        rows = grad_TD.to(buffer.dtype)
+        if (
+            buffer.device.type == "cuda"
+        ):  # sorts the ids, so that the sum does not depend on timing as index_add_'s does
+            buffer.index_put_((ids_T,), rows, accumulate=True)
         else:
-            total.index_add_(0, ids_T, rows)
-        self._arrived(parameter)
+            buffer.index_add_(0, ids_T, rows)
+        self._count_write(parameter)
 
-    def _move_in(self, parameter: Tensor) -> None:
+    def _accept_autograd_grad(self, parameter: Tensor) -> None:
         assert isinstance(parameter, Parameter)
         if parameter.grad is None:  # its gradient went to the sink
             return
-        total = self._grad_of[parameter]
-        if self._is_first(parameter):
-            total.copy_(parameter.grad)
+        buffer = self._grad_of[parameter]
+        if self._mark_written(parameter):
+            buffer.copy_(parameter.grad)
         else:
-            total.add_(parameter.grad)
+            buffer.add_(parameter.grad)
         parameter.grad = None
-        self._arrived(parameter)
+        self._count_write(parameter)
 
 
-class _Arrivals:
+class _WriteCounter:
     """Counts the writes to each parameter and starts each bucket when it is complete, in the order of its chain."""
 
     def __init__(self, layout: FlatLayout, parameters: Mapping[str, Parameter], start: Callable[[int], None]) -> None:
@@ -252,53 +254,58 @@ class _Arrivals:
         of_experts = [EXPERTS in bucket.kind for bucket in layout.buckets]
         self._chains = [[n for n, expert in enumerate(of_experts) if expert is kind] for kind in (False, True)]
         self._start = start
-        self._per_micro_batch: dict[Parameter, int] = {}  # 0: not the same in all steps, or not known
+        self._writes_per_micro_batch: dict[Parameter, int] = {}  # 0: not the same in all steps, or not known
         self._counts: dict[Parameter, int] = {}
         self._num_micro_batches: int | None = None
         self._missing: list[int] = []
-        self._left: tuple[list[int], ...] = ()  # of each chain the buckets that have not started, the next one last
+        self._unstarted: tuple[
+            list[int], ...
+        ] = ()  # of each chain the buckets that have not started, the next one last
 
     def begin(self, num_micro_batches: int | None) -> None:
         """Start a step."""
         self._num_micro_batches = num_micro_batches
         self._counts = dict.fromkeys(self._names, 0)
         self._missing = list(self._sizes)
-        self._left = tuple(chain[::-1] for chain in self._chains)
+        self._unstarted = tuple(chain[::-1] for chain in self._chains)
 
     def count(self, parameter: Parameter) -> None:
-        """Note a write, which has been done."""
+        """Count a write that was made, and start the buckets that it completes."""
         bucket = self._bucket_of[parameter]
         self._counts[parameter] += 1
-        assert any(bucket in left for left in self._left), (
+        assert any(bucket in unstarted for unstarted in self._unstarted), (
             f"{self._names[parameter]} got a gradient after its last one: write {self._counts[parameter]} of a step of "
-            f"{self._num_micro_batches} micro-batches with {self._per_micro_batch.get(parameter)} writes each; the sum "
-            "over the data-parallel ranks had started without it"
+            f"{self._num_micro_batches} micro-batches with {self._writes_per_micro_batch.get(parameter)} writes each; "
+            "the sum over the data-parallel ranks had started without it"
         )
-        if self._num_micro_batches is None or not self._per_micro_batch.get(parameter):
+        if self._num_micro_batches is None or not self._writes_per_micro_batch.get(parameter):
             return
-        if self._counts[parameter] == self._per_micro_batch[parameter] * self._num_micro_batches:
+        if self._counts[parameter] == self._writes_per_micro_batch[parameter] * self._num_micro_batches:
             self._missing[bucket] -= 1
-            for left in self._left:
-                while left and self._missing[left[-1]] == 0:
-                    self._start(left.pop())
+            for unstarted in self._unstarted:
+                while unstarted and self._missing[unstarted[-1]] == 0:
+                    self._start(unstarted.pop())
 
     def finish(self) -> None:
-        """End a step: start what is left, and learn."""
-        for left in self._left:
-            while left:
-                self._start(left.pop())
+        """End a step: start the remaining buckets, and learn the writes per micro-batch."""
+        for unstarted in self._unstarted:
+            while unstarted:
+                self._start(unstarted.pop())
         if self._num_micro_batches is None:
             return
         for parameter, count in self._counts.items():
             each, rest = divmod(count, self._num_micro_batches)
-            known = self._per_micro_batch.setdefault(parameter, each)
+            known = self._writes_per_micro_batch.setdefault(parameter, each)
             if rest or known != each:
-                self._per_micro_batch[parameter] = 0
+                self._writes_per_micro_batch[parameter] = 0
 
 
-def _without_owning(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """A hook that does not keep the object of the method alive: hooks of tensors hide their references from Python's
-    garbage collector, so that the memory and the process groups of a discarded optimizer would stay for ever."""
+def _weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Return a hook with a weak reference to the method's object.
+
+    Hooks of tensors hide their references from Python's garbage collector, so that the memory and the process groups of
+    a discarded optimizer would stay for ever.
+    """
     reference = weakref.WeakMethod(method)
 
     def hook(parameter: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Which parameters are updated alike, and by which rule: Megatron's parameter groups."""
+"""Parameter groups as Megatron forms them, each with its update rule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megalith.errors import ConfigError
 from megalith.nn.placement import Placement
 from megalith.optim import elementwise, matrix_rules
 from megalith.optim.elementwise import AdamW
-from megalith.optim.matrix_rules import GatheredMatrices, is_of_layers
+from megalith.optim.matrix_rules import GatheredMatrices, is_layer_matrix
 from megalith.optim.rules import Fp32Arithmetic, UpdateRule
 from megalith.optim.torch_rule import TorchRule
 from megalith.registry import Entry, Registered, Registry, marked_in
@@ -25,7 +25,7 @@ _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.o
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are treated alike, by name in module order."""
+    """Parameters with one update rule and the same factors of learning rate and weight decay."""
 
     # wd_mult, lr_mult: what the weight decay and the rate are multiplied by
     wd_mult: float
@@ -61,7 +61,7 @@ def _entry(name: str) -> Entry:
 class _Treatment:
     """The key that parameters of a group share; groups are sorted by it."""
 
-    apart: bool
+    decoupled: bool
     no_decay: bool
     elementwise: bool
     lr_mult: float = 1.0
@@ -91,10 +91,10 @@ def make_groups(
     return [
         Group(
             0.0 if treatment.no_decay else 1.0,
-            treatment.apart,
-            _elementwise(config, treatment.eps_mult)
+            treatment.decoupled,
+            _elementwise_rule(config, treatment.eps_mult)
             if treatment.elementwise
-            else _of_matrices(config, axis, placements),
+            else _matrix_rule(config, axis, placements),
             members[treatment],
             treatment.lr_mult,
         )
@@ -103,11 +103,11 @@ def make_groups(
 
 
 def _treatment(name: str, parameter: Tensor, config: OptimizerConfig, mup: str, scaling: WidthScaling) -> _Treatment:
-    apart = config.decoupled_lr is not None and name in _TABLES
-    by_matrix = config.updates_matrices and is_of_layers(name, parameter)
-    scaled = not apart and not (by_matrix and mup == "muon")
+    decoupled = config.decoupled_lr is not None and name in _TABLES
+    by_matrix = config.updates_matrices and is_layer_matrix(name, parameter)
+    scaled = not decoupled and not (by_matrix and mup == "muon")
     return _Treatment(
-        apart,
+        decoupled,
         not decays(name, parameter, config),
         not by_matrix,
         scaling.rate(name, parameter, mup) if scaled else 1.0,
@@ -115,7 +115,7 @@ def _treatment(name: str, parameter: Tensor, config: OptimizerConfig, mup: str, 
     )
 
 
-def _elementwise(config: OptimizerConfig, epsilon_factor: float) -> UpdateRule:
+def _elementwise_rule(config: OptimizerConfig, epsilon_factor: float) -> UpdateRule:
     """Return a rule for the parameters that are updated element by element."""
     name = config.elementwise_optimizer
     rule = _registered_rule(config) if isinstance(name, Registered) else _entry(name).thing.from_config(config)
@@ -124,7 +124,7 @@ def _elementwise(config: OptimizerConfig, epsilon_factor: float) -> UpdateRule:
     return Fp32Arithmetic(rule) if config.stores_low_precision else rule
 
 
-def _of_matrices(config: OptimizerConfig, axis: Axis, placements: Mapping[str, Placement]) -> UpdateRule:
+def _matrix_rule(config: OptimizerConfig, axis: Axis, placements: Mapping[str, Placement]) -> UpdateRule:
     """Return a rule for the matrices of the layers."""
     entry = _entry(config.optimizer)
     if isinstance(config.optimizer, Registered):
@@ -215,5 +215,5 @@ class WidthScaling:
         return 1.0 / self.multiplier if mup == "adam" and self._is_matrix(name, parameter) else 1.0
 
     def _is_matrix(self, name: str, parameter: Tensor) -> bool:
-        """Whether both extents of a parameter grow with the width, or the one that is summed over."""
+        """Return whether the fan-in of a parameter grows with the width."""
         return parameter.dim() > 1 and not name.startswith("embedding.") and name not in self.tied

@@ -58,7 +58,7 @@ class DynamicLossScale:
         return self.value <= self.minimum
 
     def update(self, overflow: bool) -> None:
-        """Learn whether the gradients of this step held an infinity or a NaN."""
+        """Lower or raise the scale, by whether the gradients of this step held an infinity or a NaN."""
         if overflow:
             self.growth_tracker = 0
             self.hysteresis_tracker -= 1

@@ -50,8 +50,8 @@ COEFFICIENTS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
 NORM_FLOOR = 1e-7
 
 
-def orthogonalised(matrix: Tensor, coefficients: Sequence[tuple[float, float, float]], steps: int) -> Tensor:
-    """Return nearly the closest matrix with orthonormal rows or columns; `coefficients` repeat when they run out."""
+def newton_schulz(matrix: Tensor, coefficients: Sequence[tuple[float, float, float]], steps: int) -> Tensor:
+    """Return nearly the closest matrix with orthonormal rows or columns; `coefficients` repeat when exhausted."""
     x = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=NORM_FLOOR)
     for a, b, c in islice(cycle(coefficients), steps):
@@ -70,7 +70,7 @@ def shape_scale(rows: int, columns: int, mode: str) -> float:
     return float(max(1.0, rows / columns) ** 0.5)
 
 
-def is_of_layers(name: str, parameter: Tensor) -> bool:
+def is_layer_matrix(name: str, parameter: Tensor) -> bool:
     """Return whether a parameter is a matrix inside a layer, not an embedding or the output layer."""
     return parameter.dim() == 2 and not name.startswith(("embedding.", "output_layer.", "lm_head.output_layer."))
 
@@ -79,7 +79,7 @@ def is_of_layers(name: str, parameter: Tensor) -> bool:
 @mark("optimizer", "muon", unit="matrix", gathers=True, mup="muon")
 @dataclass(frozen=True)
 class Muon(UpdateRule):
-    """Momentum, orthogonalised by Newton-Schulz iterations, for the parameters that `is_of_layers`.
+    """Momentum, orthogonalised by Newton-Schulz iterations, for the parameters that `is_layer_matrix`.
 
     For a matrix with momentum M = U S V^T the update is about U V^T: every direction of the gradient gets the same
     length. The iteration X <- a X + (b A + c A A) X with A = X X^T drives the singular values to one without an SVD.
@@ -140,29 +140,29 @@ class Muon(UpdateRule):
 
     def _update(self, matrix: Tensor, placement: Placement, second: Tensor | None) -> Tensor:
         """Return the update of a matrix without the learning rate."""
-        return self._by_parts(matrix, placement, scaled=True)
+        return self._orthogonalise_parts(matrix, placement, scaled=True)
 
-    def _by_parts(self, matrix: Tensor, placement: Placement, *, scaled: bool) -> Tensor:
+    def _orthogonalise_parts(self, matrix: Tensor, placement: Placement, *, scaled: bool) -> Tensor:
         if not (self.split_qkv and isinstance(placement, GroupedHeads)):
-            return self._orthogonalised(matrix, placement, scaled)
+            return self._orthogonalise(matrix, placement, scaled)
         rows = [heads * placement.head_size for heads in placement.heads_of_kinds]
         grouped = matrix.view(-1, sum(rows), matrix.shape[1])
         parts = [
-            self._orthogonalised(part.reshape(-1, matrix.shape[1]), placement, scaled).view(part.shape)
+            self._orthogonalise(part.reshape(-1, matrix.shape[1]), placement, scaled).view(part.shape)
             for part in grouped.split(rows, dim=1)
         ]
         return torch.cat(parts, dim=1).view(matrix.shape)
 
-    def _orthogonalised(self, matrix: Tensor, placement: Placement, scaled: bool) -> Tensor:
-        divided = self._divided(placement)
-        dim = dim_of(placement) if divided else 0
-        whole = all_gather(matrix.contiguous(), self.axis, dim) if divided else matrix
-        result = orthogonalised(whole, self.coefficients, self.steps)
+    def _orthogonalise(self, matrix: Tensor, placement: Placement, scaled: bool) -> Tensor:
+        gathers = self._gathers(placement)
+        dim = dim_of(placement) if gathers else 0
+        whole = all_gather(matrix.contiguous(), self.axis, dim) if gathers else matrix
+        result = newton_schulz(whole, self.coefficients, self.steps)
         if scaled:
             result = result * self._scale(*whole.shape)
-        return result.narrow(dim, self.axis.index * matrix.shape[dim], matrix.shape[dim]) if divided else result
+        return result.narrow(dim, self.axis.index * matrix.shape[dim], matrix.shape[dim]) if gathers else result
 
-    def _divided(self, placement: Placement) -> bool:
+    def _gathers(self, placement: Placement) -> bool:
         return self.axis.size > 1 and not isinstance(placement, Replicated) and not self.blockwise
 
     def _scale(self, rows: int, columns: int) -> float:
@@ -189,9 +189,9 @@ class AdaptiveMuon(Muon):
     def _update(self, matrix: Tensor, placement: Placement, second: Tensor | None) -> Tensor:
         assert second is not None, "as of `state_names`"
         shape = list(matrix.shape)
-        if self._divided(placement):
+        if self._gathers(placement):
             shape[dim_of(placement)] *= self.axis.size
-        raw = self._by_parts(matrix, placement, scaled=False)
+        raw = self._orthogonalise_parts(matrix, placement, scaled=False)
         second.lerp_(raw.square(), 1.0 - self.beta2)
         return raw / (second.sqrt() + self.eps) * self._scale(*shape)
 
@@ -275,15 +275,17 @@ class Soap(UpdateRule):
         for factor, product in zip(factors, (grad @ grad.t(), grad.t() @ grad), strict=True):
             factor.lerp_(product, weight)
         if steps_done % self.frequency == 0:
-            squares.copy_(self._renewed(factors, bases, squares, first=steps_done == 0))
+            squares.copy_(self._update_bases(factors, bases, squares, first=steps_done == 0))
         left, right = bases
         squares.lerp_((left.t() @ grad @ right).square(), 1.0 - self.beta2)
-        turned = left.t() @ mean @ right / (1.0 - self.beta1 ** (steps_done + 1))
+        rotated = left.t() @ mean @ right / (1.0 - self.beta1 ** (steps_done + 1))
         root = (squares / (1.0 - self.beta2 ** (steps_done + 1))).sqrt_()
-        return left @ (turned / (root + self.eps)) @ right.t()
+        return left @ (rotated / (root + self.eps)) @ right.t()
 
-    def _renewed(self, factors: Sequence[Tensor], bases: Sequence[Tensor], squares: Tensor, *, first: bool) -> Tensor:
-        """Bring the eigenvectors up to date in place; returns the second moment in the order of the new ones."""
+    def _update_bases(
+        self, factors: Sequence[Tensor], bases: Sequence[Tensor], squares: Tensor, *, first: bool
+    ) -> Tensor:
+        """Update the eigenvectors in place; return the second moment in the order of the new ones."""
         for dim, (factor, basis) in enumerate(zip(factors, bases, strict=True)):
             steps = torch.arange(1, len(factor) + 1, dtype=factor.dtype, device=factor.device) / len(factor)
             definite = factor + torch.diag(steps.flip(0) * (self.tie_breaker * factor.diagonal().mean()))
@@ -300,15 +302,15 @@ def _pair(states: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:
     return states[f"{prefix}L"], states[f"{prefix}R"]
 
 
-def gather_matrix(part: Tensor, placement: Placement, axis: Axis) -> Tensor:
+def gather_matrix(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
     """Return the whole matrix whose shard each tensor-parallel rank passes, with the rows in the order of one rank."""
     size = axis.size
     if size == 1 or isinstance(placement, Replicated):
-        return part
-    dim, whole = dim_of(placement), part.new_empty(global_shape(part.shape, placement, size))
-    for rank, held in enumerate(all_gather(part.contiguous(), axis, dim).chunk(size, dim)):
+        return shard
+    dim, whole = dim_of(placement), shard.new_empty(global_shape(shard.shape, placement, size))
+    for rank, gathered in enumerate(all_gather(shard.contiguous(), axis, dim).chunk(size, dim)):
         for piece in local_pieces(placement, whole.shape[dim], size, rank):
-            whole.narrow(dim, piece.whole, piece.length).copy_(held.narrow(dim, piece.local, piece.length))
+            whole.narrow(dim, piece.whole, piece.length).copy_(gathered.narrow(dim, piece.local, piece.length))
     return whole
 
 
@@ -340,7 +342,7 @@ class GatheredMatrices(UpdateRule):
             self.rule.update(batch)
             return
         for number, name in enumerate(batch.names):
-            self._update(name, replace(batch, **_only(batch, number)))
+            self._update(name, replace(batch, **_single(batch, number)))
 
     def _update(self, name: str, batch: UpdateBatch) -> None:
         """Update one matrix."""
@@ -356,7 +358,7 @@ class GatheredMatrices(UpdateRule):
                 shard.copy_(local_part(whole[key], placement, self.axis.size, self.axis.index))
 
 
-def _only(batch: UpdateBatch, number: int) -> dict[str, Any]:
+def _single(batch: UpdateBatch, number: int) -> dict[str, Any]:
     """Return the fields of a batch for one of its parameters."""
     states = {state: [tensors[number]] for state, tensors in batch.states.items()}
     one = slice(number, number + 1)

@@ -1,4 +1,4 @@
-"""Norms in which every element of the model counts once, though several ranks hold some of them."""
+"""Norms that count every element of the model once, though several ranks hold some of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megalith.distributed.comm import all_reduce
 from megalith.distributed.context import Axis
 from megalith.kernels.torch_private import foreach_norm
 from megalith.nn.precision import at_least_fp32
-from megalith.optim.flat import without
+from megalith.optim.flat import subtract_ranges
 from megalith.parallel.data import ReplicaGroup
 
-PIECE_ELEMENTS = 1 << 18  # 1 MiB in fp32
+CHUNK_ELEMENTS = 1 << 18  # 1 MiB in fp32
 
 
 class Gradients(Protocol):
@@ -29,40 +29,40 @@ class Gradients(Protocol):
     def device(self) -> torch.device: ...
     @property
     def dtype(self) -> torch.dtype: ...
-    def owned(self, name: str) -> tuple[int, int]:
+    def owned_range(self, name: str) -> tuple[int, int]:
         """Return the elements [start, stop) of a flattened parameter that this rank updates."""
         ...
 
 
-class CountedOnce:
-    """Sums over ranks of tensors shaped like the parts of the parameters that each rank owns.
+class GlobalNorms:
+    """Norms and zero counts over all ranks of tensors shaped like this rank's shards.
 
-    Of what several ranks hold alike only the first counts it. Every rank calls the same methods and gets the same bits.
+    Of replicated elements only the first replica counts. Every rank calls the same methods and gets the same bits.
 
     Args:
-        holders: the ranks that the sums are over.
-        elsewhere: names of the parameters that are another replica's to count.
+        axis: the ranks that the sums are over.
+        not_counted: names of the parameters that another replica counts.
     """
 
     def __init__(
         self,
         gradients: Gradients,
         copies: Mapping[str, tuple[ReplicaGroup, ...]],
-        holders: Axis,
-        elsewhere: Collection[str] = (),
+        axis: Axis,
+        not_counted: Collection[str] = (),
     ) -> None:
-        self._holders, self._device = holders, gradients.device
+        self._axis, self._device = axis, gradients.device
         self._dtype = at_least_fp32(gradients.dtype)
-        self._parts: dict[str, list[tuple[int, int]]] = {}  # of the parameters that are not counted whole
+        self._counted_ranges: dict[str, list[tuple[int, int]]] = {}  # of the parameters that are not counted whole
         for name, shape in gradients.shapes.items():
             width = prod(shape[1:])
             others = [entry.rows or (0, shape[0]) for entry in copies.get(name, ()) if not entry.first]
-            if name in elsewhere:
-                self._parts[name] = []
+            if name in not_counted:
+                self._counted_ranges[name] = []
             elif others:
-                start, stop = gradients.owned(name)
-                rest = without((start, stop), [(first * width, last * width) for first, last in others])
-                self._parts[name] = [(first - start, last - start) for first, last in rest]
+                start, stop = gradients.owned_range(name)
+                rest = subtract_ranges((start, stop), [(first * width, last * width) for first, last in others])
+                self._counted_ranges[name] = [(first - start, last - start) for first, last in rest]
 
     def norm(self, tensors: Mapping[str, Tensor]) -> float:
         """Return the L2 norm.
@@ -71,19 +71,19 @@ class CountedOnce:
         precision (docs/reference/training.md#optimizers).
         """
         squared = _squared_norm(self._counted(tensors), self._dtype, self._device)
-        return math.sqrt(float(all_reduce(squared, self._holders)))
+        return math.sqrt(float(all_reduce(squared, self._axis)))
 
     def zeros(self, tensors: Mapping[str, Tensor]) -> float:
         """Return the number of exact zeros."""
         count = torch.zeros((), dtype=torch.int64, device=self._device)
         for tensor in self._counted(tensors):
             count += tensor.numel() - torch.count_nonzero(tensor)
-        return float(all_reduce(count, self._holders))
+        return float(all_reduce(count, self._axis))
 
     def _counted(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         counted: list[Tensor] = []
         for name, tensor in tensors.items():
-            parts = self._parts.get(name)
+            parts = self._counted_ranges.get(name)
             counted += [tensor] if parts is None else [tensor.view(-1)[start:stop] for start, stop in parts]
         return counted
 
@@ -92,25 +92,25 @@ def _squared_norm(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.d
     if not tensors:
         return torch.zeros((), dtype=dtype, device=device)
     rounded = at_least_fp32(tensors[0].dtype) != tensors[0].dtype
-    norms = _norms_by_pieces(tensors) if rounded else foreach_norm(list(tensors))
+    norms = _norms_by_chunks(tensors) if rounded else foreach_norm(list(tensors))
     total = torch.linalg.vector_norm(torch.stack(norms))
     return total * total
 
 
-def _norms_by_pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _norms_by_chunks(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the L2 norms of half-precision tensors in fp32.
 
     On a CPU torch reduces bf16 at a tenth of the speed of a widened copy that stays in the cache, and that copy is made
     in one room for all, since fresh memory for each takes several times as long (measured on 2.13).
     """
     longest, device = max(tensor.numel() for tensor in tensors), tensors[0].device
-    size = max(1, min(PIECE_ELEMENTS, longest) if device.type == "cpu" else longest)
-    room = torch.empty(size, dtype=at_least_fp32(tensors[0].dtype), device=device)
+    size = max(1, min(CHUNK_ELEMENTS, longest) if device.type == "cpu" else longest)
+    buffer = torch.empty(size, dtype=at_least_fp32(tensors[0].dtype), device=device)
 
     def norm(tensor: Tensor) -> Tensor:
         parts = tensor.reshape(-1).split(size)
         return torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(room[: part.numel()].copy_(part)) for part in parts])
+            torch.stack([torch.linalg.vector_norm(buffer[: part.numel()].copy_(part)) for part in parts])
         )
 
     return [norm(tensor) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""A step over the main parameters: unscale, check, norm, clip, update, copy back.
+"""The optimizer step over the fp32 master weights: unscale, check, norm, clip, update, copy back.
 
 The order and the arithmetic of a step are Megatron's (docs/reference/training.md#optimizers). In mixed precision the
 optimizer owns fp32 master weights (Megatron's main parameters), and the model's weights are their rounded copies.
@@ -51,7 +51,7 @@ class StateBox:
     tensor: Tensor
     offset: tuple[int, ...]  # of its first element in the parameter of this rank's model
     shape: tuple[int, ...]  # of that parameter
-    whole: bool = False  # replicated over the tensor-parallel ranks, with a shape of its own
+    replicated: bool = False  # replicated over the tensor-parallel ranks, with a shape of its own
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class _Rates:
 
 
 class Optimizer:
-    """Update rules with main parameters, loss scale and clipping.
+    """Update rules over fp32 master weights, with loss scaling and gradient clipping.
 
     Args:
         groups: The parameter groups, each with its update rule.
         shards: What this rank holds of the parameters; `Optimizer` allocates the states.
         count_zeros: Count the exact zeros among the gradients of each step.
-        offload: Fraction of the parameters, by elements, whose states and updates are on the host (`choose_hosted`).
+        offload: Fraction of the parameters, by elements, whose states and updates are on the host (`choose_offloaded`).
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class Optimizer:
         self._config, self._count_zeros, self._world = config, count_zeros, shards.world
         self._params, self._sharded = shards.parameters or {}, shards.parameters is None
         self._memory, self._norms = shards.memory, shards.norms
-        self._owned, self._main, self._has_main = shards.weights, shards.main, shards.weights is not shards.main
+        self._weights, self._main, self._has_main = shards.weights, shards.main, shards.weights is not shards.main
         self._ordered = [name for group in self.groups for name in group.names if name in self._main]
-        self._hosted = choose_hosted({name: self._main[name].numel() for name in self._ordered}, offload)
+        self._offloaded = choose_offloaded({name: self._main[name].numel() for name in self._ordered}, offload)
         if self._has_main and not self._sharded:  # else the main parameters are the weights, or what FSDP gathers from
-            self._main.update({name: on_host(self._main[name]) for name in self._hosted})
+            self._main.update({name: to_host(self._main[name]) for name in self._offloaded})
         self.step_count, self._last_rates = 0, _Rates(0.0, 0.0, 0.0)
         self.scaler: LossScale = build_loss_scale(precision)
         # As in Megatron, bf16 is unscaled and checked only where --loss-scale gives it a scale.
@@ -119,14 +119,14 @@ class Optimizer:
                     if state in replicated:
                         self._replicated.add(f"{state}.{name}")
                         main = main.new_empty(replicated[state])
-                    hosted = name in self._hosted
-                    zeros = zeros_on_host(main, dtype) if hosted else torch.zeros_like(main, dtype=dtype)
+                    offloaded = name in self._offloaded
+                    zeros = zeros_on_host(main, dtype) if offloaded else torch.zeros_like(main, dtype=dtype)
                     states.setdefault(state, {})[name] = zeros
         return states
 
     @property
     def loss_scale(self) -> float:
-        """The factor to multiply the loss by before the backward pass."""
+        """Factor of the loss before the backward pass."""
         return self.scaler.value
 
     def zero_grad(self, num_micro_batches: int | None = None) -> None:
@@ -158,8 +158,8 @@ class Optimizer:
         if not math.isfinite(norm) or norm > largest_norm:
             return StepOutcome(applied=False, grad_norm=norm, num_zeros=zeros)
         rates = _Rates(lr, weight_decay, lr if decoupled_lr is None else decoupled_lr)
-        most = self._config.clip_grad
-        self._update(grads, rates, min(1.0, most / (norm + CLIP_EPSILON)) if most > 0.0 else 1.0)
+        clip = self._config.clip_grad
+        self._update(grads, rates, min(1.0, clip / (norm + CLIP_EPSILON)) if clip > 0.0 else 1.0)
         return StepOutcome(applied=True, grad_norm=norm, num_zeros=zeros)
 
     def settle(self) -> None:
@@ -172,9 +172,9 @@ class Optimizer:
 
     def _main_grads(self) -> dict[str, Tensor]:
         """Return this rank's gradients in at least fp32, or in the dtype of `--main-grads-dtype`, in group order."""
-        pieces = self.gradients.pieces
+        grad_shards = self.gradients.grad_shards
         dtype = torch.bfloat16 if self._config.main_grads_dtype == "bf16" else None
-        return {name: pieces[name].to(dtype or at_least_fp32(pieces[name].dtype)) for name in self._ordered}
+        return {name: grad_shards[name].to(dtype or at_least_fp32(grad_shards[name].dtype)) for name in self._ordered}
 
     def _unscale(self, grads: list[Tensor]) -> bool:
         """Divide the gradients by the loss scale in place; return whether any rank has a non-finite one."""
@@ -190,8 +190,8 @@ class Optimizer:
             names = [name for name in group.names if name in grads]
             if not names:
                 continue
-            self._update_group(group, [name for name in names if name not in self._hosted], grads, rates, scale)
-            for name in filter(self._hosted.__contains__, names):  # one by one, so that little is there twice
+            self._update_group(group, [name for name in names if name not in self._offloaded], grads, rates, scale)
+            for name in filter(self._offloaded.__contains__, names):  # one by one, so that little is there twice
                 self._update_group(group, [name], grads, rates, scale)
         self._last_rates = rates
         self.step_count += 1
@@ -204,16 +204,16 @@ class Optimizer:
         """Update parameters of a group, all on the device or all on the host, and copy them to the model's weights."""
         if not names:
             return
-        (lr, weight_decay), hosted = rates.of(group), names[0] in self._hosted
+        (lr, weight_decay), offloaded = rates.of(group), names[0] in self._offloaded
         mains = [self._main[name] for name in names]
         params, gradients = list(mains), [grads[name] for name in names]
-        if hosted:
-            params, gradients = [on_host(main) for main in mains], [on_host(gradient) for gradient in gradients]
+        if offloaded:
+            params, gradients = [to_host(main) for main in mains], [to_host(gradient) for gradient in gradients]
         states = {state: [self._state[state][name] for name in names] for state in group.rule.state_names}
         batch = UpdateBatch(names, params, gradients, states, lr, weight_decay, self.step_count)
-        weights = [self._owned[name] for name in names] if self._has_main else None
+        weights = [self._weights[name] for name in names] if self._has_main else None
         if isinstance(group.rule, Fp32Arithmetic):
-            group.rule.update_scaled(batch, scale, None if hosted else weights)
+            group.rule.update_scaled(batch, scale, None if offloaded else weights)
         else:
             if scale != 1.0:
                 foreach_mul_(gradients, scale)
@@ -221,7 +221,7 @@ class Optimizer:
         for main, updated in zip(mains, params, strict=True):
             if main is not updated:
                 main.copy_(updated)
-        if weights is not None and (hosted or not isinstance(group.rule, Fp32Arithmetic)):
+        if weights is not None and (offloaded or not isinstance(group.rule, Fp32Arithmetic)):
             for weight, main in zip(weights, mains, strict=True):
                 weight.copy_(main)
 
@@ -239,20 +239,22 @@ class Optimizer:
         self.settle()
         if self._has_main:
             for name, main in self._main.items():
-                main.copy_(self._owned[name])
+                main.copy_(self._weights[name])
 
-    def follow_loads(self, modules: Sequence[nn.Module]) -> None:
-        """Refresh the main parameters, which the next step would write over the weights, after `load_state_dict`."""
+    def track_state_dict_loads(self, modules: Sequence[nn.Module]) -> None:
+        """Copy loaded weights to the main parameters after `load_state_dict`; the next step would undo the load
+        otherwise.
+        """
         for root in modules:
             for prefix, module in root.named_modules():
                 names = {name: f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)}
                 if names:
-                    follower = _LoadFollower(weakref.ref(self), names)  # the module may outlive it
-                    module.register_load_state_dict_pre_hook(follower.before)
-                    module.register_load_state_dict_post_hook(follower.after)
+                    hook = _LoadHook(weakref.ref(self), names)  # the module may outlive it
+                    module.register_load_state_dict_pre_hook(hook.before)
+                    module.register_load_state_dict_post_hook(hook.after)
 
     @torch.no_grad()
-    def _loaded(self, module: nn.Module, names: Mapping[str, str]) -> None:
+    def _copy_loaded(self, module: nn.Module, names: Mapping[str, str]) -> None:
         """Copy loaded weights of a module to the main parameters; `names` are those of its parameters in the model."""
         for own, name in names.items():
             if not self._sharded and module._parameters[own] is not self._params.get(name, module._parameters[own]):
@@ -261,7 +263,7 @@ class Optimizer:
                     "out, or build the optimizer behind it"
                 )
             if self._has_main and name in self._main:
-                main, weight = self._main[name], self._owned[name]
+                main, weight = self._main[name], self._weights[name]
                 weight.copy_(main) if self._sharded else main.copy_(weight)  # the former are what FSDP2 gathers from
 
     def _states(self) -> dict[str, dict[str, Tensor]]:
@@ -289,7 +291,7 @@ class Optimizer:
         """Yield the live weights of this rank: whole parameters, or under ZeRO-2 and ZeRO-3 rectangular shards."""
         self.settle()
         if self._sharded:
-            for name, tensor in self._owned.items():
+            for name, tensor in self._weights.items():
                 yield from self._boxes(name, name, tensor)
         else:
             for name, parameter in self._params.items():
@@ -298,9 +300,9 @@ class Optimizer:
     def _boxes(self, label: str, name: str, tensor: Tensor) -> Iterator[StateBox]:
         """Yield the shards of a state of the parameter `name`, or the state itself where it is replicated."""
         if label in self._replicated:
-            yield StateBox(label, tensor, (0,) * tensor.dim(), tuple(tensor.shape), whole=True)
+            yield StateBox(label, tensor, (0,) * tensor.dim(), tuple(tensor.shape), replicated=True)
             return
-        shape, start = self.gradients.shapes[name], self.gradients.owned(name)[0]
+        shape, start = self.gradients.shapes[name], self.gradients.owned_range(name)[0]
         for box in boxes(start, start + tensor.numel(), shape):
             first = box.start - start
             view = tensor.view(-1)[first : first + prod(box.extent)].view(box.extent)
@@ -334,8 +336,8 @@ class Optimizer:
             self.scaler.load_state(scalars["grad_scaler"])
 
 
-class _LoadFollower:
-    """Tells an optimizer of `load_state_dict` of a module; copies and pickles of the module have no optimizer."""
+class _LoadHook:
+    """Hooks around `load_state_dict` that refresh an optimizer; copies and pickles of the module have no optimizer."""
 
     def __init__(self, optimizer: Callable[[], Optimizer | None], names: Mapping[str, str]) -> None:
         self._optimizer, self._names = optimizer, names
@@ -347,13 +349,13 @@ class _LoadFollower:
 
     def after(self, module: nn.Module, _: Any) -> None:
         if (optimizer := self._optimizer()) is not None:
-            optimizer._loaded(module, self._names)
+            optimizer._copy_loaded(module, self._names)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _LoadFollower, (type(None), self._names)
+        return _LoadHook, (type(None), self._names)
 
 
-def choose_hosted(sizes: Mapping[str, int], fraction: float) -> frozenset[str]:
+def choose_offloaded(sizes: Mapping[str, int], fraction: float) -> frozenset[str]:
     """Return the first parameters that have at most this fraction of all elements (`--optimizer-cpu-offload`).
 
     Moments and main parameters of a hosted parameter are in the memory of the host; the device keeps the weights and
@@ -381,7 +383,7 @@ def zeros_on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(like.shape, dtype=dtype, device=HOST, pin_memory=torch.cuda.is_available())
 
 
-def on_host(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor) -> Tensor:
     """Return the tensor if it is on the host already, else a copy there, waiting for its transfer."""
     if tensor.device == HOST:
         return tensor

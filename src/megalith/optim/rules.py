@@ -1,4 +1,4 @@
-"""What an optimizer's arithmetic is: the interface of update rules.
+"""The interface of update rules, the arithmetic of an optimizer.
 
 An update rule computes; the main parameters, gradients, states and their sharding are the `Optimizer`'s. A rule whose
 `unit` is the element gets flattened pieces of parameters under ZeRO, so its update of an element must depend on that
@@ -130,7 +130,7 @@ class Fp32Arithmetic(UpdateRule):
                     weight[start : start + piece].copy_(parts[0])
 
     def _wide(self, place: int, part: Tensor) -> Tensor:
-        """The part itself where it is wide enough, else a copy in a buffer that is used again."""
+        """Return `part` itself if it is at least fp32, else an fp32 copy in a reused buffer."""
         dtype = at_least_fp32(part.dtype)
         if part.dtype == dtype:
             return part

@@ -1,4 +1,4 @@
-"""This rank's shards of the parameters that are updated, and how updates of other ranks reach it.
+"""This rank's shards of the parameters it updates, and how updates of other ranks reach it.
 
 | data parallelism | gradients in       | updated here                | weights to compute with                      |
 |------------------|--------------------|-----------------------------|----------------------------------------------|
@@ -22,7 +22,7 @@ from megalith.distributed.context import Axis, ParallelContext
 from megalith.nn.sink import attach_sink
 from megalith.optim.flat import Bucket, FlatLayout
 from megalith.optim.gradients import GradientBuffers
-from megalith.optim.norms import CountedOnce
+from megalith.optim.norms import GlobalNorms
 from megalith.parallel.data import (
     DataParallel,
     ReplicaGroup,
@@ -37,68 +37,68 @@ from megalith.parallel.fsdp import FullyShard
 
 
 class ShardedGradients:
-    """Gradients of parameters that are cut over the replicas by rows: autograd makes them and FSDP2 reduces them.
+    """Gradients of parameters sharded over the replicas by rows: autograd computes and FSDP2 reduces them.
 
-    What other ranks hold too is summed when the step ends. The interface is that of `GradientBuffers`.
+    Partial gradients are summed over their replica groups when the step ends. The interface is that of
+    `GradientBuffers`.
     """
 
-    def __init__(self, parts: Sequence[FullyShard], copies: Mapping[str, tuple[ReplicaGroup, ...]]) -> None:
-        self._parts, self._copies = parts, copies
-        self._part_of = {name: part for part in parts for name in part.shapes}
-        self.shapes = {name: part.shapes[name] for name, part in self._part_of.items()}
-        some = next(iter(parts[0].shards.values()))
+    def __init__(self, units: Sequence[FullyShard], copies: Mapping[str, tuple[ReplicaGroup, ...]]) -> None:
+        self._units, self._copies = units, copies
+        self._unit_of = {name: unit for unit in units for name in unit.shapes}
+        self.shapes = {name: unit.shapes[name] for name, unit in self._unit_of.items()}
+        some = next(iter(units[0].shards.values()))
         self.device, self.dtype = some.device, some.dtype
-        self._pieces: dict[str, Tensor] | None = None
-        kinds = {name: reduction_kind(copies.get(name, ())) for name in self._part_of}
+        self._grad_shards: dict[str, Tensor] | None = None
+        kinds = {name: reduction_kind(copies.get(name, ())) for name in self._unit_of}
         self._alike = [[name for name in kinds if kinds[name] == kind] for kind in sorted(set(kinds.values())) if kind]
 
     @property
-    def pieces(self) -> Mapping[str, Tensor]:
-        """The gradients of this rank's rows, after `finish`."""
-        assert self._pieces is not None, "the backward passes of the step have not ended"
-        return self._pieces
+    def grad_shards(self) -> Mapping[str, Tensor]:
+        """Gradients of this rank's rows, after `finish`."""
+        assert self._grad_shards is not None, "the backward passes of the step have not ended"
+        return self._grad_shards
 
-    def owned(self, name: str) -> tuple[int, int]:
+    def owned_range(self, name: str) -> tuple[int, int]:
         """Return the elements [start, stop) of a flattened parameter in this rank's shard."""
-        return self._part_of[name].owned(name)
+        return self._unit_of[name].owned_range(name)
 
     def begin(self, num_micro_batches: int | None = None) -> None:
         """Start a step; without `num_micro_batches` every backward pass reduces."""
-        self._pieces = None
-        for part in self._parts:
-            part.begin(num_micro_batches)
+        self._grad_shards = None
+        for unit in self._units:
+            unit.begin(num_micro_batches)
 
     @torch.no_grad()
     def finish(self) -> None:
         """End the backward passes of a step. Every rank calls this; calling it again does nothing."""
-        if self._pieces is not None:
+        if self._grad_shards is not None:
             return
-        self._pieces = {name: grad for part in self._parts for name, grad in part.gradients().items()}
+        self._grad_shards = {name: grad for unit in self._units for name, grad in unit.gradients().items()}
         for names in self._alike:
-            self._sum_copies(names, self._pieces)
+            self._reduce_partial_grads(names, self._grad_shards)
 
-    def _sum_copies(self, names: Sequence[str], pieces: Mapping[str, Tensor]) -> None:
+    def _reduce_partial_grads(self, names: Sequence[str], grad_shards: Mapping[str, Tensor]) -> None:
         """Sum the partial gradients of these parameters, of one kind, in one collective."""
-        flat = torch.cat([pieces[name].reshape(-1) for name in names])
-        parts, origin = list[ReplicaSlice](), 0
+        flat = torch.cat([grad_shards[name].reshape(-1) for name in names])
+        slices, origin = list[ReplicaSlice](), 0
         for name in names:
-            start, stop = self.owned(name)
-            parts += partial_slices(self._copies[name], self.shapes[name], 0, start, stop, origin)
+            start, stop = self.owned_range(name)
+            slices += partial_slices(self._copies[name], self.shapes[name], 0, start, stop, origin)
             origin += stop - start
-        reduce_partial_grads(flat, parts)
-        for name, part in zip(names, flat.split([pieces[name].numel() for name in names]), strict=True):
-            pieces[name].view(-1).copy_(part)
+        reduce_partial_grads(flat, slices)
+        for name, summed in zip(names, flat.split([grad_shards[name].numel() for name in names]), strict=True):
+            grad_shards[name].view(-1).copy_(summed)
 
 
 class ParameterMemory:
     """Moves the data of parameters into flat memory; the parameters remain the same objects.
 
-    The memory is laid out as the gradients are, so that updates by other ranks come in place. They may come while the
-    next forward pass has begun: each part of the model then waits, before it is called, for the buckets of the weights
-    it reads. Which part that is cannot be read off a module tree alone, since a weight may be used without a call of
-    the module that holds it (fused linears, the output layer). So the calls of the first step, when nothing is on its
-    way yet, are watched: a weight belongs to the innermost module around it that is called.
-    With `overlap`, `gather` returns at once and the modules wait.
+    The memory is laid out as the gradients are, so that updates by other ranks are gathered in place. With `overlap`,
+    `gather` returns at once: before a module is called it waits for the buckets of the weights that it reads. Which
+    module reads a weight cannot be told from the module tree, since a weight may be used without a call of the module
+    that holds it (fused linears, the output layer). So the calls of the first step, before the first gather, are
+    watched: a weight belongs to the innermost module around it that is called.
     """
 
     def __init__(
@@ -106,31 +106,31 @@ class ParameterMemory:
         modules: Iterable[nn.Module],
         parameters: Mapping[str, Parameter],
         layout: FlatLayout,
-        data_of: Callable[[Bucket], DataParallel],
+        replicas_of: Callable[[Bucket], DataParallel],
         *,
         overlap: bool,
     ) -> None:
         some = next(iter(parameters.values()))
         self._flat = torch.zeros(layout.size, dtype=some.dtype, device=some.device)
-        self._layout, self._data_of = layout, data_of
+        self._layout, self._replicas_of = layout, replicas_of
         self._pending: dict[int, Pending] = {}
         for name, parameter in parameters.items():
             view = layout.view(self._flat, name)
             view.copy_(parameter.data)
             parameter.data = view
         buckets = {parameters[name]: number for number, bucket in enumerate(layout.buckets) for name in bucket.names}
-        self._calls = _Calls(modules, buckets, self._wait_for) if overlap else None
-        self._order = _order_of_need(modules, buckets, len(layout.buckets))
+        self._calls = _CallWatch(modules, buckets, self._wait_for) if overlap else None
+        self._order = _gather_order(modules, buckets, len(layout.buckets))
 
     def gather(self) -> None:
         """Gather the updated parameters from their owners, in the order in which the forward pass needs them."""
         for number in self._order:
             bucket = self._layout.buckets[number]
-            self._pending[number] = self._data_of(bucket).gather(self._flat[bucket.start : bucket.stop])
+            self._pending[number] = self._replicas_of(bucket).gather(self._flat[bucket.start : bucket.stop])
         if self._calls is None:
             self.wait()
             return
-        for number in self._calls.not_awaited():
+        for number in self._calls.unawaited():
             self._wait_for(number)
 
     def wait(self) -> None:
@@ -144,59 +144,59 @@ class ParameterMemory:
             pending.wait()
 
 
-def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and its descendants, down to the elements of lists of layers: each of these is one part."""
+def _units(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and its descendants, down to the elements of lists of layers."""
     yield module
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from child.children()
         else:
-            yield from _parts(child)
+            yield from _units(child)
 
 
-def _order_of_need(modules: Iterable[nn.Module], buckets: Mapping[Parameter, int], count: int) -> list[int]:
-    """The buckets in the order in which their weights are waited for; the same on all replicas, whatever they call.
+def _gather_order(modules: Iterable[nn.Module], buckets: Mapping[Parameter, int], count: int) -> list[int]:
+    """Return the buckets in the order in which their weights are needed; the same on all replicas.
 
     Buckets are in reverse order of the modules, but what no call announces must be there from the start.
     """
-    silent = [part for module in modules for part in _parts(module) if type(part).forward is nn.Module.forward]
-    first = {buckets[parameter] for part in silent for parameter in part.parameters()}
+    silent = [unit for module in modules for unit in _units(module) if type(unit).forward is nn.Module.forward]
+    first = {buckets[parameter] for unit in silent for parameter in unit.parameters()}
     return sorted(range(count), key=lambda number: (number not in first, -number))
 
 
-class _Calls:
-    """Watches the calls of the first step; from then on parts of the model wait for their weights when called."""
+class _CallWatch:
+    """Watches the module calls of the first step; from then on modules wait for their weights when called."""
 
     def __init__(
         self, modules: Iterable[nn.Module], buckets: Mapping[Parameter, int], wait: Callable[[int], None]
     ) -> None:
         self._buckets, self._wait = buckets, wait
-        self._parts = [part for module in modules for part in _parts(module)]  # outer ones first
+        self._units = [unit for module in modules for unit in _units(module)]  # outer ones first
         self._called: set[nn.Module] = set()
-        self._hooks = [part.register_forward_pre_hook(self._on_call) for part in self._parts]
+        self._hooks = [unit.register_forward_pre_hook(self._on_call) for unit in self._units]
         self._awaited: dict[nn.Module, list[int]] | None = None
         self._alone: list[int] = []
 
-    def _on_call(self, part: nn.Module, args: Any) -> None:
+    def _on_call(self, unit: nn.Module, args: Any) -> None:
         if self._awaited is None:
-            self._called.add(part)
+            self._called.add(unit)
             return
-        for number in self._awaited.get(part, ()):
+        for number in self._awaited.get(unit, ()):
             self._wait(number)
 
-    def not_awaited(self) -> list[int]:
-        """The buckets that no call waits for; ends the watching."""
+    def unawaited(self) -> list[int]:
+        """Return the buckets that no call waits for; ends the watch."""
         if self._awaited is None:
             reader: dict[Parameter, nn.Module] = {}
-            for part in filter(self._called.__contains__, self._parts):
-                reader |= dict.fromkeys(part.parameters(), part)
+            for unit in filter(self._called.__contains__, self._units):
+                reader |= dict.fromkeys(unit.parameters(), unit)
             self._awaited = {
-                part: sorted({self._buckets[parameter] for parameter, own in reader.items() if own is part})
-                for part in set(reader.values())
+                unit: sorted({self._buckets[parameter] for parameter, own in reader.items() if own is unit})
+                for unit in set(reader.values())
             }
             self._alone = sorted({number for parameter, number in self._buckets.items() if parameter not in reader})
-            for part, hook in zip(self._parts, self._hooks, strict=True):
-                if part not in self._awaited:
+            for unit, hook in zip(self._units, self._hooks, strict=True):
+                if unit not in self._awaited:
                     hook.remove()
         return self._alone
 
@@ -204,29 +204,29 @@ class _Calls:
 class GatheredWeights:
     """Weights that the forward passes of fully sharded modules gather; the counterpart of `ParameterMemory`."""
 
-    def __init__(self, parts: Sequence[FullyShard]) -> None:
-        self._parts = parts
+    def __init__(self, units: Sequence[FullyShard]) -> None:
+        self._units = units
 
     def gather(self) -> None:
-        """Do nothing: they are gathered when they are needed."""
+        """Do nothing: forward passes gather the weights."""
 
     def wait(self) -> None:
-        """Free what was gathered."""
-        for part in self._parts:
-            part.reshard()
+        """Free the gathered weights."""
+        for unit in self._units:
+            unit.reshard()
 
 
 @dataclass(frozen=True)
 class OptimizerShards:
-    """What this rank holds of the parameters that an optimizer updates."""
+    """This rank's shards of the parameters, their gradients and master weights."""
 
     gradients: GradientBuffers | ShardedGradients  # of all parameters
-    weights: dict[str, Tensor]  # the parts of the parameters that are updated here, in the dtype of the model
-    main: dict[str, Tensor]  # the same in at least fp32; the same tensors where the model computes so
-    memory: ParameterMemory | GatheredWeights | None  # None where no other rank updates weights that are needed here
-    norms: CountedOnce
+    weights: dict[str, Tensor]  # shards of the parameters that this rank updates, in the dtype of the model
+    main: dict[str, Tensor]  # the same in at least fp32; the same tensors if the model computes in fp32
+    memory: ParameterMemory | GatheredWeights | None  # None if this rank updates all weights that it reads
+    norms: GlobalNorms
     world: Axis  # all ranks, which agree on overflows
-    # the parameters that the modules have, by name; None where FSDP2 has replaced them by `weights`
+    # parameters of the modules by name; None where FSDP2 has replaced them by `weights`
     parameters: Mapping[str, nn.Parameter] | None
 
 
@@ -245,45 +245,45 @@ def flat_shards(
 ) -> OptimizerShards:
     """Return the shards of replicated parameters, in preallocated flat memory that the layers' gradient sink fills."""
     kind = Zero1 if zero1 else Replicated
-    data, of_experts = kind(ctx), kind(ctx, experts=True)
+    data, expert_data = kind(ctx), kind(ctx, experts=True)
     gradients = GradientBuffers(
         list(parameters.items()),
         grads,
         data=data,
         copies=copies,
         experts=experts,
-        data_of_experts=of_experts,
+        expert_data=expert_data,
         bucket_size=bucket_size,
     )
     for module in modules:
         attach_sink(module, gradients)
     memory = None
-    if data.shards_update or (experts and of_experts.shards_update):
-        memory = ParameterMemory(modules, parameters, gradients.layout, gradients.data_of, overlap=overlap_gather)
-    weights = {name: gradients.piece(name, parameter.detach()) for name, parameter in parameters.items()}
-    weights = {name: piece for name, piece in weights.items() if piece.numel() > 0}
+    if data.shards_update or (experts and expert_data.shards_update):
+        memory = ParameterMemory(modules, parameters, gradients.layout, gradients.replicas_of, overlap=overlap_gather)
+    weights = {name: gradients.owned_shard(name, parameter.detach()) for name, parameter in parameters.items()}
+    weights = {name: shard for name, shard in weights.items() if shard.numel() > 0}
     has_main = work != next(iter(parameters.values())).dtype
-    main = {name: piece.to(work) for name, piece in weights.items()} if has_main else weights
-    holders, elsewhere = ctx.world if zero1 else ctx.join("tp", "pp"), list[str]()
+    main = {name: shard.to(work) for name, shard in weights.items()} if has_main else weights
+    axis, not_counted = ctx.world if zero1 else ctx.join("tp", "pp"), list[str]()
     if experts and not zero1:
         # The replicas of an expert are not those of a dense parameter: one sum over all ranks, of first replicas only.
-        holders = ctx.world
-        elsewhere = [name for name in parameters if not (of_experts if name in experts else data).axis.is_first]
-    norms = CountedOnce(gradients, copies, holders, frozenset(elsewhere))
+        axis = ctx.world
+        not_counted = [name for name in parameters if not (expert_data if name in experts else data).axis.is_first]
+    norms = GlobalNorms(gradients, copies, axis, frozenset(not_counted))
     return OptimizerShards(gradients, weights, main, memory, norms, ctx.world, parameters)
 
 
 def fsdp_shards(
-    parts: Sequence[FullyShard], ctx: ParallelContext, *, copies: Mapping[str, tuple[ReplicaGroup, ...]]
+    units: Sequence[FullyShard], ctx: ParallelContext, *, copies: Mapping[str, tuple[ReplicaGroup, ...]]
 ) -> OptimizerShards:
     """Return the shards of parameters that FSDP2 has divided over the replicas, which are the main parameters.
 
     In half precision the rounded weights are kept beside them for checkpoints.
     """
-    main = {name: shard for part in parts for name, shard in part.shards.items() if shard.numel() > 0}
-    weights = {name: shard.to(part.dtype) for part in parts for name, shard in part.shards.items() if name in main}
+    main = {name: shard for unit in units for name, shard in unit.shards.items() if shard.numel() > 0}
+    weights = {name: shard.to(unit.dtype) for unit in units for name, shard in unit.shards.items() if name in main}
     if all(weights[name].dtype == shard.dtype for name, shard in main.items()):
         weights = main
-    gradients = ShardedGradients(parts, copies)
-    norms = CountedOnce(gradients, copies, ctx.world)
-    return OptimizerShards(gradients, weights, main, GatheredWeights(parts), norms, ctx.world, None)
+    gradients = ShardedGradients(units, copies)
+    norms = GlobalNorms(gradients, copies, ctx.world)
+    return OptimizerShards(gradients, weights, main, GatheredWeights(units), norms, ctx.world, None)

@@ -48,7 +48,7 @@ class TorchRule(UpdateRule):
 
     @property
     def takes_weight_decay(self) -> bool:
-        """Whether the class has a weight decay to be set."""
+        """True if the class has a weight decay to be set."""
         return "weight_decay" in self._optimizer.param_groups[0]
 
     def group_settings(self) -> dict[str, Any]:

@@ -200,7 +200,10 @@ class _RingAttentionFunction(torch.autograd.Function):
 
 
 def _sink_gradient(sink_H: Tensor | None, lse_BHQ: Tensor, context: Tensor, grad: Tensor) -> Tensor | None:
-    """- sum over queries of the weight of the sink x dO . O: it takes weight from all keys and gives no value."""
+    """Return the gradient of the sinks [H]: minus the sum over queries of the sink's weight x (dO . O).
+
+    A sink takes weight from all keys and contributes no value.
+    """
     if sink_H is None:
         return None
     weight = torch.exp(sink_H.to(lse_BHQ.dtype)[None, :, None] - lse_BHQ)
@@ -256,12 +259,12 @@ class UlyssesAttention(_BalancedPositions):
         return comm.exchange(self._by_rank(context), self.axis, split_dim=0, concat_dim=2)
 
     def _in_order(self, x: Tensor) -> Tensor:
-        """Chunks along the sequence: rank by rank -> by position."""
+        """Reorder chunks along the sequence: rank by rank -> by position."""
         chunks = x.chunk(2 * self.parts)
         return torch.cat(chunks[0::2] + chunks[::-1][0::2])
 
     def _by_rank(self, x: Tensor) -> Tensor:
-        """The inverse of `_in_order`."""
+        """Reorder chunks along the sequence: by position -> rank by rank."""
         chunks = x.chunk(2 * self.parts)
         pairs = zip(chunks[: self.parts], chunks[self.parts :][::-1], strict=True)
         return torch.cat([chunk for pair in pairs for chunk in pair])

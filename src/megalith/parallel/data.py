@@ -45,7 +45,7 @@ class Replicated(_Replicas):
 
     shards_update = False
 
-    def owned(self, start: int, stop: int) -> tuple[int, int]:
+    def owned_range(self, start: int, stop: int) -> tuple[int, int]:
         """Return the part of a bucket [start, stop) that this rank updates."""
         return start, stop
 
@@ -63,10 +63,10 @@ class Zero1(_Replicas):
 
     @property
     def shards_update(self) -> bool:
-        """Whether a rank updates only a shard of each bucket."""
+        """True if a rank updates only a shard of each bucket."""
         return self.axis.size > 1
 
-    def owned(self, start: int, stop: int) -> tuple[int, int]:
+    def owned_range(self, start: int, stop: int) -> tuple[int, int]:
         size, rest = divmod(stop - start, self.axis.size)
         assert rest == 0, f"a bucket of {stop - start} elements over {self.axis.size} ranks"
         return start + self.axis.index * size, start + (self.axis.index + 1) * size
@@ -78,7 +78,7 @@ class Zero1(_Replicas):
         return start_all_gather(self._own(parameters), self.axis, out=parameters)
 
     def _own(self, bucket: Tensor) -> Tensor:
-        start, stop = self.owned(0, bucket.numel())
+        start, stop = self.owned_range(0, bucket.numel())
         return bucket[start:stop]
 
 
@@ -93,15 +93,16 @@ class ReplicaGroup:
     Attributes:
         axis: the process group.
         rows: [start, stop) along dimension 0 of the local tensor; None for all of it.
-        part, parts: the ranks of the axis hold `parts` different tensors in these rows; this rank holds number `part`.
+        num_shards: the ranks of the axis hold so many different tensors in these rows.
+        shard_index: of the one that this rank holds.
         first: this rank is the first replica, which alone counts in norms.
         partial: each replica has a partial gradient; the gradient is their sum.
     """
 
     axis: Axis
     rows: tuple[int, int] | None = None
-    part: int = 0
-    parts: int = 1
+    shard_index: int = 0
+    num_shards: int = 1
     first: bool = True
     partial: bool = False
 
@@ -116,15 +117,15 @@ def reduction_kind(copies: Sequence[ReplicaGroup]) -> tuple[str, ...]:
     if not partial:
         return ()
     assert len({entry.axis.name for entry in partial}) == 1, "a gradient is partial over one axis"
-    whole = all(entry.rows is None and entry.parts == 1 for entry in partial)
+    whole = all(entry.rows is None and entry.num_shards == 1 for entry in partial)
     return (partial[0].axis.name, "whole" if whole else "rows")
 
 
 @dataclass(frozen=True)
 class ReplicaSlice:
-    """The elements [start, stop) of a flat buffer that belong to the replicated rows `copies`; may be empty."""
+    """The elements [start, stop) of a flat buffer that are the rows of a replica group; may be empty."""
 
-    copies: ReplicaGroup
+    group: ReplicaGroup
     start: int
     stop: int
 
@@ -136,28 +137,28 @@ def partial_slices(
 
     The parameter begins at element `first` of that memory, and element `start` is element `origin` of the result.
     """
-    width, parts = prod(shape[1:]), []
+    width, slices = prod(shape[1:]), []
     for entry in copies:
         if entry.partial:
             rows = entry.rows or (0, shape[0])
             ends = (min(max(first + row * width, start), stop) - start + origin for row in rows)
-            parts.append(ReplicaSlice(entry, *ends))
-    return parts
+            slices.append(ReplicaSlice(entry, *ends))
+    return slices
 
 
-def reduce_partial_grads(flat: Tensor, parts: Sequence[ReplicaSlice]) -> None:
+def reduce_partial_grads(flat: Tensor, slices: Sequence[ReplicaSlice]) -> None:
     """Sum partial gradients over their replicas, in place, in one all-reduce.
 
     If all ranks hold the same rows, `flat`, the owned shard of a bucket, is all-reduced itself. Else each rank copies
     its gradient into its row of a table with one row per different tensor, all-reduces the table and reads its row.
     """
-    axis = parts[0].copies.axis
-    if reduction_kind([part.copies for part in parts])[1] == "whole":
+    axis = slices[0].group.axis
+    if reduction_kind([piece.group for piece in slices])[1] == "whole":
         all_reduce(flat, axis)
         return
-    tables = [flat.new_zeros(part.copies.parts, part.stop - part.start) for part in parts]
-    for table, part in zip(tables, parts, strict=True):
-        table[part.copies.part] = flat[part.start : part.stop]
+    tables = [flat.new_zeros(piece.group.num_shards, piece.stop - piece.start) for piece in slices]
+    for table, piece in zip(tables, slices, strict=True):
+        table[piece.group.shard_index] = flat[piece.start : piece.stop]
     sums = all_reduce(torch.cat([table.flatten() for table in tables]), axis)
-    for table, total, part in zip(tables, sums.split([table.numel() for table in tables]), parts, strict=True):
-        flat[part.start : part.stop] = total.view_as(table)[part.copies.part]
+    for table, summed, piece in zip(tables, sums.split([table.numel() for table in tables]), slices, strict=True):
+        flat[piece.start : piece.stop] = summed.view_as(table)[piece.group.shard_index]

@@ -69,26 +69,26 @@ class FullyShard:
         policy = MixedPrecisionPolicy(self.dtype, reduce_dtype, cast_forward_inputs=False)
         for unit in units:
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
-        module.register_forward_hook(_no_view)
+        module.register_forward_hook(_clone_view)
         fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
         assert isinstance(module, FSDPModule)
         self._module, self._reshards = module, reshard_after_forward
-        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         gather: Any = _Gather(self._axis)  # Any: the classes that these stand for have no public name
         reduce: Any = _Reduce(self._axis)
-        for part in self._parts:
-            part.set_gradient_divide_factor(float(ctx.dp.size))  # the sum over cp is no mean
-            part.set_force_sum_reduction_for_comms(True)  # gloo has no mean
-            part.set_custom_all_gather(gather)
-            part.set_custom_reduce_scatter(reduce)
+        for unit in self._units:
+            unit.set_gradient_divide_factor(float(ctx.dp.size))  # the sum over cp is no mean
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+            unit.set_custom_all_gather(gather)
+            unit.set_custom_reduce_scatter(reduce)
         self._parameters = dict(module.named_parameters())
-        self.shards = {name: _local(parameter.detach()) for name, parameter in self._parameters.items()}
+        self.shards = {name: _local_shard(parameter.detach()) for name, parameter in self._parameters.items()}
         self._num_micro_batches: int | None = None
         self._backward_passes = 0
         module.register_forward_hook(self._after_forward)
 
-    def owned(self, name: str) -> tuple[int, int]:
-        """The elements [start, stop) of a parameter, flattened, that are here."""
+    def owned_range(self, name: str) -> tuple[int, int]:
+        """Return the elements [start, stop) of a flattened parameter in this rank's shard."""
         rows, width = self.shapes[name][0], prod(self.shapes[name][1:])
         most = -(-rows // self._axis.size)
         start, stop = (min(place * most, rows) for place in (self._axis.index, self._axis.index + 1))
@@ -102,19 +102,19 @@ class FullyShard:
             parameter.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
-        """After the backward passes of a step: of the rows that are here, mean over dp of the sum over cp."""
+        """Return the gradients of this rank's rows after the backward passes: mean over dp of the sum over cp."""
         assert self._num_micro_batches in (None, self._backward_passes), (
             f"{self._backward_passes} backward passes in a step of {self._num_micro_batches}: nothing is reduced"
         )
         return {
-            name: torch.zeros_like(self.shards[name]) if parameter.grad is None else _local(parameter.grad)
+            name: torch.zeros_like(self.shards[name]) if parameter.grad is None else _local_shard(parameter.grad)
             for name, parameter in self._parameters.items()
         }
 
     def reshard(self) -> None:
         """Free gathered parameters, which an update of the shards makes stale."""
-        for part in self._parts:
-            part.reshard()
+        for unit in self._units:
+            unit.reshard()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Tensor) -> None:
         if output.requires_grad:
@@ -128,8 +128,8 @@ class FullyShard:
             self._module.set_reshard_after_backward(last)
 
 
-class _Memory:
-    """Where FSDP2 puts what it sends and receives."""
+class _Allocator:
+    """Allocates the memory that FSDP2 sends and receives."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -138,7 +138,7 @@ class _Memory:
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
 
-class _Gather(_Memory):
+class _Gather(_Allocator):
     """FSDP2's `AllGather` through `comm`, where observers see it."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
@@ -146,7 +146,7 @@ class _Gather(_Memory):
         start_all_gather(input_tensor, self._axis, out=output_tensor).wait()
 
 
-class _Reduce(_Memory):
+class _Reduce(_Allocator):
     """FSDP2's `ReduceScatter` through `comm`."""
 
     def __call__(
@@ -156,12 +156,12 @@ class _Reduce(_Memory):
         start_reduce_scatter(input_tensor, self._axis, out=output_tensor).wait()
 
 
-def _no_view(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """FSDP2 warns of outputs that are views: its hooks on them would be lost if these were written to."""
+def _clone_view(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Clone an output that is a view: FSDP2's hooks on it would be lost if it were written to."""
     return output.clone() if is_view(output) else output
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_shard(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor)
     local: Tensor = tensor.to_local()
     return local

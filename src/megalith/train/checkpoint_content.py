@@ -151,7 +151,7 @@ def _optimizer_chunks(state: TrainState, run: RunConfig, *, dedup: bool) -> list
         if name in names:
             boxes.append((name, replace(box, name=f"{kind}.{names[name]}")))
     placements, stacking = _stored_placements(state, names), stacking_of(run.model)
-    placements |= {box.name: Replicated() for _, box in boxes if box.whole}
+    placements |= {box.name: Replicated() for _, box in boxes if box.replicated}
     return [
         chunk
         for axis, part in _by_axis(boxes, state)

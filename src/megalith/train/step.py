@@ -200,7 +200,7 @@ def divide_by_tokens(state: TrainState, work: StageWork) -> None:
     """Scale the mean over replicas of summed gradients to the gradient of the mean over all unmasked tokens."""
     state.optimizer.gradients.finish()
     factor = state.context.dp.size / work.unmasked_tokens().clamp(min=1.0)
-    for gradient in state.optimizer.gradients.pieces.values():
+    for gradient in state.optimizer.gradients.grad_shards.values():
         gradient.mul_(factor)
 
 

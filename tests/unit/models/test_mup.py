@@ -122,7 +122,7 @@ def test_a_step_moves_matrices_by_a_rate_over_the_width_and_has_epsilon_so() -> 
     optimizer.zero_grad()
     model(_tokens(), labels_BS=_tokens().roll(-1, 1)).sum().backward()
     optimizer.gradients.finish()
-    grads = {name: piece.clone() for name, piece in optimizer.gradients.pieces.items()}
+    grads = {name: piece.clone() for name, piece in optimizer.gradients.grad_shards.items()}
     optimizer.step(lr, 0.0)
     for name, weight in model.named_parameters():
         m = 2.0 if weight.dim() == 2 and not name.startswith("embedding.") else 1.0

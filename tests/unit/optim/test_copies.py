@@ -46,7 +46,9 @@ def test_shared_key_and_value_heads_are_always_parts() -> None:
     queries, keys = 4, 4  # rows: two heads of size 2; the key and the value head
     table = _copies(TensorParallel(TP), Stage(range(1)))
     for name in ("weight", "bias"):
-        wanted = (ReplicaGroup(TP, rows=(queries, queries + keys), part=0, parts=1, first=False, partial=True),)
+        wanted = (
+            ReplicaGroup(TP, rows=(queries, queries + keys), shard_index=0, num_shards=1, first=False, partial=True),
+        )
         assert table[f"decoder.layers.0.self_attention.linear_qkv.{name}"] == wanted
 
 

@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 
-from megalith.optim.flat import boxes, lay_out, without
+from megalith.optim.flat import boxes, lay_out, subtract_ranges
 
 SHAPES = {"a": (3, 4), "b": (5,), "c": (10, 10), "d": (2, 2), "e": (1,)}
 
@@ -57,7 +57,7 @@ def test_boxes_are_the_elements_of_a_range(shape: tuple[int, ...]) -> None:
 def test_without_is_the_difference_of_sets() -> None:
     for first, last, third, fourth in product(range(7), repeat=4):
         holes = [(first, max(first, last)), (third, max(third, fourth))]
-        rest = without((1, 5), holes)
+        rest = subtract_ranges((1, 5), holes)
         removed = {number for hole in holes for number in range(*hole)}
         assert [n for part in rest for n in range(*part)] == [n for n in range(1, 5) if n not in removed]
         assert all(start < stop for start, stop in rest)

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from megalith.distributed.comm import Pending
 from megalith.distributed.context import Axis
 from megalith.optim.gradients import GradientBuffers
-from megalith.optim.norms import CountedOnce
+from megalith.optim.norms import GlobalNorms
 
 NAMES = ("early", "expert", "late")
 
@@ -23,7 +23,7 @@ class _Noted:
     def __init__(self, kind: str, notes: list[tuple[str, int]]) -> None:
         self.kind, self.notes, self.axis = kind, notes, Axis(kind, (0, 1))
 
-    def owned(self, start: int, stop: int) -> tuple[int, int]:
+    def owned_range(self, start: int, stop: int) -> tuple[int, int]:
         return start, stop
 
     def reduce(self, grads: Tensor) -> Pending:
@@ -41,7 +41,7 @@ def _buffers(notes: list[tuple[str, int]]) -> tuple[dict[str, Parameter], Gradie
         torch.float32,
         data=_Noted("dense", notes),
         experts={"expert"},
-        data_of_experts=_Noted("experts", notes),
+        expert_data=_Noted("experts", notes),
         bucket_size=1,
     )
     return named, buffers
@@ -64,5 +64,5 @@ def test_each_bucket_goes_to_its_replicas_as_soon_as_it_is_complete() -> None:
 def test_what_another_replica_counts_is_left_out_of_norms() -> None:
     named, buffers = _buffers([])
     tensors = {name: torch.ones_like(parameter) for name, parameter in named.items()}
-    assert CountedOnce(buffers, {}, Axis("world")).norm(tensors) == pytest.approx(18**0.5)
-    assert CountedOnce(buffers, {}, Axis("world"), ["expert"]).norm(tensors) == pytest.approx(12**0.5)
+    assert GlobalNorms(buffers, {}, Axis("world")).norm(tensors) == pytest.approx(18**0.5)
+    assert GlobalNorms(buffers, {}, Axis("world"), ["expert"]).norm(tensors) == pytest.approx(12**0.5)

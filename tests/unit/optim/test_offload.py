@@ -9,22 +9,22 @@ from torch import nn
 from megalith.config import OptimizerConfig, PrecisionConfig
 from megalith.optim import build_optimizer
 from megalith.optim import optimizer as module
-from megalith.optim.optimizer import choose_hosted
+from megalith.optim.optimizer import choose_offloaded
 
 
 def test_the_first_parameters_up_to_the_part() -> None:
     sizes = {"a": 4, "b": 4, "c": 2}
-    assert choose_hosted(sizes, 0.0) == frozenset()
-    assert choose_hosted(sizes, 0.5) == {"a"}
-    assert choose_hosted(sizes, 0.8) == {"a", "b"}
-    assert choose_hosted(sizes, 1.0) == {"a", "b", "c"}
+    assert choose_offloaded(sizes, 0.0) == frozenset()
+    assert choose_offloaded(sizes, 0.5) == {"a"}
+    assert choose_offloaded(sizes, 0.8) == {"a", "b"}
+    assert choose_offloaded(sizes, 1.0) == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["adam", "sgd", "lion"])
 def test_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, name: str) -> None:
     """With copies in place of those to another memory, of which there is none here."""
-    monkeypatch.setattr(module, "on_host", lambda tensor: tensor.clone())
+    monkeypatch.setattr(module, "to_host", lambda tensor: tensor.clone())
     weights = []
     for offload in (0.0, 0.6):
         torch.manual_seed(1)

@@ -19,7 +19,7 @@ from megalith.models.t5 import T5
 from megalith.optim import Optimizer, build_optimizer
 from megalith.optim.elementwise import AdamW
 from megalith.optim.groups import make_groups
-from megalith.optim.matrix_rules import COEFFICIENTS, AdaptiveMuon, Soap, orthogonalised
+from megalith.optim.matrix_rules import COEFFICIENTS, AdaptiveMuon, Soap, newton_schulz
 from megalith.optim.rules import UpdateBatch
 
 FP16 = PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=1)
@@ -109,10 +109,10 @@ def test_lion_is_its_formula() -> None:
 def test_newton_schulz_makes_singular_values_one(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
-    found = orthogonalised(matrix, COEFFICIENTS["polar_express"], 8)
+    found = newton_schulz(matrix, COEFFICIENTS["polar_express"], 8)
     torch.testing.assert_close(found, left @ right, rtol=0.0, atol=1e-2)
     for name in ("simple", "quintic"):
-        values = torch.linalg.svdvals(orthogonalised(matrix, COEFFICIENTS[name], 5))
+        values = torch.linalg.svdvals(newton_schulz(matrix, COEFFICIENTS[name], 5))
         assert float(values.min()) > 0.5 and float(values.max()) < 1.3
 
 
@@ -129,7 +129,7 @@ def test_muon_is_its_formula() -> None:
             continue
         assert parameter.grad is not None
         direction = 0.1 * parameter.grad + 0.9 * (0.1 * parameter.grad)  # of a momentum that was zero
-        update = orthogonalised(direction, COEFFICIENTS["quintic"], 5) * max(parameter.shape) ** 0.5
+        update = newton_schulz(direction, COEFFICIENTS["quintic"], 5) * max(parameter.shape) ** 0.5
         torch.testing.assert_close(after, parameter * (1 - 0.01 * 0.1) - 0.01 * update)
 
 
@@ -155,7 +155,7 @@ def test_adaptive_muon_is_its_formula() -> None:
     for step, grad in enumerate(grads):
         rule.update(UpdateBatch(["w"], [found], [grad], states, lr=0.01, weight_decay=0.1, steps_done=step))
         momentum = 0.9 * momentum + 0.1 * grad
-        raw = orthogonalised(momentum, COEFFICIENTS["quintic"], 5)
+        raw = newton_schulz(momentum, COEFFICIENTS["quintic"], 5)
         second = 0.95 * second + 0.05 * raw.square()
         wanted = wanted * (1 - 0.01 * 0.1) - 0.01 * 0.5 * 9**0.5 * raw / (second.sqrt() + 1e-8)
     torch.testing.assert_close(found, wanted)

@@ -237,7 +237,7 @@ def test_a_rule_of_matrices_gets_the_matrices_of_layers_and_adam_the_rest() -> N
     shapes = {name: tuple(tensor.shape) for name, tensor in optimizer.state_tensors().items()}
     assert shapes["rows.0.weight"] == (5, 5) and shapes["mean.0.weight"] == (5, 6)
     assert shapes["exp_avg.0.bias"] == (5,) and "mean.0.bias" not in shapes
-    whole = {box.name for box in optimizer.state_boxes() if box.whole}
+    whole = {box.name for box in optimizer.state_boxes() if box.replicated}
     assert whole == {"rows.0.weight", "rows.2.weight"}
     with pytest.raises(ConfigError, match="unit"):
         build_optimizer(model, OptimizerConfig(optimizer=chosen(Whitened, unit="element")), PrecisionConfig())
