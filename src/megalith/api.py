@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from megalith.models.gpt import GPT
     from megalith.models.language_model import LanguageModel
     from megalith.nn.linear import Linear, column, row
-    from megalith.nn.own_attention import Attend
-    from megalith.nn.own_loss import Vocabulary
     from megalith.nn.placement import Replicated, Split
     from megalith.nn.region import Region
+    from megalith.nn.registered_attention import Attend
+    from megalith.nn.registered_loss import Vocabulary
     from megalith.optim.rules import UpdateBatch, UpdateRule
     from megalith.train.loop import TrainingRun, train
     from megalith.train.results import Evaluation, SavedCheckpoint, StepResult
@@ -45,7 +45,7 @@ _LATER = {
     "StepResult": "megalith.train.results:StepResult",
     "Trained": "megalith.assemble.trained:Trained",
     "TrainingRun": "megalith.train.loop:TrainingRun",
-    "Attend": "megalith.nn.own_attention:Attend",
+    "Attend": "megalith.nn.registered_attention:Attend",
     "GPT": "megalith.models.gpt:GPT",
     "IndexedDataset": "megalith.data.indexed:IndexedDataset",
     "LanguageModel": "megalith.models.language_model:LanguageModel",
@@ -57,7 +57,7 @@ _LATER = {
     "row": "megalith.nn.linear:row",
     "UpdateBatch": "megalith.optim.rules:UpdateBatch",
     "UpdateRule": "megalith.optim.rules:UpdateRule",
-    "Vocabulary": "megalith.nn.own_loss:Vocabulary",
+    "Vocabulary": "megalith.nn.registered_loss:Vocabulary",
     "load_trained": "megalith.assemble.trained:load_trained",
     "train": "megalith.train.loop:train",
     "train_step": "megalith.train.step:train_step",
@@ -288,7 +288,7 @@ def training(config: RunConfig, hooks: Sequence[Hook] = ()) -> Iterator[Training
     from megalith.assemble.training import build_run
     from megalith.checkpoint import DirectoryStore
     from megalith.train.results import Hooks
-    from megalith.train.user_hooks import UserHooks, own_hooks
+    from megalith.train.user_hooks import UserHooks, registered_hooks
 
     with ExitStack() as stack:
         context = stack.enter_context(join_ranks(config))
@@ -297,7 +297,7 @@ def training(config: RunConfig, hooks: Sequence[Hook] = ()) -> Iterator[Training
         built = build_run(config, context)
         stack.callback(built.loaders.close)
         stack.callback(built.run.close)
-        if of_user := [*own_hooks(config), *hooks]:
+        if of_user := [*registered_hooks(config), *hooks]:
             built.run.hook = Hooks([UserHooks(of_user, config, built.run)])
             stack.callback(built.run.hook.close)
         yield built.run

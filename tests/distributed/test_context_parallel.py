@@ -51,9 +51,9 @@ def _both_passes(kind: str, length: int, groups: int, dtype: torch.dtype) -> lis
     """Context, dq, dk, dv of whole sequences."""
     axis = _axis()
     mixer = KINDS[kind](axis)
-    *inputs, grad = (mixer.own(x, 0).clone() for x in _whole(length, groups, dtype))
+    *inputs, grad = (mixer.shard(x, 0).clone() for x in _whole(length, groups, dtype))
     q, k, v = (x.requires_grad_() for x in inputs)
-    context = mixer.mix(q, k, v, 0.0, attend_fused, PLAIN)
+    context = mixer.attend(q, k, v, 0.0, attend_fused, PLAIN)
     gradients = torch.autograd.grad(context, (q, k, v), grad)
     return [_gathered(x, axis, length) for x in (context, *gradients)]
 
@@ -61,7 +61,7 @@ def _both_passes(kind: str, length: int, groups: int, dtype: torch.dtype) -> lis
 def _wanted(length: int, groups: int) -> list[Tensor]:
     *inputs, grad = _whole(length, groups, torch.float64)
     q, k, v = (x.requires_grad_() for x in inputs)
-    context = LocalAttention().mix(q, k, v, 0.0, attend_fused, PLAIN)
+    context = LocalAttention().attend(q, k, v, 0.0, attend_fused, PLAIN)
     return [context.detach(), *torch.autograd.grad(context, (q, k, v), grad)]
 
 
@@ -94,8 +94,8 @@ def _uneven_groups() -> float:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(8, 1, heads, SIZE, dtype=torch.float64, generator=generator) for heads in (6, 3, 3))
     mixer = UlyssesAttention(axis)
-    mixed = mixer.mix(*(mixer.own(x, 0) for x in (q, k, v)), 0.0, attend_fused, PLAIN)
-    return float((_gathered(mixed, axis, 8) - LocalAttention().mix(q, k, v, 0.0, attend_fused, PLAIN)).abs().max())
+    mixed = mixer.attend(*(mixer.shard(x, 0) for x in (q, k, v)), 0.0, attend_fused, PLAIN)
+    return float((_gathered(mixed, axis, 8) - LocalAttention().attend(q, k, v, 0.0, attend_fused, PLAIN)).abs().max())
 
 
 def test_groups_that_do_not_divide_are_repeated(ranks: Any) -> None:
@@ -135,7 +135,7 @@ def test_a_length_that_does_not_divide_names_its_neighbours() -> None:
     ):
         mixer.positions(20)
     with pytest.raises(LayoutError, match="16 or 24"):
-        mixer.own(torch.zeros(1, 20), 1)
+        mixer.shard(torch.zeros(1, 20), 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,22 +150,22 @@ def test_a_cache_is_refused(kind: str) -> None:
 def test_heads_that_do_not_divide_are_refused_with_their_number() -> None:
     q = torch.zeros(4, 1, 3, 4)
     with pytest.raises(LayoutError, match="the 3 of a tensor-parallel rank .* --context-parallel-size 2"):
-        UlyssesAttention(Axis("cp", (0, 1), 0)).mix(q, q, q, 0.0, attend_fused, PLAIN)
+        UlyssesAttention(Axis("cp", (0, 1), 0)).attend(q, q, q, 0.0, attend_fused, PLAIN)
 
 
 def test_one_rank_holds_whole_sequences() -> None:
     q, k, v, _ = _whole(7, 2, torch.float64)
-    wanted = LocalAttention().mix(q, k, v, 0.0, attend_fused, PLAIN)
+    wanted = LocalAttention().attend(q, k, v, 0.0, attend_fused, PLAIN)
     for mixer in (RingAttention(Axis("cp")), UlyssesAttention(Axis("cp"))):
         assert mixer.positions(7).tolist() == list(range(7))
-        torch.testing.assert_close(mixer.mix(q, k, v, 0.0, attend_fused, PLAIN), wanted)
+        torch.testing.assert_close(mixer.attend(q, k, v, 0.0, attend_fused, PLAIN), wanted)
 
 
 def test_a_batch_is_divided_with_its_positions() -> None:
     mixer = RingAttention(Axis("cp", (0, 1), 1))
     tokens = torch.arange(16).view(2, 8)
     assert mixer.positions(8).tolist() == [2, 3, 4, 5]
-    assert mixer.own(tokens, 1).tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+    assert mixer.shard(tokens, 1).tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
 
 
 # --- the volume ---
@@ -194,7 +194,7 @@ def _volume(kind: str, length: int, groups: int) -> tuple[float, float, int]:
     """Elements sent in the forward and in the backward pass, and bytes that are kept between them."""
     volume = _Volume()
     mixer = KINDS[kind](replace(_axis(), observer=volume))
-    q, k, v, grad = (mixer.own(x, 0).requires_grad_() for x in _whole(length, groups, torch.float64))
+    q, k, v, grad = (mixer.shard(x, 0).requires_grad_() for x in _whole(length, groups, torch.float64))
     kept: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def _volume(kind: str, length: int, groups: int) -> tuple[float, float, int]:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        context = mixer.mix(q, k, v, 0.0, attend_fused, PLAIN)
+        context = mixer.attend(q, k, v, 0.0, attend_fused, PLAIN)
     forward, volume.elements = sum(volume.elements), []
     context.backward(grad.detach())
     return forward, sum(volume.elements), sum(kept.values())
@@ -238,14 +238,14 @@ def _order() -> tuple[list[str], list[str]]:
             events.append(operation)
 
     mixer = RingAttention(replace(_axis(), observer=Watch()))
-    *inputs, grad = (mixer.own(x, 0) for x in _whole(48, 2, torch.float64))
+    *inputs, grad = (mixer.shard(x, 0) for x in _whole(48, 2, torch.float64))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("attend_part", "attend_part_backward"):
             original = getattr(context_parallel, name)
             patch.setattr(
                 context_parallel, name, lambda *a, _do=original, **k: (events.append("compute"), _do(*a, **k))[1]
             )
-        context = mixer.mix(*(x.requires_grad_() for x in inputs), 0.0, attend_fused, PLAIN)
+        context = mixer.attend(*(x.requires_grad_() for x in inputs), 0.0, attend_fused, PLAIN)
         forward = events[:]
         context.backward(grad)
     return forward, events[len(forward) :]
@@ -266,15 +266,19 @@ def _dropped(kind: str, seeds: range) -> tuple[Tensor, Tensor, bool]:
     """The mean context over seeds and the exact one, of whole sequences; whether a seed repeats its result."""
     axis, length = _axis(), 8
     mixer = KINDS[kind](axis)
-    q, k, v, _ = (mixer.own(x, 0) for x in _whole(length, 2, torch.float64))
+    q, k, v, _ = (mixer.shard(x, 0) for x in _whole(length, 2, torch.float64))
 
     def draw(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return mixer.mix(q, k, v, 0.3, attend_fused, PLAIN)
+        return mixer.attend(q, k, v, 0.3, attend_fused, PLAIN)
 
     mean = torch.stack([draw(seed) for seed in seeds]).mean(0)
     repeats = torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
-    return _gathered(mean, axis, length), _gathered(mixer.mix(q, k, v, 0.0, attend_fused, PLAIN), axis, length), repeats
+    return (
+        _gathered(mean, axis, length),
+        _gathered(mixer.attend(q, k, v, 0.0, attend_fused, PLAIN), axis, length),
+        repeats,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -289,11 +293,11 @@ def _dropped_slopes(kind: str) -> list[tuple[float, float]]:
     """Directional derivatives of q, k and v with dropout: by backward and by differences, over all ranks."""
     axis = _axis()
     mixer = KINDS[kind](axis)
-    q, k, v, grad = (mixer.own(x, 0) for x in _whole(16, 2, torch.float64))
+    q, k, v, grad = (mixer.shard(x, 0) for x in _whole(16, 2, torch.float64))
 
     def total(inputs: list[Tensor]) -> Tensor:
         torch.manual_seed(3)
-        return (mixer.mix(inputs[0], inputs[1], inputs[2], 0.3, attend_fused, PLAIN) * grad).sum()
+        return (mixer.attend(inputs[0], inputs[1], inputs[2], 0.3, attend_fused, PLAIN) * grad).sum()
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     gradients = torch.autograd.grad(total(leaves), leaves)
@@ -322,9 +326,9 @@ def _masks(length: int) -> Tensor:
     axis = _axis()
     mixer = RingAttention(axis)
     zeros = torch.zeros(length // axis.size, 1, 1, length, dtype=torch.float64)
-    values = mixer.own(torch.eye(length, dtype=torch.float64), 0)[:, None, None]
+    values = mixer.shard(torch.eye(length, dtype=torch.float64), 0)[:, None, None]
     torch.manual_seed(0)  # the same stream on all ranks
-    return _gathered(mixer.mix(zeros, zeros, values, 0.25, attend_fused, PLAIN), axis, length)[:, 0, 0]
+    return _gathered(mixer.attend(zeros, zeros, values, 0.25, attend_fused, PLAIN), axis, length)[:, 0, 0]
 
 
 def test_the_ring_masks_each_block_independently(ranks: Any) -> None:
@@ -365,8 +369,8 @@ def _layer(mixer: ContextParallelAttention, compiled: bool = False) -> tuple[lis
         layer.compile(backend="aot_eager")
     x, grad = torch.randn(2, 16, BATCH, 24, dtype=torch.float64)
     rope = rotation(mixer.positions(16), 6, 10000, interleaved=False, dtype=torch.float64)
-    output = layer(mixer.own(x, 0), rope)
-    output.backward(mixer.own(grad, 0))
+    output = layer(mixer.shard(x, 0), rope)
+    output.backward(mixer.shard(grad, 0))
     gradients = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
     return gradients, output.detach()
 

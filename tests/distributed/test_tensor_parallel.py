@@ -413,8 +413,8 @@ def _half(dtype: torch.dtype, sequence: bool) -> tuple[float, float]:
         if place.needs_grad_reduce:
             comm.all_reduce(norm, region.axis)
         results.append((losses.detach(), norm.float()))
-    (loss, grad), (own_loss, own_grad) = results
-    return float((own_loss - loss).abs().max()), float((own_grad - grad).abs().max() / grad.abs().max())
+    (loss, grad), (registered_loss, own_grad) = results
+    return float((registered_loss - loss).abs().max()), float((own_grad - grad).abs().max() / grad.abs().max())
 
 
 @pytest.mark.parametrize("sequence", [False, True])

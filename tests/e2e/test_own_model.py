@@ -59,7 +59,7 @@ class Extended(GPT):
     def __init__(self, config, vocab_size, **parts):
         super().__init__(config, vocab_size, **parts)
         self.extra = None
-        if self.stage.predicts:
+        if self.stage.is_last:
             self.extra = Linear(config.hidden_size, config.hidden_size, Replicated(), bias=False, **self.factory)
 
     def head_input(self, states):

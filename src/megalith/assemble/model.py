@@ -143,8 +143,8 @@ def build_chunks(
     for number, part in enumerate(layers):
         stage = Stage(
             part,
-            embeds=context.pp.is_first and number == 0,
-            predicts=context.pp.is_last and number == len(layers) - 1,
+            is_first=context.pp.is_first and number == 0,
+            is_last=context.pp.is_last and number == len(layers) - 1,
         )
         with seeded(run.train.seed, "model", context.device):
             chunk = model_class(run.model)(

@@ -187,7 +187,7 @@ def _stage(num_layers: int, context: ParallelContext) -> Stage:
             f"{num_layers} or less"
         )
     part = range(*cut(num_layers, pipeline.size, pipeline.index))
-    return Stage(part, embeds=pipeline.is_first, predicts=pipeline.is_last)
+    return Stage(part, is_first=pipeline.is_first, is_last=pipeline.is_last)
 
 
 def _stored(model: LanguageModel) -> Iterator[tuple[str, Tensor, Placement]]:

@@ -27,7 +27,7 @@ from megalith.train.results import Hook
 from megalith.train.routing_trace import RoutingTrace
 from megalith.train.state import TrainState
 from megalith.train.timers import StragglerReport, WaitClock
-from megalith.train.user_hooks import UserHooks, own_hooks
+from megalith.train.user_hooks import UserHooks, registered_hooks
 
 
 def run_folder(config: RunConfig) -> Path:
@@ -117,7 +117,7 @@ def build_hooks(
     if clock is not None:
         hooks.append(build_straggler_report(config, context.world, clock, console.print))
     if config.train.hooks:
-        hooks.append(UserHooks(own_hooks(config), config, built.run))
+        hooks.append(UserHooks(registered_hooks(config), config, built.run))
     return hooks
 
 

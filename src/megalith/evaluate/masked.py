@@ -151,8 +151,8 @@ class _Work(BatchWork):
 
     def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         inputs = self._inputs(micro_batch)
-        if not self._model.stage.predicts:
-            return self._model.part(inputs, hidden)
+        if not self._model.stage.is_last:
+            return self._model.forward_stage(inputs, hidden)
         self._results.append(_evaluate(self._model, inputs, hidden))
         return self._results[-1].new_zeros(())
 

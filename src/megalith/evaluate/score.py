@@ -195,8 +195,8 @@ class _Work(BatchWork):
             logits_TV = model(tokens_BS).flatten(0, 1)[places].detach()
             self._results.append(_score_logits(logits_TV, wanted, model.region, size, tokens or size))
             return logits_TV.new_zeros(())
-        states_SBD = model.forward(tokens_BS, hidden_SBD=hidden, predicts=False)
-        if not model.stage.predicts:
+        states_SBD = model.forward(tokens_BS, hidden_SBD=hidden, apply_head=False)
+        if not model.stage.is_last:
             return states_SBD
         states_TD = states_SBD.transpose(0, 1).flatten(0, 1)[places]
         self._results.append(

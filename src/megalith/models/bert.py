@@ -79,17 +79,17 @@ class Bert(DenoisingModel):
     def _build(self, peers: Peers, recompute: Recompute | None) -> None:
         assert self.mixer.parts == 1, "a rule of the configuration"
         config, stage, size = self.config, self.stage, self.config.hidden_size
-        self.embedding = self._token_embedding(num_types=2 if config.has_token_types else 0) if stage.embeds else None
+        self.embedding = self._token_embedding(num_types=2 if config.has_token_types else 0) if stage.is_first else None
         shared = (self.region, self.mixer, peers, self.auxiliary, recompute)
         self.encoder = Transformer(config, stage, *shared, causal=False, **self.factory)
-        self.lm_head = LMHead(config, **self.factory) if stage.predicts else None
-        own = config.untie_embeddings_and_output_weights or not stage.embeds
+        self.lm_head = LMHead(config, **self.factory) if stage.is_last else None
+        own = config.untie_embeddings_and_output_weights or not stage.is_first
         self.output_layer = (
             OutputLayer(self.vocab_size, size, self.region, weight=own, bias=True, **self.factory)
-            if stage.predicts
+            if stage.is_last
             else None
         )
-        heads = stage.predicts and config.bert_binary_head
+        heads = stage.is_last and config.bert_binary_head
         self.binary_head = Linear(size, 2, Replicated(), bias=True, **self.factory) if heads else None
         self.pooler = Pooler(size, **self.factory) if heads else None
         self._logits = LogitsBuffer()
@@ -125,7 +125,7 @@ class Bert(DenoisingModel):
         own["hidden_at"] = own["loss_mask"].t().reshape(-1).nonzero().squeeze(1)
         return super().prepare(own)
 
-    def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
+    def forward_stage(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
         states_SBD: Tensor = self(**_arguments(inputs, hidden))
         return states_SBD
 
@@ -184,7 +184,7 @@ class Bert(DenoisingModel):
             logits [B, S, V]. Where the stage does not predict, hidden states [S, B, D] for the next one.
         """
         hidden_SBD = self.hidden_states(tokens_BS, hidden_SBD=hidden_SBD, types_BS=types_BS, padding_BS=padding_BS)
-        if not self.stage.predicts:
+        if not self.stage.is_last:
             return hidden_SBD
         if labels_BS is None:
             return self.logits(hidden_SBD).transpose(0, 1)

@@ -22,8 +22,8 @@ from megalith.nn.cache import KVCache
 from megalith.nn.documents import Documents
 from megalith.nn.loss import LogitsBuffer, OutputLayer, whole_logits
 from megalith.nn.moe.balance import Peers
-from megalith.nn.own_loss import own_loss
 from megalith.nn.recompute import Recompute
+from megalith.nn.registered_loss import registered_loss
 from megalith.nn.rope import Rotation
 from megalith.registry import Registered
 
@@ -33,8 +33,8 @@ class GPT(GenerativeModel):
 
     def _build(self, peers: Peers, recompute: Recompute | None) -> None:
         config, stage = self.config, self.stage
-        predicts_ahead = stage.predicts and config.predictions > 0
-        self.embedding = self._token_embedding() if stage.embeds or predicts_ahead else None
+        predicts_ahead = stage.is_last and config.predictions > 0
+        self.embedding = self._token_embedding() if stage.is_first or predicts_ahead else None
         shared = (self.region, self.mixer, peers, self.auxiliary, recompute)
         self.decoder = Transformer(config, stage, *shared, **self.factory)
         self.mtp = (
@@ -45,14 +45,14 @@ class GPT(GenerativeModel):
         own_output = config.untie_embeddings_and_output_weights or self.embedding is None
         self.output_layer = (
             OutputLayer(self.vocab_size, config.hidden_size, self.region, **self.factory)
-            if stage.predicts and own_output
+            if stage.is_last and own_output
             else None
         )
         self._logits = [LogitsBuffer() for _ in range(1 + config.predictions)]
 
     @property
     def output_weight(self) -> nn.Parameter:
-        assert self.stage.predicts, "this stage has no logits"
+        assert self.stage.is_last, "this stage has no logits"
         if self.output_layer is not None and self.output_layer.weight is not None:
             return self.output_layer.weight
         assert self.embedding is not None
@@ -64,7 +64,7 @@ class GPT(GenerativeModel):
 
     @property
     def shared_weight(self) -> str | None:
-        if self.config.predictions and self.stage.embeds != self.stage.predicts:
+        if self.config.predictions and self.stage.is_first != self.stage.is_last:
             return WORD_EMBEDDINGS if self.embedding is not None else None
         return super().shared_weight
 
@@ -74,7 +74,7 @@ class GPT(GenerativeModel):
     def prepare(self, batch: Mapping[str, Tensor]) -> Inputs:
         return super().prepare({**batch, **shifted(batch, self.config.predictions)})
 
-    def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
+    def forward_stage(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
         result: Tensor = self(
             inputs.tensors["tokens"],
             hidden_SBD=hidden,
@@ -114,29 +114,29 @@ class GPT(GenerativeModel):
         documents: Documents | None = None,
         ahead: Sequence[Ahead] = (),
         layers: FrozenLayers | None = None,
-        predicts: bool = True,
+        apply_head: bool = True,
     ) -> Tensor:
-        """Predict each next token, or compute this stage's part of it.
+        """Compute logits, losses or the hidden states of this stage.
 
         Args:
-            tokens_BS: Token ids [B, S], those of each sequence that are here; with a cache only the new ones.
-            hidden_SBD: What the stage before this one returned; a stage that embeds takes none.
+            tokens_BS: Token ids [B, S] of this context-parallel rank; with a cache only the new ones.
+            hidden_SBD: Hidden states of the previous stage; None on the first.
             position_ids_BS: Rows of the learned position table [B, S]; those of the cache if absent.
             labels_BS: Targets [B, S].
-            mask_BS: Which of them count [B, S], for a registered loss; all if absent.
+            mask_BS: Loss mask [B, S] for a registered loss; all ones if absent.
             cache: Keys and values of earlier tokens, extended in place; B is 1, and S the new tokens of all sequences.
             documents: Those of the whole sequences, if attention stays inside of them; without a cache only.
-            ahead: What the layers of multi-token prediction see, by depth; with labels.
+            ahead: Inputs of the layers of multi-token prediction, by depth; with labels.
             layers: With a cache, in place of those of the decoder.
-            predicts: Whether to compute logits or losses from the hidden states of the last layer.
+            apply_head: Whether to compute logits or losses from the hidden states of the last layer.
 
         Returns:
-            With labels the loss of each token [B, S] in at least fp32, without the logits [B, S, V]; where the stage
-            does not predict, hidden states [S, B, D] for the next one. With `ahead` the losses of this and all further
-            depths [1 + depths, B, S]. Without `predicts` the `head_input` [S, B, D].
+            With labels the loss of each token [B, S] in at least fp32, without labels the logits [B, S, V]; on a stage
+            that is not the last, hidden states [S, B, D] for the next. With `ahead` the losses of this and all further
+            depths [1 + depths, B, S]. Without `apply_head` the `head_input` [S, B, D].
         """
         positions_S, rope = self._positions(tokens_BS, cache)
-        if self.stage.embeds:
+        if self.stage.is_first:
             assert self.embedding is not None
             places_BS = positions_S.expand_as(tokens_BS) if position_ids_BS is None else position_ids_BS
             hidden_SBD = self.embedding(tokens_BS, places_BS)
@@ -145,10 +145,10 @@ class GPT(GenerativeModel):
         else:
             assert hidden_SBD is not None and documents is None
             states_SBD = layers(hidden_SBD, rope, cache)
-        if not self.stage.predicts:
+        if not self.stage.is_last:
             return states_SBD
         states_SBD = self.head_input(states_SBD)
-        if not predicts:
+        if not apply_head:
             return states_SBD
         if labels_BS is None:
             return whole_logits(states_SBD, self.output_weight, self.region, self.vocab_size).transpose(0, 1)
@@ -157,12 +157,12 @@ class GPT(GenerativeModel):
 
     def hidden_states(self, tokens_BS: Tensor, **options: Any) -> Tensor:
         """Compute the `head_input` [S, B, D] alone; arguments as of `forward`."""
-        return self.forward(tokens_BS, predicts=False, **options)
+        return self.forward(tokens_BS, apply_head=False, **options)
 
     def head_input(self, states_SBD: Tensor) -> Tensor:
-        """Return the hidden states [S, B, D] of which logits are a linear map, from those behind the final norm.
+        """Return the input [S, B, D] of the output layer for the output [S, B, D] of the final norm.
 
-        Those of muP have a multiplier. Override it to put layers in front of the output layer.
+        muP multiplies it. Override it to put layers in front of the output layer.
         """
         multiplier = self.config.logits_multiplier
         return states_SBD if multiplier == 1.0 else states_SBD * multiplier
@@ -185,11 +185,11 @@ class GPT(GenerativeModel):
         return torch.stack(losses)
 
     def _loss(self, states_SBD: Tensor, labels_BS: Tensor, mask_BS: Tensor | None, logits: LogitsBuffer) -> Tensor:
-        """The loss of each token [B, S], a registered one if --loss names it."""
+        """Return the loss of each token [B, S], a registered one if --loss names it."""
         if isinstance(self.config.loss, Registered):
             mask_BS = torch.ones_like(labels_BS, dtype=torch.float32) if mask_BS is None else mask_BS
             weight, vocab_size = self.output_weight, self.vocab_size
-            return own_loss(
+            return registered_loss(
                 self.config.loss, states_SBD, weight, labels_BS, mask_BS, self.sink, self.region, vocab_size
             )
         loss_SB = self._token_losses(states_SBD, self.output_weight, labels_BS.t(), logits)

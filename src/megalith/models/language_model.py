@@ -1,7 +1,7 @@
-"""What the families of models have in common, and what training asks of any of them.
+"""The base class of model families: the interface that training, checkpoints and sharding use.
 
-A family (GPT, BERT, T5) is one class that assembles blocks of `nn/`. Whoever trains, saves or shards a model asks what
-is here and names no family: `prepare` a micro-batch, `part` of the way through the pipeline, `losses` at its end.
+A family (GPT, BERT, T5) is one class that assembles blocks of `nn/`. Code that trains, saves or shards a model names no
+family: it calls `prepare` on a micro-batch, `forward_stage` on each pipeline stage but the last, there `losses`.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of a model that is computed in one place.
+    """A pipeline stage, or one chunk of an interleaved one: layers by their global numbers.
 
-    Its layers by their global numbers; whether it begins with the embedding, and ends with final norm and losses.
+    The first one has the embedding, the last one the final norm and the losses.
     """
 
     layers: range
-    embeds: bool = True
-    predicts: bool = True
+    is_first: bool = True
+    is_last: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """A micro-batch as the parts of a model here take it.
+    """A micro-batch on the device, with the positions of this context-parallel rank.
 
     Attributes:
-        tensors: by the names of the samples' fields; of those with a sequence the positions that are here.
+        tensors: by the names of the samples' fields.
         documents: those of the whole sequences, if attention stays inside of them.
     """
 
@@ -67,9 +67,9 @@ class Inputs:
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """One of the losses of a micro-batch: a sum of terms, and how many there are of them. Scalars.
+    """One of the losses of a micro-batch: the sum of its terms and their number, scalars.
 
-    What is learned is the sum of all losses times their `weight`; what is reported is the mean of each without it.
+    Training minimises the sum of all losses times their `weight`; reported is the mean of each without the weight.
     """
 
     summed: Tensor
@@ -85,17 +85,17 @@ class LanguageModel(nn.Module, ABC):
     Args:
         config: the architecture.
         vocab_size: V, padded as the embedding table stores it.
-        region, mixer: how layers and sequences are shared with other ranks; alone by default.
+        region, mixer: how layers and sequences are divided among ranks; undivided by default.
         peers: the ranks with other tokens, over which the load of experts is balanced; none by default.
-        stage: the part that is computed here; all of it by default.
-        recompute: which layers keep no activations between the passes of a training step; none by default.
+        stage: the pipeline stage of this rank; the whole model by default.
+        recompute: which layers recompute activations in the backward pass; none by default.
 
     Attributes:
-        tokens_field: the field of a sample whose entries are the tokens that speeds are counted in.
+        tokens_field: the field of a sample whose entries are counted as tokens.
         draws_own_weights: modules without placements keep the values of their constructors as initial weights.
         reports_means: the reported losses are means of those of micro-batches; otherwise all terms weigh alike.
-        loss_names: what the losses are called, the main one first.
-        sink: where its weight gradients go, if not to autograd.
+        loss_names: names of the losses, the main one first.
+        sink: receives weight gradients in place of autograd.
     """
 
     tokens_field: ClassVar[str] = "tokens"
@@ -129,7 +129,7 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def _build(self, peers: Peers, recompute: Recompute | None) -> None:
-        """Make the modules of this stage, in the order in which checkpoints and buffers list them."""
+        """Construct the modules of this stage, in the order in which checkpoints and gradient buffers list them."""
 
     def _token_embedding(self, *, num_types: int = 0) -> TokenEmbedding:
         config = self.config
@@ -146,7 +146,7 @@ class LanguageModel(nn.Module, ABC):
         )
 
     def _position_embedding(self) -> nn.Module | None:
-        """What maps positions [B, S] to what is added to the embeddings of tokens, [B, S, D]."""
+        """Return the module that maps positions [B, S] to added embeddings [B, S, D]; None without such."""
         config = self.config
         if not config.adds_position_embeddings:
             return None
@@ -165,7 +165,7 @@ class LanguageModel(nn.Module, ABC):
         bias: nn.Parameter | None = None,
         absent: int | None = None,
     ) -> Tensor:
-        """The loss of each token, with the label smoothing of the configuration; arguments as of `vocabulary_loss`."""
+        """Return the loss of each token, with the configured label smoothing; arguments as of `vocabulary_loss`."""
         smoothing = self.config.label_smoothing if self.training else 0.0
         return vocabulary_loss(
             hidden,
@@ -186,46 +186,46 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def blocks(self) -> Iterator[nn.Module]:
-        """The layers that are here, in the order in which they are computed."""
+        """Yield the layers of this stage in the order in which they are computed."""
 
     @abstractmethod
-    def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
-        """Return the hidden states that a stage that does not predict passes on, in the shape of `activation_shape`.
+    def forward_stage(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
+        """Return the hidden states for the next stage, in the shape of `activation_shape`; not on the last stage.
 
-        `hidden` is what the stage before passed on; None where this one embeds.
+        `hidden` are those of the previous stage; None on the first.
         """
 
     @abstractmethod
     def losses(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Loss, ...]:
-        """The losses of a micro-batch in the order of `loss_names`, those of the positions that are here."""
+        """Return the losses of a micro-batch in the order of `loss_names`, over the positions of this rank."""
 
     def prepare(self, batch: Mapping[str, Tensor]) -> Inputs:
-        """From a micro-batch on the host to what is taken of it here."""
-        own = dict(batch)
-        ids = own.pop("document_ids", None)
+        """Return the inputs of this rank from a micro-batch on the host."""
+        fields = dict(batch)
+        ids = fields.pop("document_ids", None)
         documents = None if ids is None else Documents.of(ids, self.device)
-        here = {name: self.mixer.own(tensor, 1) if tensor.ndim > 1 else tensor for name, tensor in own.items()}
-        return Inputs(here, documents)
+        tensors = {name: self.mixer.shard(tensor, 1) if tensor.ndim > 1 else tensor for name, tensor in fields.items()}
+        return Inputs(tensors, documents)
 
     def activation_shape(self, inputs: Inputs) -> tuple[tuple[int, int, int], torch.dtype]:
-        """Shape [S, B, D] and dtype of the hidden states that go from stage to stage."""
+        """Return shape [S, B, D] and dtype of the hidden states that go from stage to stage."""
         batch, length = inputs.tensors[self.tokens_field].shape
         return (self.rows_between_layers(length), batch, self.config.hidden_size), self.hidden_dtype
 
     @property
     def shared_weight(self) -> str | None:
-        """The tied embedding of a stage that has the one of both its uses; another stage holds a copy of it."""
-        if self.config.untie_embeddings_and_output_weights or self.stage.embeds == self.stage.predicts:
+        """Name of this stage's copy of the tied embedding, if another stage holds the other copy."""
+        if self.config.untie_embeddings_and_output_weights or self.stage.is_first == self.stage.is_last:
             return None
-        return WORD_EMBEDDINGS if self.stage.embeds else "output_layer.weight"
+        return WORD_EMBEDDINGS if self.stage.is_first else "output_layer.weight"
 
     @property
     def copied_weight(self) -> str | None:
-        """The `shared_weight` where it is the second copy, which norms, counts and checkpoints leave out."""
-        return None if self.stage.embeds else self.shared_weight
+        """Name of the `shared_weight` if it is the second copy, which norms, counts and checkpoints leave out."""
+        return None if self.stage.is_first else self.shared_weight
 
     def placements(self) -> dict[str, Placement]:
-        """The placement table of the whole model: parameter name -> placement.
+        """Return the placement of every parameter by its name.
 
         Raises:
             ConfigError: A parameter of a registered layer has none, which tensor parallelism needs, or is a scalar.
@@ -248,11 +248,11 @@ class LanguageModel(nn.Module, ABC):
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """Of the hidden states between layers."""
+        """Dtype of the hidden states between layers."""
         return at_least_fp32(self.dtype) if self.config.fp32_residual_connection else self.dtype
 
     def rows_between_layers(self, length: int) -> int:
-        """Of `length` tokens of each sequence that are here, how many rows the hidden states between layers have."""
+        """Return the rows of the hidden states between layers for `length` tokens of each sequence on this rank."""
         return length // self.region.size if self.region.needs_grad_reduce else length
 
     def compile_blocks(self, *, documents: bool = False) -> None:
@@ -271,7 +271,7 @@ class LanguageModel(nn.Module, ABC):
                     module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
                 elif documents and isinstance(module, SelfAttention | LatentAttention):
                     module.mixer = copy(module.mixer)
-                    module.mixer.mix = torch.compiler.disable(module.mixer.mix)  # type: ignore[method-assign]
+                    module.mixer.attend = torch.compiler.disable(module.mixer.attend)  # type: ignore[method-assign]
             block.compile(options=_compile_options(self.device))
 
 
@@ -279,11 +279,11 @@ class _WithLogits(LanguageModel):
     @property
     @abstractmethod
     def output_weight(self) -> nn.Parameter:
-        """The weight [V, D] that maps hidden states to logits: the word embedding where they are tied."""
+        """Weight [V, D] that maps hidden states to logits: the word embedding if they are tied."""
 
     @property
     def output_bias(self) -> nn.Parameter | None:
-        """The bias [V] of the logits, where they have one."""
+        """Bias [V] of the logits, or None."""
         return None
 
 
@@ -292,7 +292,7 @@ class DenoisingModel(_WithLogits):
 
     @abstractmethod
     def states_of_hidden_tokens(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Compute what the logits of the hidden tokens are made of, where the stage predicts.
+        """Compute the inputs of the heads at the hidden tokens; on the last stage only.
 
         Returns:
             States [T, D] of the positions [S, B] of `loss_mask` in a row, and the logits [B, 2] of the order of two
@@ -309,26 +309,26 @@ class GenerativeModel(_WithLogits):
     def hidden_states(
         self, tokens_BS: Tensor, *, hidden_SBD: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
-        """The hidden states [S, B, D] behind the last layer that is here, from which logits are made.
+        """Return the hidden states [S, B, D] after the last layer of this stage, on the last stage the head's input.
 
         Args:
             tokens_BS: Token ids [B, S]; with a cache only the new ones.
-            hidden_SBD: What the stage before this one returned; a stage that embeds takes none.
-            cache: Keys and values of earlier tokens, which takes the new ones.
+            hidden_SBD: Hidden states of the previous stage; None on the first.
+            cache: Keys and values of earlier tokens, which stores the new ones.
         """
 
     def cross_attentions(self) -> list[CrossAttention]:
-        """The layers of the decoder that attend to an encoder's output, in order; such a model has `encode`."""
+        """Return the decoder's cross-attention layers, in order; a model with such has `encode`."""
         found = (block.cross_attention for block in self.decoder.layers.values())
         return [layer for layer in found if isinstance(layer, CrossAttention)]
 
     def encode(self, tokens_BE: Tensor) -> Encoded:
-        """What the decoder attends to."""
+        """Return the encoder's output for the decoder's cross attention."""
         raise AssertionError("the model has no encoder")
 
 
 def padding(found: Mapping[str, Tensor], name: str) -> Tensor | None:
-    """Where a prepared micro-batch has padding by one of its masks; None where it has none."""
+    """Return the mask `name` of a prepared micro-batch, True at padding; None without such a field."""
     return found[name] == 0 if name in found else None
 
 
@@ -346,7 +346,7 @@ def _compile_options(device: torch.device) -> dict[str, str | int | bool | Calla
 
 
 def named_placements(model: LanguageModel) -> Iterator[tuple[str, nn.Parameter, Placement]]:
-    """Each parameter with its name and placement, in module order."""
+    """Yield each parameter with its name and placement, in module order."""
     table = model.placements()
     for name, parameter in model.named_parameters():
         yield name, parameter, table[name]

@@ -13,9 +13,9 @@ from megalith.config import DataConfig, ModelConfig
 from megalith.errors import ConfigError
 from megalith.models.language_model import Inputs, LanguageModel, Loss
 from megalith.nn.moe.balance import Peers
-from megalith.nn.own_loss import Vocabulary, checked
 from megalith.nn.precision import at_least_fp32
 from megalith.nn.recompute import Recompute
+from megalith.nn.registered_loss import Vocabulary, checked
 from megalith.registry import Registered
 
 _REMEDY = "register a function that builds a megalith.api.LanguageModel, or leave {flag} out"
@@ -48,7 +48,7 @@ class PlainModel(LanguageModel):
 
     def _require_supported(self, recompute: Recompute | None) -> None:
         config, stage = self.config, self.stage
-        whole = stage.embeds and stage.predicts and len(stage.layers) == config.num_layers
+        whole = stage.is_first and stage.is_last and len(stage.layers) == config.num_layers
         divided = [
             ("--tensor-model-parallel-size", self.region.size > 1, True),
             ("--pipeline-model-parallel-size", not whole, True),
@@ -84,7 +84,7 @@ class PlainModel(LanguageModel):
             if own and all(uses[one] == count for one, count in own.items()):
                 yield block
 
-    def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
+    def forward_stage(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
         raise AssertionError("a plain module has one stage")
 
     def losses(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Loss, ...]:

@@ -52,7 +52,7 @@ class T5(DenoisingModel, GenerativeModel):
     tokens_field = "text_enc"
 
     def _build(self, peers: Peers, recompute: Recompute | None) -> None:
-        assert self.stage.embeds and self.stage.predicts and self.mixer.parts == 1, "a rule of the configuration"
+        assert self.stage.is_first and self.stage.is_last and self.mixer.parts == 1, "a rule of the configuration"
         config = self.config
         self.stage = Stage(range(max(config.stacks.values())))  # numbers of layers of either stack
         self.embedding = self._token_embedding()
@@ -96,7 +96,7 @@ class T5(DenoisingModel, GenerativeModel):
         yield from self.encoder.layers.values()
         yield from self.decoder.layers.values()
 
-    def part(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
+    def forward_stage(self, inputs: Inputs, hidden: Tensor | None) -> Tensor:
         raise AssertionError("T5 is whole on each rank: a rule of the configuration")
 
     def prepare(self, batch: Mapping[str, Tensor]) -> Inputs:

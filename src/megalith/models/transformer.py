@@ -27,10 +27,10 @@ from megalith.nn.dropout import HiddenDropout
 from megalith.nn.latent_attention import LatentAttention
 from megalith.nn.moe.balance import Auxiliary, Peers
 from megalith.nn.moe.layer import MoE
-from megalith.nn.own_attention import OwnAttention
 from megalith.nn.precision import FactoryKwargs
 from megalith.nn.recompute import Group, Recompute, RecomputedNorm, recomputed
 from megalith.nn.region import Region
+from megalith.nn.registered_attention import RegisteredAttention
 from megalith.nn.rope import Rotation
 from megalith.registry import Registered
 
@@ -41,8 +41,8 @@ class Block(nn.Module):
     """One pre-norm transformer layer (Xiong et al. 2020, arXiv:2002.04745). [S, B, D] -> [S, B, D].
 
     Args:
-        layer: its number in the whole model, from 0; one behind the last is like that.
-        recompute: the parts of it that are computed again in the backward pass.
+        layer: its number in the whole model, from 0; one past the last has the options of the last.
+        recompute: its parts that are recomputed in the backward pass.
         cross: it also attends to the output of an encoder, between its other two branches.
     """
 
@@ -66,7 +66,7 @@ class Block(nn.Module):
         self.residual_of_norm = config.apply_residual_connection_post_layernorm
         self.input_layernorm = layer_norm(config, **factory)
         rule = attention_rule(config, layer, causal=causal)
-        self.self_attention: SelfAttention | LatentAttention | OwnAttention = (
+        self.self_attention: SelfAttention | LatentAttention | RegisteredAttention = (
             self._own_attention(config, config.attention, layer, rule, mixer, **factory)
             if isinstance(config.attention, Registered)
             else self._self_attention(config, rule, mixer, **factory)
@@ -75,7 +75,7 @@ class Block(nn.Module):
             self.pre_cross_attn_layernorm = layer_norm(config, **factory)
         self.cross_attention = self._cross_attention(config, layer, **factory) if cross else None
         self.pre_mlp_layernorm = layer_norm(config, **factory)
-        whole = {"mlp", "moe"} & self.recompute  # a mixture that is computed again as a whole, with all that is in it
+        whole = {"mlp", "moe"} & self.recompute  # an MoE layer that is recomputed as a whole, with all that is in it
         self.mlp = build_feed_forward(
             config, layer, region, peers, auxiliary, () if whole else self.recompute, **factory
         )
@@ -90,8 +90,8 @@ class Block(nn.Module):
         rule: AttentionRule,
         mixer: ContextParallelAttention,
         **factory: Unpack[FactoryKwargs],
-    ) -> OwnAttention:
-        return OwnAttention(
+    ) -> RegisteredAttention:
+        return RegisteredAttention(
             build(config, layer, region=self.region, **factory),
             config.attention_dropout,
             self.region,
@@ -146,7 +146,7 @@ class Block(nn.Module):
         attention = partial(self.self_attention, rope=rope, cache=cache, documents=documents, mask=mask)
         branches: list[tuple[_Layer, _Layer]] = [(self.input_layernorm, attention)]
         if self.cross_attention is not None:
-            assert encoded is not None, "there is nothing to attend to"
+            assert encoded is not None, "cross attention needs an encoder's output"
             branches.append((self.pre_cross_attn_layernorm, partial(self.cross_attention, encoded=encoded)))
         norms_again = "layernorm" in self.recompute and self._backward_follows()
         whole = norms_again and self.feeds_again and not self.residual_of_norm
@@ -183,9 +183,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The layers of a stage, under their global numbers, and the final norm where the stage predicts.
+    """The layers of a stage, under their global numbers, and the final norm on the last stage.
 
-    Arguments as of `Block`; `recompute` says which layers keep no activations.
+    Arguments as of `Block`; `recompute` says which layers recompute activations.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict(
             {str(number): block(config, number, region, mixer, peers, auxiliary, parts) for number in stage.layers}
         )
-        ends = stage.predicts and config.final_layernorm
+        ends = stage.is_last and config.final_layernorm
         self.final_layernorm = layer_norm(config, **factory) if ends else None
 
     def forward(
@@ -223,15 +223,15 @@ class Transformer(nn.Module):
         mask: Mask | None = None,
         encoded: Encoded | EncodedCache | None = None,
     ) -> Tensor:
-        """Through the layers that are here. [S, B, D] -> [S, B, D].
+        """Apply the layers of this stage. [S, B, D] -> [S, B, D].
 
         Args:
-            x_SBD: Hidden states of the positions that are here.
+            x_SBD: Hidden states of the positions of this rank.
             rope: their rotary cosines and sines, or None.
             cache: Keys and values of earlier positions, for generation.
             documents: Those of the whole sequences, if attention stays inside of them.
-            mask: Of the attention to themselves, or None.
-            encoded: What an encoder gave, for layers that attend to it.
+            mask: Of the self-attention, or None.
+            encoded: An encoder's output, for layers with cross attention.
         """
         options = {"rope": rope, "documents": documents, "mask": mask, "encoded": encoded}
         backward_follows = self.training and torch.is_grad_enabled() and cache is None

@@ -64,33 +64,33 @@ class ContextParallelAttention:
     parts = 1
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """Return the positions held here of sequences of `length` tokens, ascending: [length / parts], int64.
+        """Return this rank's positions of sequences of `length` tokens, ascending: [length / parts], int64.
 
         Raises: LayoutError if sequences of this length cannot be divided so.
         """
         return torch.arange(length, device=device)
 
-    def own(self, x: Tensor, dim: int) -> Tensor:
-        """Return the positions held here of whole sequences along `dim`. [.., S, ..] -> [.., S / parts, ..]."""
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's shard of whole sequences along `dim`. [.., S, ..] -> [.., S / parts, ..]."""
         return x
 
-    def recall(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        """Attend to the cache, which keeps the new keys and values. Shapes as in `mix`.
+    def attend_cached(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        """Attend to the KV cache, which stores the new keys and values. Shapes as in `attend`.
 
         Raises: LayoutError where sequences are divided.
         """
         return cache.attend(q, k, v, rule)
 
-    def mix(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel, rule: AttentionRule
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, kernel: AttentionKernel, rule: AttentionRule
     ) -> Tensor:
-        """Attend from the positions held here to those of their sequences that the rule shows.
+        """Attend from this rank's positions to those of their sequences that the rule allows.
 
         Shapes: q [S / parts, B, H, K], k and v [S / parts, B, G, K], all rotated -> [S / parts, B, H, K].
-        `attend` is the kernel for whole sequences; the sinks of `rule` are those of the heads of q.
+        `kernel` is that for whole sequences; the sinks of `rule` are those of the heads of q.
         """
         heads = q.shape[2]
-        return attend(q, expand_groups(k, heads), expand_groups(v, heads), dropout, rule)
+        return kernel(q, expand_groups(k, heads), expand_groups(v, heads), dropout, rule)
 
 
 class LocalAttention(ContextParallelAttention):
@@ -98,7 +98,7 @@ class LocalAttention(ContextParallelAttention):
 
 
 class Sinks(nn.Module):
-    """The scores of the sinks of the heads that are here, learned. Named as Megatron's attention core names them."""
+    """Learned sink scores of the heads on this rank. The parameter has the name of Megatron's attention core."""
 
     def __init__(self, num_heads: int, **factory: Unpack[FactoryKwargs]) -> None:
         super().__init__()
@@ -109,13 +109,13 @@ class Sinks(nn.Module):
 
 
 class Attention(nn.Module):
-    """What attention layers share: the kernel over the heads, recomputed in the backward pass where asked.
+    """Base class of attention layers: the kernel over the heads, optionally recomputed in the backward pass.
 
     Args:
         dropout: of the attention weights.
         region, mixer: how the layer shares its work with other ranks; alone by default.
-        attend: the kernel.
-        rule: which keys a query of this layer sees.
+        kernel: of the attention itself, from heads to their context.
+        rule: which keys a query of this layer attends to.
         recompute_core: keep neither scores nor weights of the kernel for the backward pass.
     """
 
@@ -123,27 +123,27 @@ class Attention(nn.Module):
         self,
         dropout: float,
         region: Region,
-        attend: AttentionKernel,
+        kernel: AttentionKernel,
         rule: AttentionRule,
         mixer: ContextParallelAttention | None,
         *,
         recompute_core: bool,
     ) -> None:
         super().__init__()
-        self.attention_dropout, self.region, self.attend, self.rule = dropout, region, attend, rule
+        self.attention_dropout, self.region, self.kernel, self.rule = dropout, region, kernel, rule
         self.mixer, self.recompute_core = mixer or LocalAttention(), recompute_core
 
     def context(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        """Return the context of the queries, without a cache. Shapes as of `ContextParallelAttention.mix`."""
+        """Return the context of the queries, without a cache. Shapes as of `ContextParallelAttention.attend`."""
         dropout = self.attention_dropout if self.training else 0.0
 
-        def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with self.region.local_rng(dropout):
-                return self.mixer.mix(q, k, v, dropout, self.attend, rule)
+                return self.mixer.attend(q, k, v, dropout, self.kernel, rule)
 
         if self.recompute_core and self.training and torch.is_grad_enabled():
-            return recomputed(mix, q, k, v, region=self.region)
-        return mix(q, k, v)
+            return recomputed(attend, q, k, v, region=self.region)
+        return attend(q, k, v)
 
 
 class SelfAttention(Attention):
@@ -160,7 +160,7 @@ class SelfAttention(Attention):
         self,
         shape: AttentionShape,
         region: Region,
-        attend: AttentionKernel = attend_fused,
+        kernel: AttentionKernel = attend_fused,
         *,
         rule: AttentionRule = PLAIN,
         mixer: ContextParallelAttention | None = None,
@@ -169,7 +169,7 @@ class SelfAttention(Attention):
         recompute_core: bool = False,
         **factory: Unpack[FactoryKwargs],
     ) -> None:
-        super().__init__(shape.dropout, region, attend, rule, mixer, recompute_core=recompute_core)
+        super().__init__(shape.dropout, region, kernel, rule, mixer, recompute_core=recompute_core)
         self.shape = shape
         self.num_heads = region.shard(shape.num_heads).size
         self.num_groups = region.shard(shape.num_groups, share=True).size
@@ -196,7 +196,7 @@ class SelfAttention(Attention):
         )
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The fused projection -> q [S, B, H, K], k and v [S, B, G, K], gates [S, B, H, K] or None."""
+        """Split the fused projection into q [S, B, H, K], k and v [S, B, G, K], gates [S, B, H, K] or None."""
         queries = self.num_heads // self.num_groups
         gates = queries if self.shape.output_gate else 0
         grouped = qkv.view(*qkv.shape[:2], self.num_groups, queries + gates + 2, self.shape.head_size)
@@ -204,7 +204,7 @@ class SelfAttention(Attention):
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3), gate.flatten(2, 3) if gates else None
 
     def rule_for(self, q: Tensor, documents: Documents | None = None, mask: Mask | None = None) -> AttentionRule:
-        """The layer's rule with what a micro-batch changes of it, and its sinks."""
+        """Return the layer's rule with the documents or mask of a micro-batch, and its sinks."""
         rule = self.rule
         if documents is not None or mask is not None:
             rule = replace(rule, documents=documents, mask=mask)
@@ -222,10 +222,10 @@ class SelfAttention(Attention):
         documents: Documents | None = None,
         mask: Mask | None = None,
     ) -> Tensor:
-        """Attend to the positions that the rule shows; where it is causal, to this and earlier ones.
+        """Attend to the positions that the rule allows, if it is causal to this and earlier ones.
 
         Args:
-            cache: Keys and values of earlier positions, which takes the new ones; there is no dropout with it, and
+            cache: Keys and values of earlier positions, which stores the new ones; there is no dropout with it, and
                 no documents.
             documents: Those of the whole sequences, if attention stays inside of them.
             mask: Of the micro-batch; with a cache that of the new positions.
@@ -239,7 +239,7 @@ class SelfAttention(Attention):
         context = (
             self.context(q, k, v, self.rule_for(q, documents, mask))
             if cache is None
-            else self.mixer.recall(cache, q, k, v, self.rule_for(q, mask=mask))
+            else self.mixer.attend_cached(cache, q, k, v, self.rule_for(q, mask=mask))
         )
         if gate is not None:
             context = (context * torch.sigmoid(gate.to(at_least_fp32(gate.dtype)))).to(context.dtype)

@@ -51,14 +51,14 @@ class CrossAttention(Attention):
         self,
         shape: AttentionShape,
         region: Region,
-        attend: AttentionKernel,
+        kernel: AttentionKernel,
         rule: AttentionRule,
         *,
         bias: bool,
         recompute_core: bool = False,
         **factory: Unpack[FactoryKwargs],
     ) -> None:
-        super().__init__(shape.dropout, region, attend, rule, None, recompute_core=recompute_core)
+        super().__init__(shape.dropout, region, kernel, rule, None, recompute_core=recompute_core)
         assert not rule.causal and shape.num_groups == shape.num_heads, "a rule of the configuration"
         self.shape = shape
         self.num_heads = region.shard(shape.num_heads).size

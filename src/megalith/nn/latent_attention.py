@@ -78,7 +78,7 @@ class LatentAttention(Attention):
         self,
         shape: LatentShape,
         region: Region,
-        attend: AttentionKernel = attend_fused,
+        kernel: AttentionKernel = attend_fused,
         *,
         rule: AttentionRule = PLAIN,
         mixer: ContextParallelAttention | None = None,
@@ -88,7 +88,7 @@ class LatentAttention(Attention):
         **factory: Unpack[FactoryKwargs],
     ) -> None:
         rule = replace(rule, scale=rule.scale_of(shape.query_size))
-        super().__init__(shape.dropout, region, attend, rule, mixer, recompute_core=recompute_core)
+        super().__init__(shape.dropout, region, kernel, rule, mixer, recompute_core=recompute_core)
         self.shape, self.recompute_heads = shape, recompute_heads
         self.num_heads = self.num_groups = region.shard(shape.num_heads).size
 
@@ -161,7 +161,7 @@ class LatentAttention(Attention):
         if cache is None:
             context = self._mixed(heads, latents, replace(self.rule, documents=documents, mask=mask))
         else:
-            context = self.mixer.recall(cache, *heads(*latents), replace(self.rule, mask=mask))
+            context = self.mixer.attend_cached(cache, *heads(*latents), replace(self.rule, mask=mask))
         return row(context[..., : self.shape.value_size].flatten(2), self.region, self.linear_proj)
 
     def _mixed(

@@ -1,7 +1,7 @@
-"""Context parallelism: attention over sequences of which each rank of an axis holds a part.
+"""Context parallelism: attention over sequences that are divided among the ranks of an axis.
 
 Of 2n equal chunks of a sequence rank r of n holds chunk r and chunk 2n - 1 - r (`layout.balanced_positions`). Under a
-causal mask every rank then has the same work. With n = 2 (. not seen, \\ the triangle of a chunk, # all seen):
+causal mask every rank then has the same work. With n = 2 (. masked, \\ the triangle of a chunk, # all unmasked):
 
                  keys of rank 0    keys of rank 1
                    0       3         1       2
@@ -10,15 +10,15 @@ causal mask every rank then has the same work. With n = 2 (. not seen, \\ the tr
     rank 1   1     #       .         \\       .        or all queries with the early keys of an earlier rank:
              2     #       .         #       \\        2 chunk products at every step on every rank
 
-- `RingAttention` passes keys and values around the ring of ranks and merges the parts by online softmax; each rank
-  keeps its own part only, so that memory is 1/n. Liu et al. 2023, arXiv:2310.01889; the balance: Brandon et al. 2023,
-  arXiv:2311.09431. Volume sent by a rank, of one attention with T = S / n * B tokens here, groups G, head size K:
-  2 (n - 1) T G K elements forward, twice that backward.
-- `UlyssesAttention` exchanges parts of the sequence for parts of the heads (all-to-all), attends with the ordinary
+- `RingAttention` passes keys and values around the ring of ranks and merges block contexts by online softmax; each
+  rank keeps its own chunks only, so that memory is 1/n. Liu et al. 2023, arXiv:2310.01889; the balance: Brandon et al.
+  2023, arXiv:2311.09431. Volume sent by a rank, of one attention with T = S / n * B tokens per rank, groups G, head
+  size K: 2 (n - 1) T G K elements forward, twice that backward.
+- `UlyssesAttention` exchanges shards of the sequence for shards of the heads (all-to-all), attends with the ordinary
   kernel and exchanges back. Jacobs et al. 2023, arXiv:2309.14509. Volume: (n - 1) / n T (2 H + 2 G) K elements forward,
   the same backward.
 
-The key-value cache of generation is not divided so: both refuse it.
+Neither supports a KV cache.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from megalith.nn.precision import at_least_fp32, product_dtype
 
 
 def positions_of(length: int, parts: int, index: int, device: torch.device | None = None) -> Tensor:
-    """Return the positions that a rank holds of a sequence, ascending. [length / parts]."""
+    """Return a rank's positions of a sequence of `length` tokens, ascending. [length / parts], int64."""
     chunks = balanced_positions(length, parts, index)
     return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
 
 class _BalancedPositions(ContextParallelAttention):
-    """Positions of this rank under the balanced division, for ring and Ulysses attention."""
+    """Balanced division of sequences over the ranks, for ring and Ulysses attention."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self.parts = axis, axis.size
@@ -59,11 +59,11 @@ class _BalancedPositions(ContextParallelAttention):
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
         return positions_of(length, self.axis.size, self.axis.index, device)
 
-    def own(self, x: Tensor, dim: int) -> Tensor:
+    def shard(self, x: Tensor, dim: int) -> Tensor:
         chunks = balanced_positions(x.shape[dim], self.axis.size, self.axis.index)
         return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
 
-    def recall(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+    def attend_cached(self, cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         raise LayoutError(
             f"generation needs a KV cache of whole sequences, which --context-parallel-size {self.parts} divides; "
             f"generate with --context-parallel-size 1"
@@ -72,7 +72,7 @@ class _BalancedPositions(ContextParallelAttention):
 
 @dataclass(frozen=True)
 class Block:
-    """Queries and keys of one step of the ring: some queries of this rank with some keys of rank `source`."""
+    """Queries of this rank and keys of rank `source` that one step of the ring multiplies."""
 
     source: int
     queries: slice
@@ -81,9 +81,9 @@ class Block:
 
 
 def ring_blocks(parts: int, index: int, length: int) -> list[Block]:
-    """Return the steps of a rank that holds `length` positions, each with length^2 / 2 products of queries and keys.
+    """Return the ring steps of a rank with `length` positions, each with length^2 / 2 products of queries and keys.
 
-    The keys of the rank before it arrive after the first step, then those of the rank before that.
+    The keys of the previous rank arrive after the first step, then those of the rank before that.
     """
     everything, half = slice(0, length), length // 2
     blocks = [Block(index, everything, everything, causal=True)]
@@ -105,15 +105,15 @@ def _sequence_first(x_BHSK: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Band:
-    """The scale of the scores, and how far back a query sees: what of an `AttentionRule` concerns each block."""
+class _BlockRule:
+    """Scale, window and documents of an `AttentionRule`, applied to the blocks of a ring."""
 
     scale: float | None
     window: int | None
     documents: Documents | None = None
 
-    def hidden(self, block: Block, axis: Axis, q: Tensor) -> Tensor | None:
-        """Mask of a block, True where a query may not look; None where `block.causal` says it all.
+    def masked(self, block: Block, axis: Axis, q: Tensor) -> Tensor | None:
+        """Return the mask of a block, True where a key is masked; None if `block.causal` suffices.
 
         Shapes: [Q, S], with documents [B, 1, Q, S]; a block is 1 / n^2 or 2 / n^2 of the mask of whole sequences.
         """
@@ -134,11 +134,18 @@ class Band:
 
 
 class _RingAttentionFunction(torch.autograd.Function):
-    """Keeps q, k, v, the context and its lse; both passes send the keys and values around."""
+    """Saves q, k, v, the context and its log-sum-exp for the backward pass; both passes send keys and values around."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, axis: Axis, dropout: Dropout | None, rule: Band
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        axis: Axis,
+        dropout: Dropout | None,
+        rule: _BlockRule,
     ) -> Tensor:
         blocks = ring_blocks(axis.size, axis.index, q.shape[0])
         q_BHSK, wide = _heads_first(q.to(product_dtype(q))), at_least_fp32(q.dtype)
@@ -146,21 +153,21 @@ class _RingAttentionFunction(torch.autograd.Function):
         lse = torch.full(q_BHSK.shape[:3], -math.inf, dtype=wide, device=q.device)
         kv = torch.stack((k, v))
         for step, block in enumerate(blocks):
-            arriving = comm.start_ring_shift(kv, axis) if step < axis.size - 1 else None
-            part = attend_part(
+            next_kv = comm.start_ring_shift(kv, axis) if step < axis.size - 1 else None
+            block_context, block_lse = attend_part(
                 q_BHSK[:, :, block.queries],
                 *map(_heads_first, kv[:, block.keys].to(q_BHSK.dtype)),
                 causal=block.causal,
-                hidden=rule.hidden(block, axis, q),
+                hidden=rule.masked(block, axis, q),
                 scale=rule.scale,
-                dropout=_of_block(dropout, axis, step),
+                dropout=_block_dropout(dropout, axis, step),
             )
-            merge_parts(context[:, :, block.queries], lse[:, :, block.queries], *part)
-            kv = kv if arriving is None else arriving.wait()
+            merge_parts(context[:, :, block.queries], lse[:, :, block.queries], block_context, block_lse)
+            kv = kv if next_kv is None else next_kv.wait()
         if sink is not None:
-            everything = torch.logaddexp(lse, sink.to(wide)[None, :, None])
-            context *= torch.exp(lse - everything)[..., None]
-            lse = everything
+            lse_with_sink = torch.logaddexp(lse, sink.to(wide)[None, :, None])
+            context *= torch.exp(lse - lse_with_sink)[..., None]
+            lse = lse_with_sink
         narrow = context.to(q.dtype)
         ctx.save_for_backward(q, k, v, narrow, lse, sink)
         ctx.axis, ctx.dropout, ctx.blocks, ctx.rule = axis, dropout, blocks, rule
@@ -173,28 +180,28 @@ class _RingAttentionFunction(torch.autograd.Function):
         axis, dtype = ctx.axis, product_dtype(q)
         grad, q_BHSK, context = _heads_first(grads[0].to(dtype)), _heads_first(q.to(dtype)), context.to(dtype)
         dq, dkv = torch.zeros_like(q_BHSK, dtype=lse.dtype), torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
-        kv, passed = torch.stack((k, v)), None
+        kv, shifted = torch.stack((k, v)), None
         for step, block in enumerate(ctx.blocks):
-            arriving = comm.start_ring_shift(kv, axis) if step < axis.size - 1 else None
-            dq_part, *dkv_part = attend_part_backward(
+            next_kv = comm.start_ring_shift(kv, axis) if step < axis.size - 1 else None
+            block_dq, *block_dkv = attend_part_backward(
                 *(x[:, :, block.queries] for x in (grad, q_BHSK)),
                 *map(_heads_first, kv[:, block.keys].to(dtype)),
                 *(x[:, :, block.queries] for x in (context, lse)),
                 causal=block.causal,
-                hidden=ctx.rule.hidden(block, axis, q),
+                hidden=ctx.rule.masked(block, axis, q),
                 scale=ctx.rule.scale,
-                dropout=_of_block(ctx.dropout, axis, step),
+                dropout=_block_dropout(ctx.dropout, axis, step),
             )
-            dq[:, :, block.queries] += dq_part
-            # What the ranks add to the gradient of a source follows its keys and is home after the last step.
-            total = dkv if step == 0 else torch.zeros_like(kv) if passed is None else passed.wait()
-            for side, part in zip(total, dkv_part, strict=True):
-                side[block.keys] += _sequence_first(part)
+            dq[:, :, block.queries] += block_dq
+            # The gradient of keys and values follows them around the ring, and is back at its rank after the last step.
+            sums = dkv if step == 0 else torch.zeros_like(kv) if shifted is None else shifted.wait()
+            for grad_sum, block_grad in zip(sums, block_dkv, strict=True):
+                grad_sum[block.keys] += _sequence_first(block_grad)
             if step > 0:
-                passed = comm.start_ring_shift(total, axis)
-            kv = kv if arriving is None else arriving.wait()
-        if passed is not None:
-            dkv += passed.wait()
+                shifted = comm.start_ring_shift(sums, axis)
+            kv = kv if next_kv is None else next_kv.wait()
+        if shifted is not None:
+            dkv += shifted.wait()
         dk, dv = dkv.to(k.dtype)
         return _sequence_first(dq).to(q.dtype), dk, dv, _sink_gradient(sink, lse, context, grad), None, None, None
 
@@ -211,23 +218,24 @@ def _sink_gradient(sink_H: Tensor | None, lse_BHQ: Tensor, context: Tensor, grad
     return -lost.sum((0, 2)).to(sink_H.dtype)
 
 
-def _of_block(dropout: Dropout | None, axis: Axis, step: int) -> Dropout | None:
+def _block_dropout(dropout: Dropout | None, axis: Axis, step: int) -> Dropout | None:
     return None if dropout is None else dropout.for_block(axis.index * axis.size + step)
 
 
 class RingAttention(_BalancedPositions):
-    """Ring attention: keys and values are passed around the ranks while each computes. `attend` is not used.
+    """Ring attention: keys and values are passed around the ranks while each computes. `kernel` is not used.
 
     Dropout: the masks of a block come from a seed of torch's default stream, the rank and the step, whether the streams
     of the ranks are equal or not.
     """
 
-    def mix(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel, rule: AttentionRule
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, kernel: AttentionKernel, rule: AttentionRule
     ) -> Tensor:
-        assert rule.plain, "a rule of the configuration"
-        band = Band(rule.scale, rule.window, rule.documents)
-        context: Tensor = _RingAttentionFunction.apply(q, k, v, rule.sink_H, self.axis, Dropout.draw(dropout), band)
+        assert rule.plain, "config/rules refuses ring attention with others"
+        block_rule = _BlockRule(rule.scale, rule.window, rule.documents)
+        draws = Dropout.draw(dropout)
+        context: Tensor = _RingAttentionFunction.apply(q, k, v, rule.sink_H, self.axis, draws, block_rule)
         return context
 
 
@@ -238,10 +246,10 @@ class UlyssesAttention(_BalancedPositions):
     heads.
     """
 
-    def mix(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, attend: AttentionKernel, rule: AttentionRule
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, kernel: AttentionKernel, rule: AttentionRule
     ) -> Tensor:
-        assert rule.plain, "a rule of the configuration"
+        assert rule.plain, "config/rules refuses Ulysses attention with others"
         parts, heads = self.parts, q.shape[2]
         if heads % parts:
             raise LayoutError(
@@ -251,14 +259,14 @@ class UlyssesAttention(_BalancedPositions):
         groups = math.lcm(k.shape[2], parts)
         k, v = expand_groups(k, groups), expand_groups(v, groups)
         by_rank = torch.cat([x.unflatten(2, (parts, -1)) for x in (q, k, v)], dim=3).flatten(2, 3)
-        whole = self._in_order(comm.exchange(by_rank, self.axis, split_dim=2, concat_dim=0))
+        whole = self._by_position(comm.exchange(by_rank, self.axis, split_dim=2, concat_dim=0))
         q, k, v = whole.split((heads // parts, groups // parts, groups // parts), dim=2)
         if rule.sink_H is not None:
             rule = replace(rule, sink_H=rule.sink_H.view(parts, -1)[self.axis.index])
-        context = attend(q, expand_groups(k, q.shape[2]), expand_groups(v, q.shape[2]), dropout, rule)
+        context = kernel(q, expand_groups(k, q.shape[2]), expand_groups(v, q.shape[2]), dropout, rule)
         return comm.exchange(self._by_rank(context), self.axis, split_dim=0, concat_dim=2)
 
-    def _in_order(self, x: Tensor) -> Tensor:
+    def _by_position(self, x: Tensor) -> Tensor:
         """Reorder chunks along the sequence: rank by rank -> by position."""
         chunks = x.chunk(2 * self.parts)
         return torch.cat(chunks[0::2] + chunks[::-1][0::2])

@@ -279,12 +279,12 @@ class RankRunner(ModelRunner):
         """Compute this rank's stage of the batch; return the logits on rank 0, elsewhere None."""
         model, context = self.model, self._context
         links, hidden = context.links, None
-        if not model.stage.embeds:
+        if not model.stage.is_first:
             assert links is not None
             shape = (sum(len(chunk.tokens) for chunk in batch.chunks), 1, model.config.hidden_size)
             hidden = p2p.receive(links.from_previous, shape, model.dtype, context.device).wait()
         hidden = self.hidden_states(batch, hidden)
-        if not model.stage.predicts:
+        if not model.stage.is_last:
             assert links is not None
             p2p.send(hidden, links.to_next).wait()
             return self._receive_logits(batch)

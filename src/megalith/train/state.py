@@ -179,7 +179,7 @@ class TrainState:
     @property
     def counts_losses(self) -> bool:
         """Whether the losses of this rank count: it computes them, and no other rank does so for the same tokens."""
-        return self.chunks[-1].stage.predicts and self.context.tp.is_first
+        return self.chunks[-1].stage.is_last and self.context.tp.is_first
 
     def snapshot(self) -> Snapshot:
         """Return the counters, random streams and loss scale; not the weights and optimizer states."""

@@ -274,8 +274,8 @@ class StageWork:
         loss scale (see `train_step`).
         """
         inputs, model = self._batch(micro_batch), self.chunks[chunk]
-        if not model.stage.predicts:
-            return model.part(inputs, hidden)
+        if not model.stage.is_last:
+            return model.forward_stage(inputs, hidden)
         losses = model.losses(inputs, hidden)
         summed, counts = torch.stack([loss.summed for loss in losses]), torch.stack([loss.count for loss in losses])
         for hook in self.hooks:

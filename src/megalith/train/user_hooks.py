@@ -111,6 +111,6 @@ class UserHooks(Hook):
             self._run.ending = Ending("hook", state.iteration, control.stop_reason)
 
 
-def own_hooks(config: RunConfig) -> list[UserHook]:
+def registered_hooks(config: RunConfig) -> list[UserHook]:
     """The hooks that --hook names, one of each class."""
     return [hook() for hook in config.train.hooks if isinstance(hook, Registered)]

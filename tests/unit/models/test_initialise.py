@@ -71,7 +71,7 @@ def test_every_rank_holds_its_part_of_the_same_weights(style: str, as_megatron: 
 def test_stages_hold_the_weights_of_the_whole_model(style: str) -> None:
     config = STYLES[style]
     whole = dict(_draw(GPT(config, VOCABULARY), False).named_parameters())
-    stages = [Stage(range(0, 1), predicts=False), Stage(range(1, 3), False, False), Stage(range(3, 4), embeds=False)]
+    stages = [Stage(range(0, 1), is_last=False), Stage(range(1, 3), False, False), Stage(range(3, 4), is_first=False)]
     names = set()
     for stage in stages:
         model = _draw(GPT(config, VOCABULARY, region=_rank(1), stage=stage), False)

@@ -75,7 +75,7 @@ def test_logits_have_their_factor(flags: str, factor: float) -> None:
     labels = tokens.roll(-1, 1)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     torch.testing.assert_close(model(tokens, labels_BS=labels).flatten(), expected)
-    torch.testing.assert_close((model(tokens, predicts=False) @ model.output_weight.t()).transpose(0, 1), logits)
+    torch.testing.assert_close((model(tokens, apply_head=False) @ model.output_weight.t()).transpose(0, 1), logits)
 
 
 def test_embeddings_have_their_factor() -> None:

@@ -136,7 +136,7 @@ class Half(LocalAttention):
     ("parts", "named"),
     [
         ({"region": Two()}, r"--tensor-model-parallel-size.*mine.*model\.gain, model\.table\.weight.*model\.layers\.1"),
-        ({"stage": Stage(range(1), predicts=False)}, r"--pipeline-model-parallel-size.*model\.table\.weight"),
+        ({"stage": Stage(range(1), is_last=False)}, r"--pipeline-model-parallel-size.*model\.table\.weight"),
         ({"mixer": Half()}, "--context-parallel-size.*mine"),
         ({"recompute": Recompute("uniform", 1)}, "--recompute-granularity"),
         ({"num_experts": 2}, "--num-experts"),

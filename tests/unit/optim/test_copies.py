@@ -53,7 +53,7 @@ def test_shared_key_and_value_heads_are_always_parts() -> None:
 
 
 def test_a_last_stage_without_layers() -> None:
-    table = _copies(SequenceParallel(TP), Stage(range(1, 1), embeds=False), ENDS)
+    table = _copies(SequenceParallel(TP), Stage(range(1, 1), is_first=False), ENDS)
     assert table == {
         "decoder.final_layernorm.weight": (ReplicaGroup(TP, first=False, partial=True),),
         "decoder.final_layernorm.bias": (ReplicaGroup(TP, first=False, partial=True),),

@@ -20,15 +20,15 @@ from megalith.nn.rope import Rotation, rotate
 class Attend:
     """Attention over heads, as the run wants it: with its mask, dropout, KV cache and context parallelism."""
 
-    _layer: OwnAttention
-    _turn: Rotation | None
+    _layer: RegisteredAttention
+    _rope: Rotation | None
     _cache: LayerCache | None
     _rule: AttentionRule
     called: bool = False
 
     def rotate(self, heads: Tensor) -> Tensor:
         """Apply the rotary embedding of the run to queries or keys [S, B, H, K]; unchanged where it has none."""
-        return heads if self._turn is None else rotate(heads, self._turn, interleaved=self._layer.interleaved)
+        return heads if self._rope is None else rotate(heads, self._rope, interleaved=self._layer.interleaved)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend to this and earlier positions; q [S, B, H, K], k and v [S, B, G, K], H a multiple of G -> as q."""
@@ -41,10 +41,10 @@ class Attend:
             )
         if self._cache is None:
             return self._layer.context(q, k, v, self._rule)
-        return self._layer.mixer.recall(self._cache, q, k, v, self._rule)
+        return self._layer.mixer.attend_cached(self._cache, q, k, v, self._rule)
 
 
-class OwnAttention(Attention):
+class RegisteredAttention(Attention):
     """A registered attention in the place of `SelfAttention`; arguments as of `Attention`.
 
     Args:
@@ -58,7 +58,7 @@ class OwnAttention(Attention):
         layer: nn.Module,
         dropout: float,
         region: Region,
-        attend: AttentionKernel,
+        kernel: AttentionKernel,
         rule: AttentionRule,
         mixer: ContextParallelAttention,
         *,
@@ -67,7 +67,7 @@ class OwnAttention(Attention):
         num_groups: int,
         head_size: int,
     ) -> None:
-        super().__init__(dropout, region, attend, rule, mixer, recompute_core=recompute_core)
+        super().__init__(dropout, region, kernel, rule, mixer, recompute_core=recompute_core)
         self.layer, self.interleaved = layer, interleaved
         self.num_groups, self.head_size = num_groups, head_size
 
@@ -79,7 +79,7 @@ class OwnAttention(Attention):
         documents: Documents | None = None,
         mask: Mask | None = None,
     ) -> Tensor:
-        """Arguments as of `SelfAttention.forward`.
+        """Call the user's module; arguments as of `SelfAttention.forward`.
 
         Raises:
             ConfigError: The layer has not called `attend`, on which what the run asks for depends.

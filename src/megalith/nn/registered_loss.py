@@ -82,7 +82,7 @@ class _Whole(torch.autograd.Function):
         return (ctx.region.local_sequence(grad) if ctx.gathers else ctx.region.all_reduce_sum(grad)), None, None
 
 
-def own_loss(
+def registered_loss(
     loss: Registered,
     hidden_SBD: Tensor,
     weight_VD: nn.Parameter,
