@@ -187,7 +187,7 @@ def anomaly_policy(config: RunConfig, state: TrainState) -> AnomalyPolicy:
         state,
         config.pipeline_schedule,
         policy=precision.bad_step_policy,
-        twice=precision.rerun_mode == "report_stats",
+        compare=precision.rerun_mode == "report_stats",
         injector=NaNInjector(rate, precision.error_injection_type, config.train.seed),
     )
 

@@ -1,8 +1,7 @@
-"""The anomaly policy of a run: find the place of a non-finite number, then stop, skip the update or recompute the step.
+"""The anomaly policy of a run: locate the first non-finite number, then stop, skip the update or recompute the step.
 
-An anomalous step is never applied (`StepCheck` decides before the update), so that going back to the state before it
-means to set the counters and the random streams back; its micro-batches are kept until it is accepted. All ranks decide
-by the same numbers and do the same.
+An anomalous step is never applied (`StepCheck` decides before the update), so that its state is restored by its
+counters and random streams; its micro-batches are kept until it is accepted. All ranks decide by the same numbers.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from torch import Tensor, nn
 from megalith.distributed import comm
 from megalith.errors import MegalithError
 from megalith.optim.gradients import GradientBuffers
-from megalith.train.results import BadStep, FirstBad, StepResult
+from megalith.train.results import BadStep, FirstNonFinite, StepResult
 from megalith.train.state import Snapshot, TrainState
 from megalith.train.step import Batch, StageWork, run_pipeline
 from megalith.train.step_hooks import NaNInjector, StepHook
 
-MOST_IN_A_ROW = 20  # skipped steps after which skipping is no remedy, at the smallest loss scale too
+MAX_CONSECUTIVE = 20  # skipped steps after which skipping is no remedy, at the smallest loss scale too
 _NEVER_RECOVER = (
     "Weights that are not finite never recover: go on from the last checkpoint (--load), or, in a "
     "new run, with a smaller --init-method-std"
@@ -39,7 +38,7 @@ TakeStep = Callable[..., StepResult]
 
 
 class BadStepError(MegalithError):
-    """A step whose loss or gradients are anomalous ended the run."""
+    """The anomaly policy ended the run at a step with an anomalous loss or gradient."""
 
 
 @dataclass
@@ -50,15 +49,16 @@ class Attempt:
         batches: The micro-batches to compute it on, each kept in `drawn` until the step is accepted.
         before: Counters and random streams before the step.
         apply: Whether its update may be applied at once.
-        doubted: The result is rejected whatever it is (--error-injection-type correct_result).
+        rejected: The result counts as anomalous whatever it is (--error-injection-type correct_result).
+        loss_sums: [sum, terms] of each loss, of each micro-batch whose losses were computed on this rank.
     """
 
     batches: Iterator[Batch]
     drawn: list[Batch]
     before: Snapshot
     apply: bool
-    doubted: bool
-    sums: Sequence[Tensor] = ()  # [sum, terms] of each loss, of each micro-batch whose loss was computed on this rank
+    rejected: bool
+    loss_sums: Sequence[Tensor] = ()
 
 
 class _LossSums(StepHook):
@@ -67,17 +67,17 @@ class _LossSums(StepHook):
     last: Sequence[Tensor] = ()
 
     def sums(self, work: StageWork) -> None:
-        self.last = work.sums
+        self.last = work.loss_sums
 
 
 @dataclass
 class AnomalyPolicy:
-    """Decides what becomes of an anomalous step: stop the run, skip the update, or compute the step again.
+    """Stops the run at an anomalous step, skips its update, or recomputes it.
 
     Attributes:
-        schedule: Order of a step's work.
+        schedule: Name of the pipeline schedule.
         policy: "stop", "skip" or "rerun".
-        twice: Compute every step twice and count those whose loss differs.
+        compare: Compute every step twice and count those whose loss or gradient norm differs.
         injector: Fault injection into losses.
         num_bad, num_different, num_compared: Steps so far.
     """
@@ -85,13 +85,13 @@ class AnomalyPolicy:
     state: TrainState
     schedule: str
     policy: str = "stop"
-    twice: bool = False
+    compare: bool = False
     injector: NaNInjector = field(default_factory=NaNInjector)
     num_bad: int = 0
     num_different: int = 0
     num_compared: int = 0
-    _in_a_row: int = 0
-    _overflows: int = 0
+    _consecutive: int = 0
+    _consecutive_overflows: int = 0
     _sums: _LossSums = field(default_factory=_LossSums)
     _at_lowest_scale: bool = False
 
@@ -104,51 +104,54 @@ class AnomalyPolicy:
         """Prepare the first computation of a step."""
         self._at_lowest_scale = self.state.optimizer.scaler.is_lowest
         injected = self.injector.strikes(self.state.iteration + 1)
-        doubted = injected and self.injector.kind == "correct_result"
-        self.injector.active = injected and not doubted
+        rejected = injected and self.injector.kind == "correct_result"
+        self.injector.active = injected and not rejected
         drawn = list[Batch]()
-        apply = not (doubted or self.twice)
-        return Attempt(_recorded(batches, drawn), drawn, self.state.snapshot(), apply, doubted)
+        apply = not (rejected or self.compare)
+        return Attempt(_record(batches, drawn), drawn, self.state.snapshot(), apply, rejected)
 
     def settle(
         self, attempt: Attempt, result: StepResult, take_step: TakeStep, notify: Callable[[BadStep], None]
     ) -> StepResult:
-        """Accept the first result of a step or do as the policy says; every rank raises BadStepError where it is stop.
+        """Accept the first result of a step, or apply the policy to it.
 
         Args:
             take_step: Computes the step again.
-            notify: Receives what was anomalous.
+            notify: Receives the report of an anomaly.
+
+        Raises:
+            BadStepError: on every rank, if the run is to stop.
         """
-        state, attempt.sums = self.state, self._sums.last
+        state, attempt.loss_sums = self.state, self._sums.last
         self.injector.active = self.injector.active and self.injector.kind == "persistent_error"
-        if self.twice and not result.bad:
+        if self.compare and not result.anomaly:
             state.restore_snapshot(attempt.before)
-            result = self._compared(result, take_step(iter(attempt.drawn), len(attempt.drawn)), notify)
-        if attempt.doubted:
-            result = replace(result, bad="the result is doubted (--error-injection-type correct_result)")
-        if result.bad:
-            self.num_bad, self._in_a_row = self.num_bad + 1, self._in_a_row + 1
+            result = self._compare(result, take_step(iter(attempt.drawn), len(attempt.drawn)), notify)
+        if attempt.rejected:
+            result = replace(result, anomaly="the result is doubted (--error-injection-type correct_result)")
+        if result.anomaly:
+            self.num_bad, self._consecutive = self.num_bad + 1, self._consecutive + 1
             result = self._handle(result, attempt, take_step, notify)
         elif alarm := state.check.alarm(result.loss):
-            notify(replace(self._report(result, "alarm", self._samples(result, attempt), None, ""), reason=alarm))
-        if not result.bad:
-            self._in_a_row = 0
+            notify(replace(self._report(result, "alarm", self._worst_samples(result, attempt), None, ""), reason=alarm))
+        if not result.anomaly:
+            self._consecutive = 0
             if result.applied:
                 state.check.remember(result.loss, result.grad_norm)
             overflowed = self._at_lowest_scale and not result.applied
-            self._overflows = self._overflows + 1 if overflowed else 0
-            if self._overflows == MOST_IN_A_ROW:
+            self._consecutive_overflows = self._consecutive_overflows + 1 if overflowed else 0
+            if self._consecutive_overflows == MAX_CONSECUTIVE:
                 self._stop_at_lowest_scale(result, attempt, notify)
         self.injector.active = False
         return result
 
     def summary(self) -> str:
-        """Return the result of computing steps twice; empty where none were."""
+        """Return one line about the steps that were computed twice; empty if none were."""
         if not self.num_compared:
             return ""
         return f"{self.num_different} of {self.num_compared} steps gave another result when they were computed again"
 
-    def _compared(self, first: StepResult, second: StepResult, notify: Callable[[BadStep], None]) -> StepResult:
+    def _compare(self, first: StepResult, second: StepResult, notify: Callable[[BadStep], None]) -> StepResult:
         self.num_compared += 1
         if (first.loss, first.grad_norm) != (second.loss, second.grad_norm):
             self.num_different += 1
@@ -164,11 +167,11 @@ class AnomalyPolicy:
         self, result: StepResult, attempt: Attempt, take_step: TakeStep, notify: Callable[[BadStep], None]
     ) -> StepResult:
         state, drawn = self.state, attempt.drawn
-        samples = self._samples(result, attempt)
+        samples = self._worst_samples(result, attempt)
         if self.policy == "rerun":
             state.restore_snapshot(attempt.before)
             again = take_step(iter(drawn), len(drawn))
-            if not again.bad:
+            if not again.anomaly:
                 unchanged = again.loss == result.loss and again.grad_norm == result.grad_norm
                 found = "the same, and right" if unchanged else "all right: a transient error of a machine"
                 notify(self._report(result, "rerun", samples, None, found))
@@ -178,55 +181,63 @@ class AnomalyPolicy:
         if searched:
             after = state.snapshot()
             state.restore_snapshot(attempt.before)
-            first = find_first_bad(state, drawn, self.schedule, (self.injector,))
+            first = find_first_non_finite(state, drawn, self.schedule, (self.injector,))
             state.restore_snapshot(after)
         found = "not finite again" if first else "finite: a transient error of a machine" if searched else ""
         if self.policy == "rerun":
             found = "bad again"
         if first is not None and first.micro_batch is not None:
-            samples = self._samples_of(result, drawn, first.micro_batch, first.replica)
-        stuck = first is not None and first.weight
-        action = "skip" if self.policy == "skip" and not stuck and self._in_a_row < MOST_IN_A_ROW else "stop"
+            samples = self._samples_of_micro_batch(result, drawn, first.micro_batch, first.replica)
+        stuck = first is not None and first.weight  # a weight that is not finite stays so
+        action = "skip" if self.policy == "skip" and not stuck and self._consecutive < MAX_CONSECUTIVE else "stop"
         report = self._report(result, action, samples, first, found)
         notify(report)
         if action == "skip":
             return result
-        raise BadStepError(_error_text(report, result, self.policy, self._in_a_row))
+        raise BadStepError(_error_text(report, result, self.policy, self._consecutive))
 
     def _stop_at_lowest_scale(self, result: StepResult, attempt: Attempt, notify: Callable[[BadStep], None]) -> None:
         """Stop a run that skips every step though its loss scale cannot get any smaller."""
-        samples = self._samples(result, attempt)
+        samples = self._worst_samples(result, attempt)
         self.state.restore_snapshot(attempt.before)
-        first = find_first_bad(self.state, attempt.drawn, self.schedule)
+        first = find_first_non_finite(self.state, attempt.drawn, self.schedule)
         self.num_bad += 1
         scale = f"at the smallest loss scale, {result.loss_scale:g} (the loss is {result.loss}),"
-        reason = f"{MOST_IN_A_ROW} steps in a row are skipped {scale}"
-        report = self._report(replace(result, bad=reason), "stop", samples, first, "")
+        reason = f"{MAX_CONSECUTIVE} steps in a row are skipped {scale}"
+        report = self._report(replace(result, anomaly=reason), "stop", samples, first, "")
         notify(report)
         remedy = _NEVER_RECOVER if first is not None and first.weight else _NO_SCALE_HELPS
         raise BadStepError(f"{report}; nothing of this step is saved. {remedy}")
 
     def _report(
-        self, result: StepResult, action: str, samples: tuple[int, int], first: FirstBad | None, again: str
+        self, result: StepResult, action: str, samples: tuple[int, int], first: FirstNonFinite | None, again: str
     ) -> BadStep:
         return BadStep(
-            result.iteration, result.bad, result.loss, result.grad_norm, action, *samples, first, again, self.num_bad
+            result.iteration,
+            result.anomaly,
+            result.loss,
+            result.grad_norm,
+            action,
+            *samples,
+            first,
+            again,
+            self.num_bad,
         )
 
-    def _samples(self, result: StepResult, attempt: Attempt) -> tuple[int, int]:
+    def _worst_samples(self, result: StepResult, attempt: Attempt) -> tuple[int, int]:
         """Return the first and the last sample of the micro-batch with the highest loss."""
         context = self.state.context
-        own = [float(pair[0] / pair[1].clamp(min=1.0)) for pair in attempt.sums]
-        every = comm.all_gather_objects((context.dp.index, own), context.world)
+        local = [float(pair[0] / pair[1].clamp(min=1.0)) for pair in attempt.loss_sums]
+        gathered = comm.all_gather_objects((context.dp.index, local), context.world)
         losses = [
             (math.inf if math.isnan(loss) else loss, micro_batch, replica)
-            for replica, losses in every
+            for replica, losses in gathered
             for micro_batch, loss in enumerate(losses)
         ]
         _, micro_batch, replica = max(losses, key=lambda worst: worst[0])
-        return self._samples_of(result, attempt.drawn, micro_batch, replica)
+        return self._samples_of_micro_batch(result, attempt.drawn, micro_batch, replica)
 
-    def _samples_of(
+    def _samples_of_micro_batch(
         self, result: StepResult, drawn: Sequence[Batch], micro_batch: int, replica: int
     ) -> tuple[int, int]:
         size = drawn[0][self.state.model.tokens_field].shape[0]
@@ -235,7 +246,7 @@ class AnomalyPolicy:
         return first, first + size - 1
 
 
-def _recorded(batches: Iterator[Batch], drawn: list[Batch]) -> Iterator[Batch]:
+def _record(batches: Iterator[Batch], drawn: list[Batch]) -> Iterator[Batch]:
     for batch in batches:
         drawn.append(batch)
         yield batch
@@ -259,7 +270,7 @@ def _error_text(report: BadStep, result: StepResult, policy: str, in_a_row: int)
 
 @dataclass(frozen=True, order=True)
 class _Finding:
-    """A non-finite number; the smallest of several came up first."""
+    """A non-finite number; the smallest of several occurred first."""
 
     phase: int  # 0 weights, 1 forward passes, 2 losses, 3 backward passes, 4 gradients of weights
     # micro_batch, place, call: its order within the phase; the place in the model counts backwards in phase 3
@@ -270,21 +281,21 @@ class _Finding:
     what: str
 
 
-class _Search:
-    """Records the first finding of each phase on this rank, as hooks and checks report them."""
+class _NonFiniteSearch:
+    """Records the first non-finite number of each phase on this rank."""
 
     def __init__(self, state: TrainState, work: StageWork) -> None:
         self._state, self._work = state, work
         self.first: dict[int, _Finding] = {}
         self._calls = 0
 
-    def note(self, phase: int, what: str, tensor: Tensor, chunk: int = 0) -> None:
+    def check(self, phase: int, what: str, tensor: Tensor, chunk: int = 0) -> None:
         self._calls += 1
         if phase in self.first or not tensor.is_floating_point() or bool(tensor.isfinite().all()):
             return
-        context, at = self._state.context, self._work.at
+        context, op = self._state.context, self._work.current_op
         place = chunk * context.pp.size + context.pp.index
-        micro_batch = -1 if at is None or phase in (0, 4) else at.micro_batch
+        micro_batch = -1 if op is None or phase in (0, 4) else op.micro_batch
         order = -place if phase == 3 else place
         self.first[phase] = _Finding(phase, micro_batch, order, self._calls, context.rank, what)
 
@@ -292,28 +303,25 @@ class _Search:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             for tensor in output if isinstance(output, tuple) else (output,):
                 if isinstance(tensor, Tensor):
-                    self.note(1, f"the output of {name}", tensor.detach(), chunk)
+                    self.check(1, f"the output of {name}", tensor.detach(), chunk)
                     if tensor.requires_grad:
                         tensor.register_hook(
-                            lambda grad: self.note(3, f"the gradient of the output of {name}", grad, chunk)
+                            lambda grad: self.check(3, f"the gradient of the output of {name}", grad, chunk)
                         )
 
         return after
 
 
-def find_first_bad(
+def find_first_non_finite(
     state: TrainState, batches: Sequence[Batch], schedule: str, hooks: Sequence[StepHook] = ()
-) -> FirstBad | None:
+) -> FirstNonFinite | None:
     """Recompute a step from the state before it with hooks on every module, and find its first non-finite number.
 
-    All ranks call it together and get the same answer. It runs only after a step was found anomalous.
+    All ranks call it together, after a step was found anomalous, and get the same answer; None if everything was finite
+    this time. `state` is that before the step; its gradients and random streams are invalid afterwards.
 
-    Forward passes come before backward passes, and in these the order of the work decides: micro-batch, place in the
-    model, order of calls. A number that is not finite spreads to the ranks that take part in the next collective, so
-    the rank where it came up first is the one that is named.
-
-    The state is that before the step; its gradients and the position of its random streams are of no use afterwards.
-    None if everything was finite this time.
+    Forward passes precede backward passes; within these the order is micro-batch, place in the model, call. A
+    non-finite number spreads to the ranks of the next collective, so that the first rank in this order is its origin.
     """
     work = StageWork(
         state.chunks,
@@ -324,33 +332,33 @@ def find_first_bad(
         step=state.iteration + 1,
         hooks=hooks,
     )
-    search, gradients = _Search(state, work), state.optimizer.gradients
+    search, gradients = _NonFiniteSearch(state, work), state.optimizer.gradients
     with ExitStack() as stack:
         for chunk, module in enumerate(state.chunks):
-            for name, part in module.named_modules():
+            for name, submodule in module.named_modules():
                 if name:
-                    stack.callback(part.register_forward_hook(search.hook(name, chunk)).remove)
+                    stack.callback(submodule.register_forward_hook(search.hook(name, chunk)).remove)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         gradients.begin()  # nothing is reduced before `finish`, so that gradients are those of this rank until then
         if isinstance(gradients, GradientBuffers):
             gradients.flat.zero_()
         for box in state.optimizer.weight_boxes():
-            search.note(0, f"the weight {box.name}", box.tensor)
+            search.check(0, f"the weight {box.name}", box.tensor)
         run_pipeline(state, work, schedule, len(batches))
-    work.at = None
-    for number, sums in enumerate(work.sums):
-        search.note(2, f"the loss of micro-batch {number}", sums)
+    work.current_op = None
+    for number, sums in enumerate(work.loss_sums):
+        search.check(2, f"the loss of micro-batch {number}", sums)
     if isinstance(gradients, GradientBuffers):
         for name, grad in gradients.grads.items():
-            search.note(4, f"the gradient of {name}", grad)
+            search.check(4, f"the gradient of {name}", grad)
     gradients.finish()
-    own = list(search.first.values())
-    every = [finding for found in comm.all_gather_objects(own, state.context.world) for finding in found]
-    if not every:
+    local = list(search.first.values())
+    gathered = [finding for found in comm.all_gather_objects(local, state.context.world) for finding in found]
+    if not gathered:
         return None
-    first = min(every)
+    first = min(gathered)
     place = state.context.layout.coordinates(first.rank)
     micro_batch = first.micro_batch if first.micro_batch >= 0 else None
     if first.phase == 2:
         micro_batch = int(first.what.rpartition(" ")[2])
-    return FirstBad(first.rank, first.what, micro_batch, place["dp"], weight=first.phase == 0)
+    return FirstNonFinite(first.rank, first.what, micro_batch, place["dp"], weight=first.phase == 0)

@@ -1,4 +1,4 @@
-"""The content of a checkpoint: each tensor of a run's state, and its key and place in the file."""
+"""The content of a checkpoint: each tensor of a run's state with its key and place in the file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WANDB_RUN = "megalith_wandb_run_id"
 
 
 def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
-    """Everything of a checkpoint that this rank writes; all ranks call this together."""
+    """Return everything of a checkpoint that this rank writes; all ranks call this together."""
     settings, first, stacking = run.checkpoint, _replicas(state).is_first, stacking_of(run.model)
     chunks = chunks_to_save(state, run, with_optimizer=not settings.no_save_optim)
     layers = [layer for model in state.chunks for layer in model.stage.layers]
@@ -107,7 +107,7 @@ def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -
 
 
 def chunks_to_load(state: TrainState, run: RunConfig, *, with_optimizer: bool) -> list[Chunk]:
-    """Everything that this rank holds of the model and its optimizer, to be filled in place."""
+    """Return views of everything that this rank holds of the model and its optimizer, to be filled in place."""
     chunks = _model_chunks(state, run, dedup=False) + _buffer_chunks(state, run, dedup=False)
     return chunks + _optimizer_chunks(state, run, dedup=False) if with_optimizer else chunks
 
@@ -125,9 +125,9 @@ def _model_chunks(state: TrainState, run: RunConfig, *, dedup: bool) -> list[Chu
 
 
 def _by_axis(boxes: Sequence[tuple[str, StateBox]], state: TrainState) -> Iterator[tuple[Axis, list[StateBox]]]:
-    """Yield the ranks that share layers with the boxes that are cut over them, then those that share experts.
+    """Yield the tensor-parallel axis with the boxes of dense parameters, then the axis of experts with theirs.
 
-    Each box comes with the name of its parameter in the module here.
+    Each box comes with the name of its parameter in the module of this rank.
     """
     experts = experts_of(state.chunks)
     for of_experts, axis in ((False, state.context.tp), (True, state.context.etp)):
@@ -169,7 +169,7 @@ def _parameters(state: TrainState) -> Iterator[tuple[str, Tensor, Placement]]:
 
 
 def _stored_names(state: TrainState, *, dedup: bool) -> dict[str, str]:
-    """Parameter name -> the name that it is stored under.
+    """Return parameter name -> the name that it is stored under.
 
     The second copy of a tied embedding is loaded from the first, and is left out where each element counts once.
     """
@@ -180,12 +180,12 @@ def _stored_names(state: TrainState, *, dedup: bool) -> dict[str, str]:
 
 
 def _replicas(state: TrainState) -> Axis:
-    """The ranks that hold the same part of the model."""
+    """Return the axis of the ranks that hold the same shard of the model."""
     return state.context.join("cp", "dp")
 
 
 def _groups(groups: Sequence[Mapping[str, Any]], state: TrainState) -> list[Mapping[str, Any]]:
-    """The groups of the optimizer, with those that Megatron has for experts that are spread over ranks."""
+    """Return the optimizer's parameter groups, with those that Megatron adds for expert-parallel experts."""
     if not state.context.has_expert_axes:
         return list(groups)
     experts = experts_of(state.chunks)
@@ -194,13 +194,15 @@ def _groups(groups: Sequence[Mapping[str, Any]], state: TrainState) -> list[Mapp
 
 
 def _by_experts(state: TrainState) -> bool:
-    """Whether random states have a key for each expert-parallel rank of a (tensor, pipeline) place. Where experts are
-    shared by other ranks than layers are, these are no axis beside the two."""
+    """Return whether random states have a key per expert-parallel rank of a (tensor, pipeline) place.
+
+    They have none where the tensor-parallel size of experts differs from that of the layers.
+    """
     return state.context.layout.expert_tp == state.context.layout.tp
 
 
 def sharing_a_key(state: TrainState) -> Axis:
-    """The ranks whose random states stand under one key."""
+    """Return the axis of the ranks whose random states share one key."""
     return state.context.edp if _by_experts(state) else _replicas(state)
 
 

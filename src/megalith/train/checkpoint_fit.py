@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it fits what the command line asks for."""
+"""The checkpoint that a run resumes from, and its compatibility with the command line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class FoundCheckpoint:
 
     @property
     def saved_settings(self) -> Mapping[str, Any]:
-        """The configuration of the run that wrote it, or Megatron's arguments where another program did."""
+        """Configuration of the run that wrote it, or Megatron's arguments if another program did."""
         return self.args if self.manifest is None else self.manifest.get("config", {})
 
     @property
@@ -62,7 +62,7 @@ class FoundCheckpoint:
 def find_checkpoint(
     store: DirectoryStore, step: int | None = None, *, thorough: bool = False
 ) -> FoundCheckpoint | None:
-    """The checkpoint to continue from: the newest sound one, or that of iteration `step`; None if the store holds none.
+    """Return the newest valid checkpoint, or that of iteration `step`; None if the store holds none.
 
     Without `thorough` the files are read through by `restore`, and what it finds damaged is passed over by a thorough
     search.
@@ -88,7 +88,7 @@ def find_checkpoint(
 
 
 def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tuple[str, ...]:
-    """Compare a checkpoint with what the command line asks for.
+    """Compare a checkpoint with the configuration of this run.
 
     Returns:
         What the user must hear: the changes of the data that `--accept-data-change` accepts.
@@ -145,7 +145,7 @@ def _as_given(name: str, value: Any) -> str:
 
 
 def products_of(run: RunConfig, device_type: str) -> str:
-    """Name of the dtype that this run computes its matrix products in."""
+    """Return the name of the dtype in which this run computes matrix products."""
     dtype: torch.dtype = getattr(torch, run.precision.params_dtype)
     return str(product_dtype_on(device_type, dtype)).removeprefix("torch.")
 
@@ -162,7 +162,7 @@ def other_products(found: FoundCheckpoint, run: RunConfig, device_type: str) -> 
 
 
 def architecture(model: ModelConfig) -> dict[str, Any]:
-    """The settings of `ARCHITECTURE`, derived ones filled in, and those without effect as if they were not given."""
+    """Return the settings of `ARCHITECTURE`: derived ones filled in, ineffective ones None."""
     values = {name: getattr(model, name) for name in ARCHITECTURE}
     values |= _of_experts(model)
     values |= {
@@ -190,7 +190,7 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
 
 
 def _of_experts(model: ModelConfig) -> dict[str, Any]:
-    """The settings of mixtures of experts as they are compared; None where there are none."""
+    """Return the MoE settings as they are compared; all None without MoE layers."""
     names = [name for name in ARCHITECTURE if name.startswith("moe_") or name in ("num_experts", "chooses_by")]
     if not model.mixture:
         return dict.fromkeys(names)
@@ -201,7 +201,7 @@ def _of_experts(model: ModelConfig) -> dict[str, Any]:
 
 
 def _other_tokenizer(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Both cards side by side, where they differ; nothing where the checkpoint has none."""
+    """Return both tokenizer fingerprints side by side if they differ; empty if the checkpoint has none."""
     differing = fingerprint_differences(saved, own) if saved else {}
     if not differing:
         return []
@@ -219,7 +219,7 @@ def _changes(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> lis
 
 @contextmanager
 def reading(iteration: int) -> Iterator[None]:
-    """Turn errors about values that are missing or of another kind into a CheckpointError that names the key."""
+    """Turn errors about missing or malformed values into a CheckpointError that names the key."""
     try:
         yield
     except KeyError as error:

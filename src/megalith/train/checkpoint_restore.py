@@ -95,8 +95,10 @@ def restore(
 
 
 def _records_the_same(found: FoundCheckpoint, run: RunConfig) -> bool:
-    """Whether the W&B run of a checkpoint is continued. A run of another name is another experiment: W&B would drop its
-    first steps, which the former one has recorded."""
+    """Return whether the W&B run of a checkpoint is continued.
+
+    A run of another name is another experiment: W&B would drop its first steps, which the former one has recorded.
+    """
     saved = found.saved_settings.get("log", {})
     names = ("wandb_project", "wandb_exp_name")
     return all(saved.get(name) == getattr(run.log, name) for name in names)
@@ -120,8 +122,10 @@ def strictness_notes(loaded: LoadedContent, run: RunConfig, *, with_optimizer: b
 
 
 def thread_notes(found: FoundCheckpoint, device: torch.device) -> tuple[str, ...]:
-    """What the user must hear where a CPU computed the checkpoint with another number of threads: sums are divided
-    over threads, and rounded in another order."""
+    """Return a warning if a CPU computed the checkpoint with another number of threads.
+
+    Sums are divided over threads, and then rounded in another order.
+    """
     was, now = (found.manifest or {}).get("threads"), torch.get_num_threads()
     if device.type != "cpu" or was in (None, now):
         return ()
@@ -138,8 +142,9 @@ def _precision_notes(found: FoundCheckpoint, run: RunConfig) -> tuple[str, ...]:
 
 
 def _holds_streams(store: DirectoryStore, found: FoundCheckpoint, state: TrainState) -> bool:
-    """Whether to ask for the random states of this place: not if there are those of other places, or were before the
-    checkpoint was converted.
+    """Return whether to load the random states of this rank.
+
+    Not if the checkpoint has those of other places only, or lost them in a conversion.
     """
     objects = store.contents(found.iteration).objects
     converted = "converted_from" in (found.manifest or {})
@@ -147,7 +152,7 @@ def _holds_streams(store: DirectoryStore, found: FoundCheckpoint, state: TrainSt
 
 
 def _load_streams(loaded: LoadedContent, found: FoundCheckpoint, state: TrainState, run: RunConfig) -> tuple[str, ...]:
-    """Continue this rank's random streams if the checkpoint has them; returns what the user must hear if not.
+    """Continue this rank's random streams if the checkpoint has them; return a warning if not.
 
     Megatron's replicas have one state in common, unless told otherwise.
     """

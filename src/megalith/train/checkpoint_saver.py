@@ -44,7 +44,7 @@ class CheckpointSaver:
         return self._store_for(state, persistent=persistent).schedule(**self._parts(state), staging=staging)
 
     def chunks_of(self, state: TrainState) -> list[Chunk]:
-        """The tensors that this rank saves."""
+        """Return the tensors that this rank saves."""
         return chunks_to_save(state, self._run, with_optimizer=not self._run.checkpoint.no_save_optim)
 
     def folder(self, *, persistent: bool = True) -> str:
@@ -113,21 +113,21 @@ class BackgroundSaver:
 
     @property
     def scheduled(self) -> int | None:
-        """The iteration of the save that is under way; None if there is none."""
+        """Iteration of the save in progress, or None."""
         return None if self._under_way is None else self._under_way.iteration
 
     @property
     def busy(self) -> bool:
-        """Whether a thread of this rank is at work for it."""
+        """True while a thread of this rank works on the save in progress."""
         return self._under_way is not None and self._under_way.pending.busy
 
     @property
     def failed(self) -> bool:
-        """Whether this rank could not do its part."""
+        """True if this rank could not write its part."""
         return self._under_way is not None and self._under_way.pending.failed
 
     def schedule(self, state: TrainState, *, persistent: bool = True) -> ScheduledSave:
-        """Begin to copy the state, which may change after `settle`, and to write the copy; CheckpointError if it fails.
+        """Start copying the state, which may change after `settle`, and writing the copy; CheckpointError on failure.
 
         No save is under way, and all ranks call it together.
         """

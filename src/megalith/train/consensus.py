@@ -1,4 +1,4 @@
-"""Decisions that all ranks take alike: a sum of losses, requests to stop, the time limit, the stage of a save."""
+"""Decisions that all ranks take alike: loss totals, stop requests, the time limit, the stage of a save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class NeverStop:
-    """In place of `StopSignals`: nobody asks the run to stop."""
+    """Stands in for `StopSignals` in a run that no signal stops."""
 
     requested: str | None = None
 
@@ -52,12 +52,12 @@ class RankConsensus:
 
     @property
     def alone(self) -> bool:
-        """Whether the run has one process."""
+        """True if the run has one process."""
         return self.context.world.size == 1
 
     @property
     def requested(self) -> str | None:
-        """The signal that any rank has received; of several the first in the order of `STOP_SIGNALS`."""
+        """Signal that any rank has received; of several the first in the order of `STOP_SIGNALS`."""
         return self.stop.requested if self.alone else self._requested
 
     def totals(self, sums: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def evaluate(
             hook.before_evaluation_iteration(number, held_out.iterations, final=final)
             work = StageWork(state.chunks, held_out.batches, state.context, training=False)
             run_pipeline(state, work, "forward", num_micro_batches)
-            total = total + totals(work.total())
+            total = total + totals(work.loss_totals())
             num_samples += work.num_samples * state.context.dp.size
             if should_stop():
                 return None

@@ -34,7 +34,7 @@ Probe = Callable[[str, int], None]
 
 
 def no_probe(point: str, iteration: int) -> None:
-    """The probe of a run without faults."""
+    """Do nothing: the probe of a run without fault injection."""
 
 
 ACTIONS = {
@@ -61,11 +61,11 @@ class Fault:
     attempt: int | None = 0
 
     def applies_to(self, rank: int, attempt: int) -> bool:
-        """Whether it can strike here at all."""
+        """Return whether the fault can occur on this rank at all."""
         return self.rank in (None, rank) and self.attempt in (None, attempt)
 
     def __call__(self, point: str, iteration: int) -> None:
-        """The probe: most faults do not return when their moment has come."""
+        """Trigger the fault at its moment; most faults do not return."""
         if point != self.point or iteration < self.step:
             return
         if self.action == "slow":

@@ -1,4 +1,4 @@
-"""The loop: steps, evaluations, checkpoints, in Megatron's order, until the work is done or a stop is asked for.
+"""The training loop: steps, evaluations and checkpoints in Megatron's order, until the end or a request to stop.
 
 `train` is a generator: whoever drives it sees each `StepResult` and may stop between two. It prints nothing; the hooks
 do.
@@ -58,20 +58,20 @@ class Plan:
     datasheet_flops: float | None = None  # `peak_flops` by the datasheet; None where the device is not known
 
     @property
-    def samples_of_evaluation(self) -> int:
-        """Samples of one iteration of an evaluation."""
+    def eval_samples(self) -> int:
+        """Number of samples of one iteration of an evaluation."""
         return self.eval_batch_size or self.global_batch_size
 
     def micro_batches_after(self, consumed: int) -> int:
-        """Micro-batches of the step that follows so many samples."""
+        """Return the number of micro-batches of the step that follows `consumed` samples."""
         return self.num_micro_batches if self.batch_sizes is None else self.batch_sizes.num_micro_batches(consumed)
 
     def samples_of(self, num_micro_batches: int) -> int:
-        """Samples of a step of so many micro-batches, over all replicas."""
+        """Return the number of samples of a step with this many micro-batches, over all replicas."""
         return num_micro_batches * (self.global_batch_size // self.num_micro_batches)
 
     def flops_of(self, num_samples: int) -> float:
-        """Model FLOPs of so many samples on this device."""
+        """Return the model FLOPs of this many samples on this device."""
         return self.flops_per_step * (num_samples / self.global_batch_size)
 
 
@@ -111,7 +111,7 @@ class TrainingRun:
 
     @cached_property
     def take_step(self) -> TakeStep:
-        """`train_step` with the options of this run."""
+        """Calls `train_step` with the options of this run."""
         hooks: list[StepHook] = [ProbeHook(self.probe), *self.anomalies.hooks]
         if self.sources:
             hooks.append(BlendCount(self.state, self.sources))
@@ -127,7 +127,7 @@ class TrainingRun:
 
 
 def train(run: TrainingRun) -> Iterator[StepResult]:
-    """Run the remaining iterations, then the final save and evaluations; yields after each step.
+    """Run the remaining iterations, then the final save and evaluations; yield after each step.
 
     When it stops early, the state is saved first. Either way `run.ending` says why.
 
@@ -182,7 +182,7 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
 
 
 def _step(run: TrainingRun) -> StepResult | None:
-    """Take a step; None if a signal broke it off, with the state as it was before.
+    """Take a step; None if a signal interrupted it, with the state as it was before.
 
     A Ctrl-C in a terminal also reaches processes that work for this one, such as the compiler of `--compile`; their
     death then comes as an exception out of the step, which is no failure of it.
@@ -204,7 +204,7 @@ def _step(run: TrainingRun) -> StepResult | None:
             raise
         state.streams.load_state(streams)
         return None
-    if small is not None and small.grad_norm and result.grad_norm and not (small.bad or result.bad):
+    if small is not None and small.grad_norm and result.grad_norm and not (small.anomaly or result.anomaly):
         scale = state.noise.add(small.num_samples, small.grad_norm, result.num_samples, result.grad_norm)
         sizes = small.num_samples, result.num_samples
         run.hook.after_noise(GradientNoise(result.iteration, *sizes, small.grad_norm, result.grad_norm, scale))
@@ -273,11 +273,11 @@ def _validate(run: TrainingRun) -> None:
     for held_out in sets:
         if not _evaluate(run, held_out, final=False):
             break
-    run.state.consumed_valid_samples += run.plan.eval_iterations * run.plan.samples_of_evaluation
+    run.state.consumed_valid_samples += run.plan.eval_iterations * run.plan.eval_samples
 
 
 def _validation_sets(run: TrainingRun) -> Sequence[EvaluationSet]:
-    """Return the validation sets; those that are read as a whole have their own lengths, whatever `--eval-iters` is."""
+    """Return the validation sets; those read in full have their own lengths, whatever `--eval-iters`."""
     sets = run.valid_sets
     if run.valid is not None:
         sets = (EvaluationSet("validation", run.valid, run.plan.eval_iterations),)
@@ -287,7 +287,7 @@ def _validation_sets(run: TrainingRun) -> Sequence[EvaluationSet]:
 def _evaluate(run: TrainingRun, held_out: EvaluationSet, *, final: bool) -> bool:
     """Evaluate and notify the hooks; False if a signal or `--exit-duration-in-mins` cut it short."""
     plan = run.plan
-    run.hook.before_evaluation(held_out.name, held_out.iterations * plan.samples_of_evaluation, final=final)
+    run.hook.before_evaluation(held_out.name, held_out.iterations * plan.eval_samples, final=final)
     began = time.perf_counter()
     try:
         evaluation = evaluate(
@@ -330,7 +330,7 @@ def _report_times(run: TrainingRun, own: Mapping[str, float], *, steps: int = 1)
 
 
 def _complete_save(run: TrainingRun) -> None:
-    """Wait for the asynchronous save, if there is one."""
+    """Wait for the asynchronous save, if any."""
     while run.background is not None and run.background.scheduled is not None:
         _advance_save(run)
 

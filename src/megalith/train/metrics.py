@@ -64,7 +64,7 @@ class MetricsWriter(Hook):
             warn(f"WARNING: no more metrics are written to metrics.jsonl: {error}")
 
     def _begin_again_if_deleted(self, file: TextIO) -> None:
-        """A file that someone removed would swallow all lines to come: go on in a new one."""
+        """Reopen the file if someone has deleted it: writes to a deleted file are lost."""
         if os.fstat(file.fileno()).st_nlink:
             return
         file.close()
@@ -117,7 +117,7 @@ class MetricsWriter(Hook):
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All complete records that still hold, in order: torn lines and what a later start did again is left out."""
+    """Return all complete records that are still valid, in order, without torn lines and steps that were repeated."""
     records: list[dict[str, Any]] = []
     with open(path, encoding="utf-8") as lines:
         for line in lines:
@@ -142,7 +142,7 @@ def _ends_in_the_middle_of_a_line(path: Path) -> bool:
 
 
 def _without_empty(values: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Values without those of these names that say nothing."""
+    """Return the values without those of these names that are empty."""
     return {name: value for name, value in values.items() if value or name not in names}
 
 
@@ -154,7 +154,7 @@ _PAGE = resource.getpagesize()
 
 
 def memory_in_use(device: torch.device) -> dict[str, int]:
-    """Bytes by name: the resident size of the process and its largest one, and what torch holds on a CUDA device."""
+    """Return bytes by name: current and peak resident size of the process, and torch's memory on a CUDA device."""
     # Linux counts in KiB, macOS in bytes.
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     figures = {"max_resident_bytes": largest}

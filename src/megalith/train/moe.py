@@ -60,12 +60,12 @@ class MoEHook(StepHook):
 
 
 def routers(chunks: Iterable[LanguageModel]) -> list[Router]:
-    """The routers of this rank."""
+    """Return the routers of this rank."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
 
 
 def begin_step(chunks: Sequence[LanguageModel], scale: float) -> None:
-    """Forget the step before; auxiliary losses are scaled by `scale`, as the main loss of a micro-batch is."""
+    """Clear the numbers of the previous step; `scale` is that of the main loss of a micro-batch."""
     for chunk in chunks:
         chunk.auxiliary.scale = scale
         chunk.auxiliary.recorded.clear()
@@ -74,7 +74,7 @@ def begin_step(chunks: Sequence[LanguageModel], scale: float) -> None:
 
 
 def loss_names(model: ModelConfig) -> list[str]:
-    """The auxiliary losses of a model, as Megatron names them."""
+    """Return the auxiliary losses of a model, as Megatron names them."""
     if not model.mixture:
         return []
     return [NAMES[kind] for kind in model.balancing] + (["z_loss"] if model.moe_z_loss_coeff is not None else [])
@@ -118,7 +118,7 @@ def expert_load(chunks: Sequence[LanguageModel], context: ParallelContext) -> Te
 
 
 def _of_all_layers(sums: Tensor, chunks: Sequence[LanguageModel], context: ParallelContext) -> Tensor:
-    """Sums of the layers and tokens here, put together with those of other stages and of other parts of a sequence."""
+    """Combine the sums of this rank's layers and tokens with those of other stages and sequence shards."""
     sums = sums.to(context.device)
     if chunks[0].region.needs_grad_reduce:
         sums = comm.all_reduce(sums, context.tp)

@@ -161,7 +161,7 @@ def chosen_mode(wandb: Any, environ: Mapping[str, str]) -> str | None:
 
 
 def is_logged_in(wandb: Any) -> bool:
-    """Ask the package, which knows its hosts and its files, for credentials, without a prompt or a verification."""
+    """Return whether the package finds credentials, without a prompt or a verification."""
     if "prompt" in inspect.signature(wandb.login).parameters:
         return bool(wandb.login(prompt=False, verify=False))
     return bool(wandb.api.api_key)  # before 0.31
@@ -221,14 +221,14 @@ class WandB:
         self.run_id: str = self._run.id
 
     def _continued(self, environ: Mapping[str, str], run_id: str | None) -> dict[str, Any]:
-        """The arguments of `wandb.init` that continue a run."""
+        """Return the arguments of `wandb.init` that continue a run."""
         if run_id is None or environ.get("WANDB_RUN_ID"):
             return {}
         resumes = self.mode == "online" and not environ.get("WANDB_RESUME")
         return {"id": run_id, **({"resume": "allow"} if resumes else {})}
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None) -> None:
-        """A point of each curve."""
+        """Write a point of each curve."""
         extra = {} if samples is None else {"samples vs steps": samples}
         self._run.log({**values, **extra}, step=iteration)
 

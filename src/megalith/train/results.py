@@ -1,7 +1,7 @@
 """Results of a run as plain values without tensors, and the interface of hooks that receive them.
 
-The loop knows nothing of consoles, files or dashboards: it calls one method of `Hook` at each named moment, and whoever
-wants to listen overrides those it cares for. A hook must not change the state of the run.
+The loop knows no consoles, files or dashboards: it calls one method of each `Hook` per event. A hook must not change
+the state of the run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 Times = Mapping[str, Sequence[float]]
-"""Name of what was done -> seconds that it took on each rank."""
+"""Name of an operation -> its seconds on each rank."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class StepResult:
     num_samples: int
     num_tokens: int  # tokens of this step (samples x sequence length)
     seconds: float
-    bad: str = ""  # what is wrong with the step, which then was not applied; empty for a good one
+    anomaly: str = ""  # why the step was found anomalous and was not applied; empty for a normal one
     # the rate of the word embeddings and the output layer after the step, where it is another
     decoupled_lr: float | None = None
     skipped_samples: int = 0  # samples passed over so far (`--iterations-to-skip`)
@@ -50,14 +50,14 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class FirstBad:
-    """The place of the first non-finite number of a step."""
+class FirstNonFinite:
+    """The origin of the non-finite numbers of a step."""
 
     rank: int
     what: str  # in words, such as "the output of decoder.layers.1.mlp"
-    micro_batch: int | None  # None where it belongs to none
-    replica: int  # the data-parallel one of the rank
-    weight: bool
+    micro_batch: int | None  # None if it belongs to none
+    replica: int  # data-parallel index of the rank
+    weight: bool  # it is a weight
 
     def __str__(self) -> str:
         of = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
@@ -66,20 +66,19 @@ class FirstBad:
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step with a wrong loss or gradient, and what became of it."""
+    """A step with an anomalous loss or gradient, and the action taken."""
 
     iteration: int
     reason: str
     loss: float
     grad_norm: float | None
-    # "stop", "skip" (its update), "rerun" (it was right when it was computed again), or "alarm": it only stands out,
-    # and is applied
+    # "stop", "skip" (its update), "rerun" (normal when recomputed), or "alarm": an outlier that is applied
     action: str
-    # first_sample, last_sample: of the micro-batch that it came from
+    # first_sample, last_sample: of the micro-batch that caused it
     first_sample: int
     last_sample: int
-    first: FirstBad | None = None
-    again: str = ""  # what it was when computed again, in words; empty where it was not
+    first: FirstNonFinite | None = None
+    again: str = ""  # the result of recomputing it, in words; empty if it was not recomputed
     number: int = 0  # bad steps of this process so far, this one included
 
     def __str__(self) -> str:
@@ -132,7 +131,7 @@ class WindowReport:
 
     @property
     def seconds_left(self) -> float:
-        """Until the last iteration, at the pace of these steps; evaluations and saves come on top."""
+        """Seconds until the last iteration at the pace of these steps; evaluations and saves come on top."""
         return (self.train_iterations - self.iteration) * self.seconds_per_step
 
 
@@ -174,7 +173,7 @@ class SavedCheckpoint:
 
     @property
     def folder(self) -> str:
-        """The save folder."""
+        """Save folder that holds the checkpoint."""
         return os.path.dirname(self.path)
 
 
@@ -199,7 +198,7 @@ class Progress:
     last_loss: float = math.nan
 
     def add(self, result: StepResult) -> None:
-        """Count one more step."""
+        """Count a step."""
         if not result.applied:
             self.skipped += 1
             return
@@ -209,7 +208,7 @@ class Progress:
 
     @property
     def none_applied(self) -> bool:
-        """Whether there were steps and every one was skipped."""
+        """True if there were steps and every one was skipped."""
         return self.skipped > 0 and not self.applied
 
     def __str__(self) -> str:
@@ -220,18 +219,18 @@ class Progress:
 
 @dataclass
 class Window:
-    """Collects the steps until the next line of the log. Unlike the original, every line starts a fresh one."""
+    """The steps since the last line of the log. Unlike Megatron's, every line starts a new window."""
 
     results: list[StepResult] = field(default_factory=list)
 
     def add(self, result: StepResult) -> None:
-        """Take one more step."""
+        """Append a step."""
         self.results.append(result)
 
     def close(
         self, train_iterations: int, flops_per_step: float, peak_flops: float, datasheet_flops: float | None = None
     ) -> WindowReport:
-        """Report on the steps taken and start afresh."""
+        """Return the report on the steps and start a new window."""
         results, self.results = self.results, []
         last, applied = results[-1], [result for result in results if result.applied]
         seconds = sum(result.seconds for result in results)
@@ -277,52 +276,52 @@ def _mean_in_single_precision(losses: list[float]) -> float | None:
 
 
 class Hook:
-    """A listener that does nothing; override what is of interest."""
+    """A listener with a method for each event of a run; each does nothing unless overridden."""
 
     def after_step(self, result: StepResult) -> None:
-        """Every optimizer step, applied or skipped."""
+        """Receive the result of every optimizer step, applied or skipped."""
 
     def after_window(self, report: WindowReport) -> None:
-        """Every `--log-interval` steps."""
+        """Receive the report of every `--log-interval` steps."""
 
     def after_noise(self, noise: GradientNoise) -> None:
-        """The gradient noise scale was measured."""
+        """Receive the gradient noise scale after each measurement."""
 
     def on_bad_step(self, bad: BadStep) -> None:
-        """A step is wrong, or its loss stands out; told before it is done about."""
+        """Receive the report of an anomalous or outlying step, before the action."""
 
     def after_growth(self, before: int, after: int) -> None:
-        """The steps to come have `after` samples instead of `before`."""
+        """Receive a change of the global batch size of the next steps, from `before` to `after` samples."""
 
     def after_timing(self, iteration: int, times: Times) -> None:
-        """Times of what has just been done (a step on average, an evaluation, a save), of all ranks."""
+        """Receive the times of steps (on average), an evaluation or a save, of all ranks."""
 
     def before_evaluation(self, split: str, num_samples: int, *, final: bool) -> None:
-        """An evaluation starts; `final` for those after training."""
+        """Run before an evaluation; `final` for those after training."""
 
     def before_evaluation_iteration(self, number: int, total: int, *, final: bool) -> None:
-        """Global batch `number` of `total` of an evaluation starts (counted from 1)."""
+        """Run before global batch `number` of `total` of an evaluation, counted from 1."""
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
-        """An evaluation is complete."""
+        """Receive the result of an evaluation."""
 
     def before_save(self, iteration: int, *, persistent: bool = True) -> None:
-        """A checkpoint is about to be written: one to keep, or one of which only the last is kept."""
+        """Run before a checkpoint is written: one to keep, or one of which only the last is kept."""
 
     def after_scheduling(self, scheduled: ScheduledSave) -> None:
-        """A checkpoint is being written beside the training."""
+        """Run after an asynchronous save was started."""
 
     def after_save(self, saved: SavedCheckpoint) -> None:
-        """A checkpoint is complete on disk."""
+        """Run after a checkpoint is complete on disk."""
 
     def after_training(self, iteration: int) -> None:
-        """All iterations are done; the final save and evaluations follow."""
+        """Run after the last iteration, before the final save and evaluations."""
 
     def on_exit(self, ending: Ending) -> None:
-        """The run stops before its last iteration, its state saved."""
+        """Run when the run ends before its last iteration, its state saved."""
 
     def close(self) -> None:
-        """The run is over, whichever way; files are closed."""
+        """Close files. Runs at the end of the run, whichever way it ended."""
 
 
 class Hooks(Hook):

@@ -53,11 +53,11 @@ class StopSignals:
 
     @property
     def requested(self) -> str | None:
-        """Name of the first signal received ("SIGINT"), None if there was none."""
+        """Name of the first signal received ("SIGINT"), or None."""
         return self._first.name if self._first else None
 
     def close(self) -> None:
-        """Give the signals back to whoever had them; may be called again."""
+        """Restore the previous signal handlers. Safe to call again."""
         if self._closed:
             return
         self._closed = True
@@ -96,4 +96,4 @@ class StopSignals:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Python only wakes the pipe for signals that have a handler."""
+    """Handle a signal without action: Python only wakes the pipe for signals that have a handler."""

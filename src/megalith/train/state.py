@@ -37,8 +37,8 @@ class StepCheck:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
-    def of_loss(self, loss: float) -> str:
-        """Return what is wrong with the loss of a step; empty for nothing."""
+    def loss_anomaly(self, loss: float) -> str:
+        """Return why the loss of a step is anomalous; empty if it is not."""
         if not math.isfinite(loss):
             return f"the loss is {loss}" if self.not_finite else ""
         limit = _limit(self.losses) if self.spiky_loss else math.inf
@@ -46,11 +46,11 @@ class StepCheck:
 
     @property
     def largest_norm(self) -> float:
-        """The gradient norm above which a step is anomalous."""
+        """Gradient norm above which a step is anomalous."""
         return _limit(self.norms) if self.large_norm else math.inf
 
-    def of_norm(self, norm: float | None) -> str:
-        """Return what is wrong with the gradient norm of a step, None for an overflow; empty for nothing."""
+    def norm_anomaly(self, norm: float | None) -> str:
+        """Return why the gradient norm of a step, None for an overflow, is anomalous; empty if it is not."""
         if norm is None:
             return "a gradient is not finite" if self.not_finite else ""
         if not math.isfinite(norm):
@@ -67,7 +67,7 @@ class StepCheck:
         return f"the loss is {loss:.6g}, where the mean of the last {len(self.losses)} steps is {mean:.6g}"
 
     def remember(self, loss: float, norm: float | None) -> None:
-        """Take an applied step into account."""
+        """Record an applied step."""
         if math.isfinite(loss):
             self.losses.append(loss)
         if norm is not None and math.isfinite(norm):
@@ -112,7 +112,7 @@ class NoiseScale:
     noise: float = 0.0  # of tr(S), likewise
 
     def add(self, small: int, small_norm: float, large: int, large_norm: float) -> float | None:
-        """Take two batches into account; return the noise scale in samples.
+        """Add the gradient norms of two batch sizes; return the noise scale in samples.
 
         None while the average of |G|^2 is not positive, and for norms that are no numbers, which are left out.
         """
@@ -173,12 +173,12 @@ class TrainState:
 
     @property
     def model(self) -> LanguageModel:
-        """The first of the chunks; with one process the whole model."""
+        """First of the chunks; with one process the whole model."""
         return self.chunks[0]
 
     @property
     def counts_losses(self) -> bool:
-        """Whether the losses of this rank count: it computes them, and no other rank does so for the same tokens."""
+        """True if this rank's losses count: of the ranks with the same losses, one counts."""
         return self.chunks[-1].stage.is_last and self.context.tp.is_first
 
     def snapshot(self) -> Snapshot:
@@ -200,16 +200,16 @@ class TrainState:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step."""
+        """Learning rate of the next step."""
         return self.lr_scale * self.schedule.learning_rate.lr(self.schedule_samples)
 
     @property
     def decoupled_lr(self) -> float | None:
-        """The learning rate of the word embeddings and the output layer in the next step; None where it is the same."""
+        """Learning rate of the word embeddings and the output layer in the next step; None if it is the same."""
         decoupled = self.schedule.decoupled
         return None if decoupled is None else self.lr_scale * decoupled.lr(self.schedule_samples)
 
     @property
     def weight_decay(self) -> float:
-        """The weight decay of the next step."""
+        """Weight decay of the next step."""
         return self.schedule.weight_decay.weight_decay(self.schedule_samples)

@@ -1,4 +1,4 @@
-"""One optimizer step: gradients are accumulated over micro-batches, the step is judged, applied and reported.
+"""One optimizer step: accumulate gradients over micro-batches, check the step, apply and report it.
 
 Reading order: `train_step` -> `StageWork.forward` -> `models.gpt.GPT.losses`. A run without pipeline parallelism
 computes its micro-batches one after the other; a pipeline runs its schedule (`run_pipeline`).
@@ -29,10 +29,10 @@ from megalith.train.step_hooks import StepHook
 from megalith.train.timers import Timers
 
 Batch = Mapping[str, Tensor]
-"""One micro-batch: the fields of its samples, [B, ...] each; which ones is the business of the family of the model.
+"""One micro-batch: the fields of its samples, [B, ...] each; the model family defines which.
 
 A loss_mask [B, S] is among them. GPT's are tokens, labels, position_ids [B, S] int64; attention stays inside documents
-if it has document_ids [B, S] int32. Samples are counted by where they come from if it has dataset_id [B] int64.
+if it has document_ids [B, S] int32. Samples are counted by dataset if it has dataset_id [B] int64.
 """
 
 Totals = Callable[[Tensor], Tensor]
@@ -61,14 +61,14 @@ def train_step(
 
     The gradient is that of the average over micro-batches of each one's mean loss per unmasked token, or under
     --calculate-per-token-loss that of the mean over all unmasked tokens of all micro-batches and replicas. The reported
-    loss weighs all tokens of the step alike. A step that the loss scaler skips consumes its samples but leaves the
-    schedule, and so does one that `state.check` finds anomalous: it is not applied.
+    loss weighs all tokens of the step alike. A step that the loss scaler skips or `state.check` finds anomalous is not
+    applied: it consumes its samples but does not advance the schedule.
 
     Args:
         state: Of the run; all ranks take the step together.
         batches: The micro-batches of this replica.
-        schedule: Order of the work of a pipeline (schedules.pipeline); the default one if None.
-        totals: Sums over all ranks, and whatever else they agree on meanwhile; `totals_of(state)` if None.
+        schedule: Name of the pipeline schedule (schedules.pipeline); the default one if None.
+        totals: Sums over all ranks (`RankConsensus.totals`); `totals_of(state)` if None.
         hooks: Code to run inside the step, before that of the model's own MoE layers.
         timers: Measure the parts of the step.
         apply: Whether to update the weights.
@@ -119,7 +119,7 @@ def _begin(
 
 @dataclass(frozen=True)
 class _Decision:
-    """The losses of a step over all ranks, what is anomalous about them, and the schedule's values for its update."""
+    """The losses of a step over all ranks, their anomaly, and the schedule's values for the update."""
 
     losses: list[float]
     anomaly: str  # empty for none
@@ -129,19 +129,18 @@ class _Decision:
 
 
 def _decide(state: TrainState, work: StageWork, totals: Totals) -> _Decision:
-    """Sum losses and the numbers of the hooks over all ranks, and judge the loss."""
+    """Sum the losses and the hooks' numbers over all ranks in one collective, and check the loss."""
     if state.model.config.calculate_per_token_loss:
         divide_by_tokens(state, work)
-    total = work.total()
-    own = [(hook, sums.to(total)) for hook in work.hooks if (sums := hook.sums(work)) is not None]
-    reduced, *others = totals(torch.cat([total, *(sums for _, sums in own)])).split(
-        [len(total), *(len(sums) for _, sums in own)]
-    )
-    for (hook, _), sums in zip(own, others, strict=True):
+    local = work.loss_totals()
+    of_hooks = [(hook, sums.to(local)) for hook in work.hooks if (sums := hook.sums(work)) is not None]
+    lengths = [len(local), *(len(sums) for _, sums in of_hooks)]
+    loss_sums, *hook_sums = totals(torch.cat([local, *(sums for _, sums in of_hooks)])).split(lengths)
+    for (hook, _), sums in zip(of_hooks, hook_sums, strict=True):
         hook.on_sums(sums)
-    losses = mean_losses(reduced)
+    losses = mean_losses(loss_sums)
     return _Decision(
-        losses, state.check.of_loss(sum(losses)), state.learning_rate, state.decoupled_lr, state.weight_decay
+        losses, state.check.loss_anomaly(sum(losses)), state.learning_rate, state.decoupled_lr, state.weight_decay
     )
 
 
@@ -187,7 +186,7 @@ def _report(state: TrainState, work: StageWork, decision: _Decision, update: Ste
         num_samples=work.num_samples * replicas,
         num_tokens=work.num_tokens * replicas,
         seconds=seconds,
-        bad=decision.anomaly or state.check.of_norm(update.grad_norm),
+        anomaly=decision.anomaly or state.check.norm_anomaly(update.grad_norm),
         decoupled_lr=state.decoupled_lr,
         skipped_samples=state.skipped_samples,
         further_losses=dict(zip(names, further, strict=True)),
@@ -214,19 +213,19 @@ def run_pipeline(
     pipeline.run(order.program(context.pp.index), work, context.links, state.deferred, timed)
 
 
-def mean_losses(sums: Tensor) -> list[float]:
+def mean_losses(loss_sums: Tensor) -> list[float]:
     """Return each mean loss from [sum, number of terms] of each, in the dtype of the sums; waits for the device."""
-    summed, counts = sums.view(-1, 2).unbind(dim=1)
+    summed, counts = loss_sums.view(-1, 2).unbind(dim=1)
     means: list[float] = (summed / counts.clamp(min=1.0)).tolist()
     return means
 
 
 @dataclass(eq=False)
 class StageWork:
-    """The forward passes of the chunks of this rank over the micro-batches of a step: a `pipeline.StageRunner`."""
+    """Forward passes of this rank's chunks over the micro-batches of a step; a `pipeline.StageRunner`."""
 
     chunks: Sequence[LanguageModel]
-    batches: Iterator[Batch]  # micro-batches in order, each held from its first use here to its last
+    batches: Iterator[Batch]  # micro-batches in order, each held from its first use on this rank to its last
     context: ParallelContext
     _: KW_ONLY
     # num_micro_batches, loss_scale: the loss is divided by the one and multiplied by the other
@@ -236,24 +235,24 @@ class StageWork:
     hooks: Sequence[StepHook] = ()
     step: int = 0
     timers: Timers = field(default_factory=Timers)
-    at: Op | None = field(default=None, init=False)  # the operation that is under way
-    # of each micro-batch that was predicted here the sum and the number of terms of each loss, [2 x losses]
-    sums: list[Tensor] = field(default_factory=list, init=False)
+    current_op: Op | None = field(default=None, init=False)
+    # of each micro-batch whose losses were computed on this rank the sum and number of terms of each, [2 x losses]
+    loss_sums: list[Tensor] = field(default_factory=list, init=False)
     num_samples: int = field(default=0, init=False)
     num_tokens: int = field(default=0, init=False)
     _held: dict[int, Inputs] = field(default_factory=dict, init=False)
     _drawn: int = field(default=0, init=False)
-    _unmasked: list[Tensor] = field(default_factory=list, init=False)
+    _unmasked_counts: list[Tensor] = field(default_factory=list, init=False)
 
     def activation_shape(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
-        """Shape [S, B, D] and dtype of the hidden states that go from stage to stage."""
+        """Return shape [S, B, D] and dtype of the hidden states that go from stage to stage."""
         return self.chunks[0].activation_shape(self._batch(micro_batch))
 
     def before(self, op: Op) -> None:
         """Draw the data of a forward pass, and call the hooks of that point of the step."""
         if not self.training:
             return
-        self.at = op
+        self.current_op = op
         if op.kind == "F":
             self._call_hooks("data")
             self._batch(op.micro_batch)
@@ -280,10 +279,10 @@ class StageWork:
         summed, counts = torch.stack([loss.summed for loss in losses]), torch.stack([loss.count for loss in losses])
         for hook in self.hooks:
             summed = hook.on_losses(micro_batch, summed)
-        known, terms = summed.detach(), counts
+        reported, terms = summed.detach(), counts
         if model.reports_means:
-            known, terms = known / terms.clamp(min=1.0), torch.ones_like(terms)
-        self.sums.append(torch.stack((known, terms), dim=1).flatten())
+            reported, terms = reported / terms.clamp(min=1.0), torch.ones_like(terms)
+        self.loss_sums.append(torch.stack((reported, terms), dim=1).flatten())
         summed = summed * summed.new_tensor([loss.weight for loss in losses])
         if model.config.calculate_per_token_loss:
             return summed.sum() * self.loss_scale
@@ -295,31 +294,31 @@ class StageWork:
         """Free the inputs of a micro-batch after its last use on this rank."""
         del self._held[micro_batch]
 
-    def total(self) -> Tensor:
-        """Return the sum of `sums`; zeros on a stage that computes no losses."""
-        if self.sums:
-            return torch.stack(self.sums).sum(dim=0)
+    def loss_totals(self) -> Tensor:
+        """Return the sum of `loss_sums`; zeros on a stage that computes no losses."""
+        if self.loss_sums:
+            return torch.stack(self.loss_sums).sum(dim=0)
         losses = len(self.chunks[0].loss_names)
         return torch.zeros(2 * losses, dtype=at_least_fp32(self.chunks[0].dtype), device=self.context.device)
 
     def unmasked_tokens(self) -> Tensor:
         """Return the number of unmasked tokens of the step, over all replicas; all their ranks call it together."""
-        return comm.all_reduce(torch.stack(self._unmasked).sum(), self.context.join("cp", "dp"))
+        return comm.all_reduce(torch.stack(self._unmasked_counts).sum(), self.context.join("cp", "dp"))
 
     def _batch(self, micro_batch: int) -> Inputs:
         while self._drawn <= micro_batch:
             with self.timers.time("batch-generator", level=2):
-                whole = next(self.batches)
-            model, own = self.chunks[0], dict(whole)
-            self.num_samples += whole[model.tokens_field].shape[0]
-            self.num_tokens += whole[model.tokens_field].numel()
+                batch = next(self.batches)
+            model, fields = self.chunks[0], dict(batch)
+            self.num_samples += batch[model.tokens_field].shape[0]
+            self.num_tokens += batch[model.tokens_field].numel()
             for hook in self.hooks:
-                hook.on_batch(whole)
-            own.pop("dataset_id", None)
-            inputs = model.prepare(own)
+                hook.on_batch(batch)
+            fields.pop("dataset_id", None)
+            inputs = model.prepare(fields)
             inputs = replace(inputs, tensors=on_device(inputs.tensors, model.device))
             self._held[self._drawn] = inputs
-            self._unmasked.append(inputs.tensors["loss_mask"].sum())
+            self._unmasked_counts.append(inputs.tensors["loss_mask"].sum())
             self._drawn += 1
         return self._held[micro_batch]
 

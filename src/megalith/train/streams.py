@@ -8,7 +8,7 @@ from typing import TextIO
 
 
 def warn(text: str) -> None:
-    """Print to stderr, if there is anyone."""
+    """Print to stderr, if it is open."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:

@@ -31,7 +31,7 @@ _WARM_UPS, _FEWEST_SAMPLES = 2, 3
 def step_flops(
     model: ModelConfig, vocab_size: int, seq_length: int, global_batch_size: int, decoder_length: int | None = None
 ) -> float:
-    """Model FLOPs of one step, forward and backward, recomputation not counted.
+    """Return the model FLOPs of one step, forward and backward, recomputation not counted.
 
     Counts the matrix products only, of attention to itself the half of the square that a causal mask leaves (also of
     BERT), as Megatron 0.16 does for its `throughput per GPU`, so that the two can be compared. Of T5, of which Megatron
@@ -111,9 +111,7 @@ def attention_products(model: ModelConfig, seq_length: int) -> float:
 
 
 def feed_forward_weights(model: ModelConfig, experts: int) -> float:
-    """Half the weights of a feed-forward layer with so many experts, 0 where it is dense; with the experts of a token,
-    half the multiplications of its forward pass.
-    """
+    """Return half the weights of a feed-forward layer: with `experts` experts, dense for 0."""
     hidden, gate = model.hidden_size, 1.5 if model.gated else 1.0
     if not experts:
         return hidden * model.ffn_size * gate
@@ -124,7 +122,7 @@ def feed_forward_weights(model: ModelConfig, experts: int) -> float:
 
 
 def datasheet_peak(device: torch.device, dtype: torch.dtype) -> tuple[str, float] | None:
-    """Name and FLOP/s of a device's products in a dtype by its datasheet; None where it is not known."""
+    """Return the name of a device and its datasheet FLOP/s in a dtype; None if it is not known."""
     known = find_accelerator(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if known is None:
         return None
@@ -135,7 +133,7 @@ def datasheet_peak(device: torch.device, dtype: torch.dtype) -> tuple[str, float
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, budget_seconds: float = 0.25) -> float:
-    """FLOP/s of the best square matrix product on this device: the best of several samples within about the budget.
+    """Return the FLOP/s of the best square matrix product on this device, of several samples within about the budget.
 
     The first products of each size start threads, open libraries and choose kernels: they do not count. Operands are
     random, because constant ones let a GPU clock higher. Where a dtype has no fast product, the one that stands in for

@@ -46,7 +46,7 @@ class Timers:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """The seconds by name, which start anew."""
+        """Return the seconds by name since the last call."""
         taken, self._seconds = self._seconds, {}
         return taken
 

@@ -42,19 +42,19 @@ class UserHook:
     """A listener on every rank; override what is of interest. An exception ends the run."""
 
     def on_start(self, control: Control) -> None:
-        """The first step follows."""
+        """Run before the first step."""
 
     def on_step(self, result: StepResult, control: Control) -> None:
-        """An optimizer step was taken, applied or skipped."""
+        """Run after each optimizer step, applied or skipped."""
 
     def on_evaluate(self, evaluation: Evaluation, control: Control) -> None:
-        """An evaluation is complete."""
+        """Run after each evaluation."""
 
     def on_save(self, saved: SavedCheckpoint, control: Control) -> None:
-        """A checkpoint is complete on disk."""
+        """Run after a checkpoint is complete on disk."""
 
     def on_end(self, control: Control) -> None:
-        """The run is over, whichever way."""
+        """Run at the end of the run, whichever way it ended."""
 
 
 setattr(UserHook, HOOK, True)
@@ -93,7 +93,7 @@ class UserHooks(Hook):
             hook.on_end(self._control)
 
     def _agree(self) -> None:
-        """Do what the hooks ask for, if those of all ranks ask for the same."""
+        """Apply the hooks' requests, if those of all ranks are the same."""
         state, control = self._run.state, self._control
         stops, scale = float(control.stop_reason is not None), control.lr_scale
         if not (isinstance(scale, int | float) and math.isfinite(scale) and scale >= 0.0):
@@ -112,5 +112,5 @@ class UserHooks(Hook):
 
 
 def registered_hooks(config: RunConfig) -> list[UserHook]:
-    """The hooks that --hook names, one of each class."""
+    """Construct the hooks that --hook names, one of each class."""
     return [hook() for hook in config.train.hooks if isinstance(hook, Registered)]

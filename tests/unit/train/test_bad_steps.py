@@ -60,24 +60,24 @@ def _filled(**settings: bool) -> StepCheck:
 
 def test_a_loss_is_judged_by_those_before() -> None:
     check = _filled(spiky_loss=True, large_norm=True)
-    assert check.of_loss(40.0) == ""
-    assert check.of_loss(41.0) == "the loss is 41, 10.2 times the largest of the last 40 steps,"
-    assert check.of_norm(9.9) == "" and "the gradient norm is 10.1" in check.of_norm(10.1)
+    assert check.loss_anomaly(40.0) == ""
+    assert check.loss_anomaly(41.0) == "the loss is 41, 10.2 times the largest of the last 40 steps,"
+    assert check.norm_anomaly(9.9) == "" and "the gradient norm is 10.1" in check.norm_anomaly(10.1)
     assert check.largest_norm == 10.0
     quiet = _filled()
-    assert quiet.of_loss(41.0) == "" and quiet.largest_norm == math.inf
+    assert quiet.loss_anomaly(41.0) == "" and quiet.largest_norm == math.inf
     assert "the loss is 41, where the mean" in quiet.alarm(41.0)
     assert quiet.alarm(4.5) == ""
-    assert StepCheck(spiky_loss=True).of_loss(1e9) == "", "nothing to compare with yet"
+    assert StepCheck(spiky_loss=True).loss_anomaly(1e9) == "", "nothing to compare with yet"
 
 
 def test_what_is_not_finite_is_bad_unless_a_scaler_sees_to_it() -> None:
     for value in (math.nan, math.inf):
-        assert StepCheck().of_loss(value) and StepCheck().of_norm(value)
-        assert not StepCheck(not_finite=False).of_loss(value)
-        assert not StepCheck(not_finite=False).of_norm(value)
-    assert StepCheck().of_norm(None) == "a gradient is not finite", "an overflow that no scaler answers"
-    assert StepCheck(not_finite=False).of_norm(None) == ""
+        assert StepCheck().loss_anomaly(value) and StepCheck().norm_anomaly(value)
+        assert not StepCheck(not_finite=False).loss_anomaly(value)
+        assert not StepCheck(not_finite=False).norm_anomaly(value)
+    assert StepCheck().norm_anomaly(None) == "a gradient is not finite", "an overflow that no scaler answers"
+    assert StepCheck(not_finite=False).norm_anomaly(None) == ""
 
 
 def test_the_memory_is_bounded_and_survives_a_checkpoint() -> None:
@@ -96,7 +96,7 @@ def test_the_memory_is_bounded_and_survives_a_checkpoint() -> None:
 def test_a_skipped_step_is_as_if_its_samples_had_not_been() -> None:
     results, told, policy = _run(["nan@step=2,point=loss,micro_batch=1"], policy="skip")
     assert [result.applied for result in results] == [True, False, True, True]
-    assert [result.bad != "" for result in results] == [False, True, False, False]
+    assert [result.anomaly != "" for result in results] == [False, True, False, False]
     (bad,) = told
     assert (bad.iteration, bad.first_sample, bad.last_sample, bad.number) == (2, 6, 7, 1)
     assert (policy.state.iteration, policy.state.consumed_samples, policy.state.schedule_samples) == (4, 16, 12)
@@ -192,10 +192,10 @@ def test_injection_strikes_one_in_so_many_steps_wherever_the_run_began() -> None
 def test_every_step_twice_changes_nothing() -> None:
     clean, _, _ = _run()
     assert AnomalyPolicy(make_state(), "1f1b").summary() == ""
-    results, told, policy = _run(twice=True)
+    results, told, policy = _run(compare=True)
     assert _same(results, clean) and not told
     assert policy.summary() == "0 of 4 steps gave another result when they were computed again"
-    _, told, policy = _run(["spike@step=2,point=loss,times=1"], twice=True)
+    _, told, policy = _run(["spike@step=2,point=loss,times=1"], compare=True)
     assert policy.summary().startswith("1 of 4 steps") and "two computations differ for the 1. time" in told[0].reason
 
 
