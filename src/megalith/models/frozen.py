@@ -43,7 +43,9 @@ class FrozenLayers:
         self._norm = None if decoder.final_layernorm is None else _norm(decoder.final_layernorm)
 
     def __call__(self, x_S1D: Tensor, rope: Rotation | None, cache: KVCache) -> Tensor:
-        """Hidden states behind the layers, [S, 1, D] -> [S, 1, D]; other arguments as of `Transformer.forward`."""
+        """Return the hidden states after the layers, [S, 1, D] -> [S, 1, D]; other arguments as of
+        `Transformer.forward`.
+        """
         x_SD, caches = x_S1D.squeeze(1), cache.layers
         for layer, own in zip(self._layers, caches, strict=True):
             x_SD = layer(x_SD, rope, own)
@@ -51,12 +53,12 @@ class FrozenLayers:
 
 
 def frozen(decoder: Transformer) -> FrozenLayers | None:
-    """The layers in fewer calls; None where ranks share them, whose communication is the layers' own."""
+    """Return the layers in fewer calls; None if ranks share them, whose layers communicate."""
     return FrozenLayers(decoder) if decoder.region.size == 1 else None
 
 
 def _layer(block: Block) -> _Step:
-    if block.residual_of_norm or block.cross_attention is not None:
+    if type(block) is not Block or block.residual_of_norm or block.cross_attention is not None:
         return lambda x_SD, rope, cache: cast("Tensor", block(x_SD.unsqueeze(1), rope, cache).squeeze(1))
     first, attention = _norm(block.input_layernorm), _attention(block.self_attention)
     second, feed = _norm(block.pre_mlp_layernorm), _feed_forward(block.mlp)

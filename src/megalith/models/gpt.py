@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalith.models.frozen import FrozenLayers
 from megalith.models.language_model import WORD_EMBEDDINGS, GenerativeModel, Inputs, Loss
 from megalith.models.prediction import Ahead, Prediction, PredictionLayer, ahead, shifted
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Block, Transformer
 from megalith.nn.cache import KVCache
 from megalith.nn.documents import Documents
 from megalith.nn.loss import LogitsBuffer, OutputLayer, whole_logits
@@ -29,14 +29,19 @@ from megalith.registry import Registered
 
 
 class GPT(GenerativeModel):
-    """A decoder-only language model, or one stage of it; arguments as of `LanguageModel`."""
+    """A decoder-only language model, or one stage of it; arguments as of `LanguageModel`.
+
+    A family with other residual connections overrides `block_class`.
+    """
+
+    block_class: ClassVar[type[Block]] = Block
 
     def _build(self, peers: Peers, recompute: Recompute | None) -> None:
         config, stage = self.config, self.stage
         predicts_ahead = stage.is_last and config.predictions > 0
         self.embedding = self._token_embedding() if stage.is_first or predicts_ahead else None
         shared = (self.region, self.mixer, peers, self.auxiliary, recompute)
-        self.decoder = Transformer(config, stage, *shared, **self.factory)
+        self.decoder = Transformer(config, stage, *shared, block_class=self.block_class, **self.factory)
         self.mtp = (
             Prediction(PredictionLayer(config, depth, *shared, **self.factory) for depth in range(config.predictions))
             if predicts_ahead

@@ -15,24 +15,13 @@ from typing import Any
 
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, OtherModelError
-from megalith.models import (
-    huggingface_bert,
-    huggingface_deepseek,
-    huggingface_gpt2,
-    huggingface_llama,
-    huggingface_t5,
-)
+from megalith.models.families import HUGGING_FACE as FAMILIES
 from megalith.models.huggingface_deepseek import NEXT
 from megalith.models.huggingface_family import Family, Reading, words
 from megalith.models.huggingface_tensors import OUTPUT_LAYER
 
 DTYPES = ("float32", "bfloat16", "float16")
 """What weights may be stored in."""
-
-_OURS = (huggingface_gpt2, huggingface_llama, huggingface_deepseek, huggingface_bert, huggingface_t5)
-# In the order in which `family_for` tries them.
-FAMILIES = {family.model_type: family for module in _OURS for family in module.FAMILIES}
-"""By `model_type`."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +70,7 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
 
 
 def _misfits(model: ModelConfig) -> list[str]:
-    """What does not divide; such a model cannot be built."""
+    """List sizes that do not divide; such a model cannot be built."""
     problems = []
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
         problems.append(f"hidden size {model.hidden_size} does not divide into {model.num_attention_heads} heads")
@@ -112,7 +101,7 @@ def family_for(model: ModelConfig, wanted: str | None = None) -> Family:
 
 
 def _unlike(model: ModelConfig, family: Family) -> list[str]:
-    """What keeps a family from being this model."""
+    """List what keeps a family from describing this model."""
     of_family, fits = family.unlike(model)
     wanted: dict[str, Any] = {
         "apply_layernorm_1p": False,
@@ -148,7 +137,7 @@ def config_of_model(
     special: Mapping[str, int] | None = None,
     original: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The config.json of a model.
+    """Return the config.json of a model.
 
     Args:
         eod: the id that ends a document.
@@ -188,7 +177,7 @@ def _still_right(original: Mapping[str, Any] | None, family: Family, model: Mode
 
 
 def _meaning(model: ModelConfig) -> dict[str, Any]:
-    """What of a model decides its logits."""
+    """Return the settings of a model that decide its logits."""
     factor = model.rope_scaling_factor if model.use_rope_scaling else None
     found = {**{name: getattr(model, name) for name in _DECIDES_LOGITS}, "rope_scaling_factor": factor}
     yarn = model.rotary_kind == "yarn"

@@ -80,7 +80,11 @@ def of_decoder(
     layer: Callable[[ModelConfig, int], Iterable[TheirTensor]],
     ahead: Iterable[TheirTensor] = (),
 ) -> Iterator[TheirTensor]:
-    """Yield the tensors of a decoder: `names` of those outside of layers, and `ahead` of those that predict further."""
+    """Yield the tensors of a decoder.
+
+    `names` are those of the "words", "norm", "positions" and "output" weights, `ahead` are the tensors of multi-token
+    prediction.
+    """
     hidden = model.hidden_size
     yield whole(names["words"], (vocab_size, hidden), "embedding.word_embeddings.weight")
     if model.position_embedding_type == "learned_absolute":
@@ -91,11 +95,11 @@ def of_decoder(
     yield from ahead
     yield from norm(names["norm"], (hidden,), "decoder.final_layernorm", bias=model.normalization == "LayerNorm")
     if model.untie_embeddings_and_output_weights:
-        yield whole(OUTPUT_LAYER, (vocab_size, hidden), "output_layer.weight")
+        yield whole(names.get("output", OUTPUT_LAYER), (vocab_size, hidden), "output_layer.weight")
 
 
 def follows_from_config(name: str) -> bool:
-    """Whether a tensor of older files holds nothing that was learned."""
+    """Return whether a tensor of older files holds nothing that was learned."""
     return _BUFFERS.fullmatch(name) is not None
 
 
@@ -116,7 +120,7 @@ def linear(name: str, shape: tuple[int, int], ours: str, bias: bool) -> Iterator
 
 
 def gated(theirs: str, ours: str, model: ModelConfig, size: int) -> Iterator[TheirTensor]:
-    """A gated feed-forward layer of this width."""
+    """Yield the tensors of a gated feed-forward layer of width `size`."""
     for number, gated in enumerate(("gate", "up")):
         for kind, columns in (("weight", (model.hidden_size,)), ("bias", ()))[: 1 + model.add_bias_linear]:
             part = Part(f"{ours}linear_fc1.{kind}", 0, number * size, size)
@@ -125,7 +129,9 @@ def gated(theirs: str, ours: str, model: ModelConfig, size: int) -> Iterator[The
 
 
 def heads(model: ModelConfig, letter: str, first: int, parameter: str) -> tuple[Part, ...]:
-    """The heads of one kind, which start at row `first` of their tensor, in the fused projection: one part a group."""
+    """Return the parts of the heads of one kind, which start at row `first` of their tensor, in the fused projection:
+    one part per group.
+    """
     size, queries = model.head_size, model.num_attention_heads // model.query_groups
     rows = queries * size if letter == "q" else size
     inside = {"q": 0, "k": queries * size, "v": (queries + 1) * size}[letter]

@@ -198,6 +198,7 @@ class Transformer(nn.Module):
         auxiliary: Auxiliary,
         recompute: Recompute | None,
         *,
+        block_class: type[Block] = Block,
         causal: bool = True,
         cross: bool = False,
         **factory: Unpack[FactoryKwargs],
@@ -207,7 +208,7 @@ class Transformer(nn.Module):
         self._at_once = (Group(range(len(stage.layers)), again=False),)
         self._in_training = self._at_once if recompute is None else tuple(recompute.groups(len(stage.layers)))
         parts = () if recompute is None else recompute.parts
-        block = partial(Block, causal=causal, cross=cross, **factory)
+        block = partial(block_class, causal=causal, cross=cross, **factory)
         self.layers = nn.ModuleDict(
             {str(number): block(config, number, region, mixer, peers, auxiliary, parts) for number in stage.layers}
         )

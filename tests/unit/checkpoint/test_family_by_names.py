@@ -14,6 +14,7 @@ from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.checkpoint.formats.megatron_names import with_family
 from megalith.checkpoint.formats.torch_dist import model_chunks, stacking_of
 from megalith.config import ModelConfig, PrecisionConfig, TokenizerConfig
+from megalith.config.families import FAMILIES, Family
 from megalith.config.foreign_args import model_of
 from megalith.config.saved_args import weights_args
 from megalith.models.families import model_class
@@ -54,6 +55,13 @@ def _save_per_rank(folder: Path, model: LanguageModel) -> None:
     body = {"args": _args(model.config), "iteration": 1, "checkpoint_version": 3.0, "model": model.state_dict()}
     torch.save(body, place / "model_optim_rng.pt")
     (folder / "latest_checkpointed_iteration.txt").write_text("1")
+
+
+def test_a_family_without_a_mark_takes_no_checkpoint_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    families = {**FAMILIES, "late": Family("Late", "causal", ("decoder",))}
+    monkeypatch.setattr("megalith.checkpoint.formats.megatron_names.FAMILIES", families)
+    assert with_family({}, ["decoder.layers.0.mlp.linear_fc1.weight"])["model_family"] == "gpt"
+    assert with_family({}, ["encoder.layers.0.mlp.linear_fc1.weight"])["model_family"] == "bert"
 
 
 @pytest.mark.parametrize("save", [_save_torch_dist, _save_per_rank])

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
+from megalith.models.transformer import Block
+from megalith.nn.cache import LayerCache
+from megalith.nn.rope import Rotation
 from megalith.serve.model_runner import ModelRunner
 from megalith.serve.runner import Batch, Chunk
 
@@ -68,6 +72,31 @@ def test_a_token_goes_by_frozen_layers_and_no_other_way(style: str, monkeypatch:
         if "Norm" not in type(module).__name__:
             monkeypatch.setattr(module, "forward", never)
     assert runner.run(BATCHES[0]).shape == (2, 32)
+
+
+class _ParallelBlock(Block):
+    """Attention and feed-forward layer of the same input, as in GPT-NeoX."""
+
+    def forward(self, x_SBD: Tensor, rope: Rotation | None, cache: LayerCache | None = None, **_: object) -> Tensor:  # type: ignore[override]
+        attended: Tensor = self.self_attention(self.input_layernorm(x_SBD), rope, cache)
+        fed: Tensor = self.mlp(self.pre_mlp_layernorm(x_SBD))
+        return x_SBD + attended + fed
+
+
+class _ParallelGPT(GPT):
+    block_class = _ParallelBlock
+
+
+def test_a_family_generates_with_its_own_blocks() -> None:
+    model = _ParallelGPT(STYLES["llama"], 32, dtype=torch.float64)
+    initialise(model, 5)
+    tokens = [3, 1, 4, 1, 5]
+    expected = model.eval()(torch.tensor([tokens]))[0, -1]
+    sequential = GPT(STYLES["llama"], 32, dtype=torch.float64)
+    sequential.load_state_dict(model.state_dict())
+    assert not torch.allclose(sequential.eval()(torch.tensor([tokens]))[0, -1], expected), "the blocks do not differ"
+    runner = ModelRunner(model.requires_grad_(False), 8, 4)
+    torch.testing.assert_close(runner.run(Batch([Chunk(tokens, 0, [0, 1])]))[0], expected)
 
 
 def test_weights_that_change_in_place_count() -> None:

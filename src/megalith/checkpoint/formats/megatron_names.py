@@ -353,11 +353,9 @@ def with_family(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]
     if "model_family" in args:
         return dict(args)
     known = list(names)
-    family = next(
-        name
-        for name, family in reversed(tuple(FAMILIES.items()))
-        if not family.weights or any(map(re.compile(family.weights).search, known))
-    )
+    default, *others = FAMILIES
+    marks = {name: re.compile(FAMILIES[name].weights) for name in reversed(others) if FAMILIES[name].weights}
+    family = next((name for name, mark in marks.items() if any(map(mark.search, known))), default)
     if "encoder" not in FAMILIES[family].stacks:
         return {**args, "model_family": family}
     final_norm = any(_in_core(name).path.startswith(_FINAL_NORMS) for name in known)
