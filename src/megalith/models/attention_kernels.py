@@ -19,7 +19,8 @@ passes with 128 queries 14 ms against 8 at 512 keys and 3.2 against 2.2 at 128, 
 
 
 def attend_by_device(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: AttentionRule = PLAIN) -> Tensor:
-    """The fastest exact kernel: on a CPU blocked or whole products where torch SDPA has no fused kernel, else SDPA.
+    """Attend by the fastest exact kernel: on a CPU blocked or whole products where torch SDPA has no fused kernel, else
+    SDPA.
 
     Blocks are for causal attention in bf16, with dropout or with a window; whole matrices for what sees later keys or
     has a mask, with dropout, with a bias that learns, or with few scores.
@@ -68,8 +69,10 @@ def attend_by_device(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: Atte
 
 
 def _whole(q: Tensor, k: Tensor, dropout: float, rule: AttentionRule) -> bool:
-    """Whether whole matrices are faster in training than torch SDPA, which on a CPU has no fused kernel for dropout or
-    for a bias that learns, and a slow one for few queries or keys."""
+    """Return whether products of whole matrices are faster in training than torch SDPA.
+
+    On a CPU SDPA has no fused kernel for dropout or a learned bias, and a slow one for few queries or keys.
+    """
     if rule.plain or rule.sink_H is not None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     bias = rule.bias()
@@ -77,7 +80,7 @@ def _whole(q: Tensor, k: Tensor, dropout: float, rule: AttentionRule) -> bool:
 
 
 def attention_kernel(config: ModelConfig) -> AttentionKernel:
-    """The kernel that --attention-backend and --transformer-impl mean."""
+    """Return the kernel of --attention-backend and --transformer-impl."""
     if config.fused_attention:
         return attend_by_device
     return partial(attend_unfused, softmax_in_fp32=config.softmax_in_fp32)

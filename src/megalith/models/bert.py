@@ -61,7 +61,7 @@ class Pooler(nn.Module):
 
 
 def of_first_position(x: Tensor, region: Region) -> Tensor:
-    """What was computed of the first position, on all ranks; only the rank that has it gets a gradient.
+    """Return the entries of the first position on all ranks; only the rank that has it gets a gradient.
 
     Where the region holds parts of the sequence the others have computed something else, of their first position.
     """
@@ -107,7 +107,7 @@ class Bert(DenoisingModel):
 
     @property
     def output_bias(self) -> nn.Parameter:
-        """The bias [V] of the logits."""
+        """Bias [V] of the logits."""
         assert self.output_layer is not None and self.output_layer.bias is not None, "this stage has no logits"
         return self.output_layer.bias
 
@@ -220,7 +220,7 @@ class Bert(DenoisingModel):
         types_BS: Tensor | None = None,
         padding_BS: Tensor | None = None,
     ) -> Tensor:
-        """The hidden states [S, B, D] behind the last layer that is here; arguments as of `forward`."""
+        """Return the hidden states [S, B, D] after the last layer of this stage; arguments as of `forward`."""
         length = tokens_BS.shape[1]
         positions_S = torch.arange(length, device=tokens_BS.device)
         if self.embedding is not None:
@@ -253,7 +253,7 @@ class Bert(DenoisingModel):
 
 
 def _arguments(inputs: Inputs, hidden_SBD: Tensor | None) -> dict[str, Any]:
-    """A micro-batch as `Bert.forward` and `Bert.hidden_states` take it."""
+    """Return a micro-batch as arguments of `Bert.forward` and `Bert.hidden_states`."""
     found = inputs.tensors
     padding_BS = padding(found, "padding_mask")
     return {"tokens_BS": found["text"], "hidden_SBD": hidden_SBD, "types_BS": found["types"], "padding_BS": padding_BS}

@@ -41,7 +41,7 @@ class _Bert(Family):
 
     @property
     def published(self) -> bool:
-        """Whether the norms stand behind the residual sums."""
+        """True if the norms come after the residual sums."""
         return self.model_type == "bert"
 
     def read(self, reading: Reading) -> ModelConfig:
@@ -130,7 +130,9 @@ class _Bert(Family):
 
 
 def _layer(model: ModelConfig, layer: int, *, published: bool) -> Iterator[TheirTensor]:
-    """A layer; the norms of BERT as published stand behind the residual sums, those of Megatron before the branches."""
+    """Yield the tensors of a layer; published BERT has its norms after the residual sums, Megatron's before the
+    branches.
+    """
     theirs, ours, hidden = f"bert.encoder.layer.{layer}.", f"encoder.layers.{layer}.", model.hidden_size
     last, behind = layer == model.num_layers - 1, f"encoder.layers.{layer + 1}.input_layernorm"
     if not published:

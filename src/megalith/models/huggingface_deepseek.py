@@ -204,7 +204,7 @@ def _positions(reading: Reading, positions: int) -> dict[str, Any]:
 
 
 def _choice(reading: Reading, top_k: int) -> dict[str, Any]:
-    """How experts are chosen: of groups, each of which stands there with its two best scores."""
+    """Return the settings of group-limited routing, where each group counts with its two best scores."""
     groups, best = reading.size("n_group", 1), reading.size("topk_group", 1)
     if top_k < 2:
         reading.problems.append("num_experts_per_tok is 1; the weight of a single expert is not read")

@@ -43,7 +43,7 @@ ABSENT: dict[str, dict[str, Any]] = {
 
 
 def read(reading: Reading, kind: str, layers: int) -> dict[str, Any]:
-    """The settings of the mixture."""
+    """Read the MoE settings."""
     reading.get("output_router_logits")
     former = reading.size("num_experts") if kind == "qwen3_moe" else None  # its name before transformers 5
     coefficient = reading.get("router_aux_loss_coef")
@@ -79,7 +79,7 @@ def _frequency(reading: Reading, layers: int) -> str:
 
 
 def unlike(model: ModelConfig, kind: str) -> dict[str, bool]:
-    """What a family has, in words -> whether a model has it too."""
+    """Return the features of a family, in words -> whether a model has them too."""
     fits = {
         "weights that are a softmax": model.moe_router_score_function == "softmax"
         and model.moe_router_topk_scaling_factor is None
@@ -99,7 +99,7 @@ def unlike(model: ModelConfig, kind: str) -> dict[str, bool]:
 
 
 def config_of(model: ModelConfig, kind: str) -> dict[str, Any]:
-    """The keys of config.json that say what a mixture is."""
+    """Return the MoE keys of config.json."""
     common = {
         "num_experts_per_tok": model.moe_router_topk,
         "output_router_logits": False,
@@ -119,7 +119,7 @@ def config_of(model: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def our_layer(model: ModelConfig, layer: int) -> tuple[str, int]:
-    """What the names of a layer begin with here, and its experts; those of prediction are like the last one."""
+    """Return the prefix of our names of a layer, and its experts; those of prediction are like the last one."""
     ahead = layer - model.num_layers
     prefix = f"{OUR_LAYER}{layer}." if ahead < 0 else f"mtp.layers.{ahead}.transformer_layer."
     return prefix, model.experts[min(layer, model.num_layers - 1)]

@@ -13,7 +13,7 @@ from megalith.models.huggingface_tensors import TheirTensor
 
 
 def words(text: str) -> frozenset[str]:
-    """The words of a text."""
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
@@ -44,12 +44,12 @@ class Reading:
         self.problems: list[str] = []
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value as it stands; the family's default or `default` where the key is absent."""
+        """Return a value as it is; the family's default or `default` if the key is absent."""
         self._seen.add(key)
         return self._config.get(key, self._absent.get(key, default))
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1; `default` stands for an absent key and for null."""
+        """Return an integer of at least 1; `default` stands for an absent key and for null."""
         value = self.get(key)
         value = default if value is None else value
         if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
@@ -59,7 +59,7 @@ class Reading:
         return 1
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0."""
+        """Return a number above 0."""
         value = self.get(key, default)
         if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
             return float(value)
@@ -67,14 +67,14 @@ class Reading:
         return 1.0
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false; null is false."""
+        """Return true or false; null is false."""
         value = self.get(key, default)
         if value not in (True, False, None):
             self.problems.append(f"{key} is {value!r}; it must be true or false")
         return bool(value)
 
     def probability(self, key: str, default: float) -> float:
-        """A number from 0 up to 1 that concerns training only: another value is the default."""
+        """Return a number in [0, 1) that concerns training only; any other value is the default."""
         value = self.get(key, default)
         fine = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
         return float(value) if fine else default
@@ -86,7 +86,7 @@ class Reading:
             self.problems.append(f"{key} is {found!r}; this version has {value!r} only")
 
     def unknown(self) -> list[str]:
-        """Keys that ask for something and were not looked at."""
+        """List keys with a value that were not read."""
         asks = [key for key, value in self._config.items() if key not in self._seen and value not in NOTHING]
         return [f"{key} ({short(self._config[key])}) is not known" for key in asks]
 
@@ -96,7 +96,7 @@ NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
 def short(value: Any) -> str:
-    """A value as it is shown in a message."""
+    """Return a value as messages show it."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -123,11 +123,11 @@ class Family(ABC):
 
     @abstractmethod
     def unlike(self, model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
-        """What a model must be to be one of theirs: settings with their values, and what is to hold."""
+        """Return the settings that a model of the family must have, and further conditions -> whether they hold."""
 
     @abstractmethod
     def config_of(self, model: ModelConfig, eod: int | None, special: Mapping[str, int]) -> dict[str, Any]:
-        """The keys of config.json that say what the model is, and its tokens; arguments as of `config_of_model`."""
+        """Return the keys of config.json that describe the model and its tokens; arguments as of `config_of_model`."""
 
     @abstractmethod
     def tensors(self, model: ModelConfig, vocab_size: int) -> Iterator[TheirTensor]:
@@ -135,7 +135,7 @@ class Family(ABC):
 
     @staticmethod
     def unlike_gpt2(model: ModelConfig) -> tuple[dict[str, Any], dict[str, bool]]:
-        """What `unlike` says of families with GPT-2's layers."""
+        """Return `unlike` of families with GPT-2's layers."""
         wanted: dict[str, Any] = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"}
         return wanted | {"gated": False, "add_bias_linear": True, "qk_norm": ""}, {
             "one key and value head for each query head": model.query_groups == model.num_attention_heads,
@@ -143,9 +143,9 @@ class Family(ABC):
         }
 
     def settled(self, model: ModelConfig, names: Collection[str]) -> ModelConfig:
-        """The architecture with what config.json does not say, by the names of the tensors in the files."""
+        """Complete the architecture by the names of the tensors in the files, where config.json does not tell."""
         return model
 
     def rows(self, vocab_size: int) -> int:
-        """Rows of the embedding here, of those in the files."""
+        """Return the rows of our embedding for those in the files."""
         return vocab_size

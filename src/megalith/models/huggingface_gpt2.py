@@ -86,7 +86,7 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[TheirTensor]:
 
 
 def _all_heads(model: ModelConfig, parameter: str) -> tuple[Part, ...]:
-    """The heads of the fused projection: all queries, all keys, all values."""
+    """Return the parts of the fused projection: all queries, all keys, all values."""
     parts = (tensors.heads(model, letter, n * model.hidden_size, parameter) for n, letter in enumerate("qkv"))
     return tuple(part for of_kind in parts for part in of_kind)
 

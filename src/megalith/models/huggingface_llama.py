@@ -124,7 +124,7 @@ class _Llama(Family):
 
 
 def _all_biases(reading: Reading, kind: str) -> bool:
-    """Whether all linear layers have biases; the model here has all, none, or those of Qwen2."""
+    """Return whether all linear layers have biases; the model here has all, none, or those of Qwen2."""
     attention, mlp = reading.flag("attention_bias"), reading.flag("mlp_bias")
     if kind != "llama" and (attention or mlp):
         reading.problems.append(f"{'attention_bias' if attention else 'mlp_bias'} is true; {kind} is read without it")
@@ -139,7 +139,7 @@ def _layer(model_type: str, model: ModelConfig, layer: int) -> Iterator[TheirTen
     attention, size = f"{ours}self_attention.", model.head_size
 
     def kinds(bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The tensors of a linear layer, with the shape behind the rows."""
+        """Return the tensors of a linear layer, each with its shape after the rows."""
         return iter([("weight", (hidden,)), ("bias", ())] if bias else [("weight", (hidden,))])
 
     for letter, heads in (("q", model.num_attention_heads), ("k", model.query_groups), ("v", model.query_groups)):

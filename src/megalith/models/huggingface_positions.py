@@ -49,7 +49,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def rotary(reading: Reading, positions: int) -> dict[str, Any]:
-    """The settings of rotary positions, from `rope_parameters` or, before transformers 5, from two keys."""
+    """Read the settings of rotary positions, from `rope_parameters` or, before transformers 5, from two keys."""
     found = reading.get("rope_parameters") or reading.get("rope_scaling") or {}
     reading.get("rope_scaling")
     if not isinstance(found, Mapping):
@@ -160,13 +160,13 @@ _WINDOWS: dict[str, tuple[str, Callable[[list[bool]], bool]]] = {
 
 
 def fits_windows(model: ModelConfig, kind: str) -> dict[str, bool]:
-    """What windows a family has, in words -> whether a model has them too."""
+    """Return the windows of a family, in words -> whether a model has them too."""
     words, fits = _WINDOWS[kind]
     return {words: fits([window is not None for window in model.windows])}
 
 
 def rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
-    """The `rope_scaling` of a model, None for none."""
+    """Return the `rope_scaling` of a model, or None."""
     scaling: dict[str, Any] | None = None
     if model.rotary_kind == "yarn":
         scaling = _yarn_config(model)
@@ -184,7 +184,7 @@ def rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _yarn_config(model: ModelConfig) -> dict[str, Any]:
-    """The scaling of YaRN, what is usual left out."""
+    """Return the YaRN scaling without the defaults."""
     scaling: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": model.rotary_scaling_factor,
@@ -203,12 +203,12 @@ def _yarn_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def tokens_of_window(model: ModelConfig) -> int | None:
-    """The `sliding_window` of a model."""
+    """Return the `sliding_window` of a model, or None."""
     return next((window + 1 for window in model.windows if window is not None), None)
 
 
 def windows_of_qwen(model: ModelConfig) -> dict[str, Any]:
-    """The keys of Qwen that say the same."""
+    """Return Qwen's keys of sliding windows."""
     window = tokens_of_window(model)
     if window is None:
         return {"use_sliding_window": False}

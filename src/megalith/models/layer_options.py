@@ -29,7 +29,7 @@ from megalith.registry import Registered
 
 
 def attention_shape(config: ModelConfig) -> AttentionShape:
-    """The attention sizes that a configuration means."""
+    """Return the attention sizes of a configuration."""
     return AttentionShape(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
@@ -46,7 +46,7 @@ def attention_shape(config: ModelConfig) -> AttentionShape:
 
 
 def latent_shape(config: ModelConfig) -> LatentShape:
-    """The sizes of multi-latent attention that a configuration means."""
+    """Return the sizes of multi-latent attention of a configuration."""
     return LatentShape(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
@@ -84,17 +84,17 @@ def _latent_scale(config: ModelConfig) -> float | None:
 
 
 def activation(config: ModelConfig) -> Activation:
-    """What lies between the projections of the feed-forward layers."""
+    """Return the activation of the feed-forward layers of a configuration."""
     return Activation(config.activation, config.gated, config.glu_linear_offset, config.activation_func_clamp_value)
 
 
 def _length_before(config: ModelConfig) -> int:
-    """Where it is not given; Megatron's multi-latent attention supposes the one of DeepSeek."""
+    """Return the original context length; if it is not given, Megatron's multi-latent attention assumes DeepSeek's."""
     return 4096 if config.multi_latent_attention else config.max_position_embeddings
 
 
 def rotary_scaling(config: ModelConfig) -> Scaling | None:
-    """How a configuration stretches positions for long sequences."""
+    """Return the scaling of rotary positions for long sequences."""
     scaling: Scaling | None = None
     if config.rotary_kind == "own":
         return OwnFrequencies(config)
@@ -142,7 +142,7 @@ class OwnFrequencies:
 
 
 def rotations(config: ModelConfig, dtype: torch.dtype) -> RotationTable:
-    """How a configuration turns the heads of each position."""
+    """Return the function of positions to rotary cosines and sines of a configuration."""
     return RotationTable(
         config.rotary_size,
         config.rotary_base,
@@ -153,7 +153,7 @@ def rotations(config: ModelConfig, dtype: torch.dtype) -> RotationTable:
 
 
 def layer_norm(config: ModelConfig, **factory: Unpack[FactoryKwargs]) -> nn.Module:
-    """The norm of hidden states that a configuration means."""
+    """Return the norm of hidden states of a configuration."""
     return build_norm(
         config.normalization, config.hidden_size, config.norm_epsilon, around_one=config.apply_layernorm_1p, **factory
     )
@@ -163,7 +163,7 @@ _ROUTER_DTYPES = {None: None, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def mixture(config: ModelConfig) -> MoESettings:
-    """The mixture of experts that a configuration means."""
+    """Return the MoE options of a configuration."""
     assert config.num_experts
     rule = RoutingRule(
         experts=config.num_experts,

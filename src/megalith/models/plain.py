@@ -77,7 +77,7 @@ class PlainModel(LanguageModel):
                 )
 
     def blocks(self) -> Iterator[nn.Module]:
-        """The entries of the outermost ModuleLists and Sequentials, unless others share a parameter with them."""
+        """Yield the entries of the outermost ModuleLists and Sequentials, unless others share a parameter with them."""
         uses = Counter(id(parameter) for _, parameter in self.model.named_parameters(remove_duplicate=False))
         for block in dict.fromkeys(_entries(self.model)):
             own = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))

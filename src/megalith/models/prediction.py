@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers behind the last one, each of which predicts one token further ahead.
+"""Multi-token prediction: layers after the last one, each of which predicts one token further ahead.
 
 The k-th layer sees at position i the hidden state h that the one before it made there, behind its final norm (the first
 that of the model itself), and the embedding e of token i + k:
@@ -56,7 +56,7 @@ def _name(field: str, depth: int) -> str:
 
 
 def shifted(batch: Mapping[str, Tensor], depths: int) -> dict[str, Tensor]:
-    """The fields of whole sequences [B, S] that layers of depth 1, 2, ... see: earlier by 1, 2, ..., then zeros."""
+    """Return the fields of whole sequences [B, S] for depths 1, 2, ...: shifted left by 1, 2, ..., then zeros."""
     found = {}
     for depth in range(1, depths + 1):
         for field in _SHIFTED:
@@ -65,7 +65,7 @@ def shifted(batch: Mapping[str, Tensor], depths: int) -> dict[str, Tensor]:
 
 
 def ahead(tensors: Mapping[str, Tensor], depths: int) -> list[Ahead]:
-    """What `shifted` has put into a micro-batch, by depth."""
+    """Return the inputs of each depth that `shifted` has put into a micro-batch."""
     return [Ahead(*(tensors[_name(field, depth)] for field in _SHIFTED)) for depth in range(1, depths + 1)]
 
 

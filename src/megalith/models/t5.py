@@ -89,7 +89,7 @@ class T5(DenoisingModel, GenerativeModel):
 
     @property
     def output_bias(self) -> nn.Parameter | None:
-        """The bias [V] of the logits; none where the output weight is its own, or T5 is as published."""
+        """Bias [V] of the logits; None if the output weight is not tied, or T5 is as published."""
         return self.lm_head.output_layer.bias
 
     def blocks(self) -> Iterator[nn.Module]:
@@ -159,7 +159,7 @@ class T5(DenoisingModel, GenerativeModel):
         return whole_logits(hidden_SBD, self.output_weight, self.region, self.vocab_size, self.output_bias)
 
     def encode(self, tokens_BE: Tensor, padding_BE: Tensor | None = None, padding_BS: Tensor | None = None) -> Encoded:
-        """What the decoder attends to; `padding_BS` is the decoder's."""
+        """Return the encoder's output for cross attention; `padding_BS` is the decoder's."""
         length = tokens_BE.shape[1]
         positions_E = torch.arange(length, device=tokens_BE.device)
         states_EBD: Tensor = self.encoder(
@@ -181,7 +181,7 @@ class T5(DenoisingModel, GenerativeModel):
         encoded: Encoded | EncodedCache | None = None,
         padding_BS: Tensor | None = None,
     ) -> Tensor:
-        """The hidden states [S, B, D] of the decoder; arguments as of `GenerativeModel`.
+        """Return the hidden states [S, B, D] of the decoder; arguments as of `GenerativeModel`.
 
         Args:
             encoded: What `encode` gave, or with a cache the keys and values of it.
@@ -203,7 +203,7 @@ class T5(DenoisingModel, GenerativeModel):
         return states_SBD if self._logits_scale == 1.0 else states_SBD * self._logits_scale
 
     def _bias(self, positions_S: Tensor | None, length: int) -> Tensor | None:
-        """What relative positions add to the decoder's scores, [H, S, length]; None where there are none.
+        """Return the relative position bias of the decoder's scores, [H, S, length], or None.
 
         Args:
             positions_S: Of the queries in their sequences, in any order; all positions if None.
@@ -217,7 +217,7 @@ class T5(DenoisingModel, GenerativeModel):
         return of_last[:, (keys - positions_S[:, None] + length - 1).clamp(max=length - 1)]
 
     def _mask(self, hidden_BQS: Tensor | None, bias_HQS: Tensor | None = None) -> Mask | None:
-        """What all layers of a stack have in common, made once where the kernel takes it as one."""
+        """Return the mask that all layers of a stack share, combined once if the kernel takes one tensor."""
         if hidden_BQS is None and bias_HQS is None:
             return None
         if hidden_BQS is None or bias_HQS is None or not self.config.fused_attention:
@@ -225,7 +225,7 @@ class T5(DenoisingModel, GenerativeModel):
         return Mask(None, bias_HQS[None].masked_fill(hidden_BQS[:, None], -torch.inf))
 
     def _hidden(self, queries_BQ: Tensor | None, keys_BS: Tensor | None) -> Tensor | None:
-        """Where queries may not look, [B, 1 or Q, S], from what is padding."""
+        """Return the padding mask, True where a key is masked, [B, 1 or Q, S]."""
         if keys_BS is None:
             return None
         if self.config.fused_attention or queries_BQ is None:

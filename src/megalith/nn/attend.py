@@ -63,28 +63,28 @@ class AttentionRule:
 
     @property
     def plain(self) -> bool:
-        """Whether what a query sees follows from its position alone, as in a decoder."""
+        """True if the keys of a query follow from its position alone, as in a decoder."""
         return self.causal and self.mask is None
 
     def scale_of(self, size: int) -> float:
-        """The scale of the scores of heads of `size` elements."""
+        """Return the scale of the scores of heads of `size` elements."""
         return float(size**-0.5) if self.scale is None else self.scale
 
     @property
     def hides(self) -> bool:
-        """Whether the mask hides anything."""
+        """True if the mask masks any key."""
         return self.mask is not None and self.mask.hidden_BQS is not None
 
     def limits(self, num_keys: int) -> bool:
-        """Whether a query may see fewer than all earlier keys."""
+        """Return whether the window may mask earlier keys."""
         return self.window is not None and self.window < num_keys - 1
 
     def sees_all(self, num_keys: int) -> bool:
-        """Whether the last of so many positions sees all of them, and nothing else."""
+        """Return whether the last of `num_keys` positions attends to all of them, without sink or mask."""
         return self.sink_H is None and self.mask is None and (self.window is None or not self.limits(num_keys))
 
     def hidden(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        """Where a query may not look: [Q, S], or [B, 1, 1 or Q, S] where a mask hides something.
+        """Return the mask, True where a key is masked: [Q, S], or with a `mask` [B, 1, 1 or Q, S].
 
         The last query's own key is the last one. With a window of 2:        # hidden      . seen
 
@@ -104,7 +104,7 @@ class AttentionRule:
         return hidden | self.mask.hidden_BQS[:, None]
 
     def bias(self) -> Tensor | None:
-        """What is added to the scaled scores, [H, Q, S] or [B, H, Q, S]."""
+        """Return the tensor that is added to the scaled scores, [H, Q, S] or [B, H, Q, S], or None."""
         return None if self.mask is None else self.mask.bias_HQS
 
 
@@ -127,7 +127,7 @@ def expand_groups(x_SBGK: Tensor, num_heads: int) -> Tensor:
 def by_document(
     attend: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: AttentionRule
 ) -> Tensor:
-    """A kernel on each document of `rule.documents` by itself. Shapes as of the kernel, as many queries as keys."""
+    """Apply a kernel to each document of `rule.documents` by itself, with as many queries as keys."""
     assert rule.documents is not None, "there are no documents"
     assert rule.mask is None, "a mask says itself what documents hide"
     alone = replace(rule, documents=None)
@@ -138,7 +138,7 @@ def by_document(
 def _with_sink(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink_H: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same attention with a sink as one more key: a channel in which queries are 1 and that key is sink / scale.
+    """Append the sink as one more key: a channel in which queries are 1 and that key is sink / scale.
 
     Shapes: [B, H, Q, K], 2 x [B, H, S, K], [.., Q, S] -> [B, H, Q, K + 8], 2 x [B, H, S + 1, K + 8], [.., Q, S + 1];
     the kernels of GPUs want head sizes that are multiples of 8. `seen` is True, or 0 added, where a query looks.
@@ -154,7 +154,7 @@ def _with_sink(
 
 
 def _sdpa_mask(rule: AttentionRule, num_queries: int, num_keys: int, q: Tensor) -> Tensor | None:
-    """What torch SDPA is to be told of the rule, apart from `is_causal`: True where a query looks, or what is added."""
+    """Return the `attn_mask` of torch SDPA for a rule, apart from `is_causal`: True where unmasked, or added scores."""
     square, special = num_queries == num_keys, rule.limits(num_keys) or rule.sink_H is not None
     if rule.plain:
         needed = special or (not square and num_queries > 1)
@@ -169,7 +169,7 @@ def _sdpa_mask(rule: AttentionRule, num_queries: int, num_keys: int, q: Tensor) 
 
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: AttentionRule = PLAIN) -> Tensor:
-    """softmax(scale q k^T) v by torch SDPA. [Q, B, H, K], 2 x [S, B, H, K] -> [Q, B, H, K]."""
+    """Compute softmax(scale q k^T) v by torch SDPA. [Q, B, H, K], 2 x [S, B, H, K] -> [Q, B, H, K]."""
     if rule.documents is not None:
         return by_document(attend_fused, q, k, v, dropout, rule)
     dtype, source, size = product_dtype(q), q.dtype, q.shape[-1]
@@ -187,7 +187,8 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: Attentio
 def attend_unfused(
     q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: AttentionRule = PLAIN, *, softmax_in_fp32: bool
 ) -> Tensor:
-    """The same, rounding every intermediate as Megatron's local implementation does (docs/reference/training.md#loss).
+    """Compute softmax(scale q k^T) v, rounding every intermediate as Megatron's local implementation does
+    (docs/reference/training.md#loss).
 
     Shapes: [Q, B, H, K], 2 x [S, B, H, K] -> [Q, B, H, K].
     """

@@ -19,7 +19,7 @@ class LayerCache(Protocol):
     """The keys and values of one layer."""
 
     def attend(self, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, rule: AttentionRule) -> Tensor:
-        """Keep the new keys and values, and attend from each new token to its sequence up to itself.
+        """Store the new keys and values, and attend from each new token to its sequence up to itself.
 
         Shapes: [S, B, H, K], 2 x [S, B, G, K] with H a multiple of G -> [S, B, H, K]; S new tokens. What a token sees
         of its sequence is said by the `rule` of the layer.
@@ -32,15 +32,15 @@ class KVCache(Protocol):
 
     @property
     def positions_S(self) -> Tensor:
-        """The position of each new token in its sequence, [S]."""
+        """Position of each new token in its sequence, [S]."""
         ...
 
     @property
     def length(self) -> int:
-        """Of the longest sequence with its new tokens: every position is below it."""
+        """Length of the longest sequence with its new tokens: every position is below it."""
         ...
 
     @property
     def layers(self) -> Sequence[LayerCache]:
-        """One for each layer that is computed here."""
+        """Cache of each layer of this stage."""
         ...

@@ -49,7 +49,7 @@ class Documents:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Where each begins in the sequences laid end to end, and the end of the last; int32 on the device."""
+        """Start of each document in the sequences laid end to end, and the end of the last; int32 on the device."""
         ends = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return ends.to(self.ids_BS.device)
 
@@ -58,7 +58,7 @@ class Documents:
         return x_SBHK.transpose(0, 1).flatten(0, 1)
 
     def in_sequences(self, x_THK: Tensor) -> Tensor:
-        """The inverse of `laid_out`."""
+        """Invert `laid_out`."""
         return x_THK.unflatten(0, self.ids_BS.shape).transpose(0, 1)
 
     def separated(self, x_SBHK: Tensor) -> Sequence[Tensor]:
@@ -66,5 +66,5 @@ class Documents:
         return self.laid_out(x_SBHK)[:, None].split(self.lengths)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse of `separated`."""
+        """Invert `separated`."""
         return self.in_sequences(torch.cat(list(parts)).squeeze(1))

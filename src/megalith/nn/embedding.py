@@ -40,7 +40,7 @@ def lookup(weight: nn.Parameter, ids: Tensor, sink: GradientSink | None) -> Tens
 
 
 def local_rows(ids: Tensor, part: Shard, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Where token ids stand in the rows that are here.
+    """Return the rows of token ids in this rank's shard, and a mask of the ids of other shards.
 
     Shapes: [...] -> 2 x [...].
 

@@ -17,27 +17,27 @@ from megalith.nn.region import Region
 
 
 def gelu_erf(x: Tensor) -> Tensor:
-    """x * Phi(x), the exact form (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
+    """Compute x * Phi(x), the exact form (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
     return gelu(x)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation, which GPT-2 and Megatron's fused bias-GELU use."""
+    """Compute the tanh approximation, which GPT-2 and Megatron's fused bias-GELU use."""
     return gelu(x, approximate="tanh")
 
 
 def gelu_onnx(x: Tensor) -> Tensor:
-    """The erf form spelled out with the constant 1.41421 for sqrt(2), as Megatron's `--onnx-safe` has it."""
+    """Compute the erf form with the constant 1.41421 for sqrt(2), as Megatron's `--onnx-safe` does."""
     return x * 0.5 * (torch.erf(x / 1.41421) + 1.0)
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x * sigmoid(1.702 x), the coarse approximation of the same paper."""
+    """Compute x * sigmoid(1.702 x), the coarse approximation of the same paper."""
     return x * torch.sigmoid(1.702 * x)
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """max(x, 0)^2 (So et al. 2021, arXiv:2109.08668)."""
+    """Compute max(x, 0)^2 (So et al. 2021, arXiv:2109.08668)."""
     return relu(x).square()
 
 

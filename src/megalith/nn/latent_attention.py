@@ -170,7 +170,7 @@ class LatentAttention(Attention):
         latents: tuple[Tensor, Tensor, Tensor],
         rule: AttentionRule,
     ) -> Tensor:
-        """The context of the heads, which are kept for the backward pass or not."""
+        """Return the context of the heads, which are kept for the backward pass or recomputed."""
         if not (self.recompute_heads and self.training and torch.is_grad_enabled()):
             return self.context(*heads(*latents), rule)
         if self.recompute_core:  # which would keep them

@@ -180,7 +180,7 @@ def column(x: Tensor, region: Region, *linears: Linear) -> tuple[Tensor, ...]:
 
 
 def row(x: Tensor, region: Region, layer: Linear) -> Tensor:
-    """A linear whose input is sharded over the region; its partial products are collected, then its bias is added.
+    """Apply a linear layer whose input is sharded over the region; reduce the partial products, then add the bias.
 
     Shapes: x [..., I] -> [..., O], a part of the sequence where the region holds parts.
     """
@@ -212,7 +212,7 @@ class Linear(nn.Module):
         self.sink: GradientSink | None = None
 
     def placements(self) -> dict[str, Placement]:
-        """The placement of each parameter of this layer by its local name."""
+        """Return the placement of each parameter of this layer by its local name."""
         table: dict[str, Placement] = {"weight": self.placement}
         if self.bias is not None:
             table["bias"] = self.bias_placement

@@ -57,7 +57,7 @@ def _in_chunks(logits_TV: Tensor, work: torch.dtype) -> Iterator[tuple[slice, Te
 
 
 def _exp(x: Tensor) -> Tensor:
-    """e^x in place, by the power of two: torch's exp2 for CPUs takes a quarter of the time of its exp."""
+    """Compute e^x in place, by the power of two: torch's exp2 for CPUs takes a quarter of the time of its exp."""
     return x.mul_(math.log2(math.e)).exp2_()
 
 
@@ -75,7 +75,7 @@ def _log_sum_exp(logits_TV: Tensor, *, with_sum: bool = False) -> tuple[Tensor, 
 
 
 def _of_all_ranks(log_sum_T: Tensor, chosen_T: Tensor, region: Region) -> tuple[Tensor, Tensor]:
-    """The logarithm of the sum and the target's logit over the whole vocabulary, from those of each part."""
+    """Return the log-sum-exp and the target's logit over the whole vocabulary from those of each shard."""
     peak = region.all_reduce_max(log_sum_T)
     total, chosen = region.all_reduce_sum(torch.stack((torch.exp(log_sum_T - peak), chosen_T.to(peak.dtype))))
     return total.log() + peak, chosen
@@ -222,7 +222,7 @@ def vocabulary_loss(
 def whole_logits(
     hidden: Tensor, weight: nn.Parameter, region: Region, vocab_size: int, bias: nn.Parameter | None = None
 ) -> Tensor:
-    """The logits of the whole vocabulary on every rank, for generation and for whoever wants them; autograd's.
+    """Return the logits of the whole vocabulary on every rank, with autograd's gradient.
 
     Shapes: hidden [..., D], a part of the sequence where the region holds parts -> [..., V], of the whole sequence.
     """

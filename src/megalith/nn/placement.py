@@ -107,7 +107,7 @@ class Shard:
 
 
 def shard(extent: int, size: int, index: int, *, even: bool = True, share: bool = False) -> Shard:
-    """The part of `extent` that the index-th of `size` ranks holds.
+    """Return the range of `extent` that the index-th of `size` ranks holds.
 
     The parts are equal, or with `even` False the first ones longer by one. With `share` and more ranks than there is to
     divide, several neighbours hold the same single part.
@@ -142,12 +142,12 @@ class Piece:
 
 
 def dim_of(placement: Placement) -> int:
-    """The tensor dimension that pieces are counted along."""
+    """Return the tensor dimension that a placement divides."""
     return 0 if isinstance(placement, Replicated) else placement.dim
 
 
 def local_pieces(placement: Placement, extent: int, size: int, index: int) -> list[Piece]:
-    """The rows that a rank holds, in the order in which it holds them; together the whole tensor of this rank.
+    """Return the rows that a rank holds, in the order in which it holds them; together its whole local tensor.
 
     `extent` is that of the global tensor along `dim_of(placement)`, `size` and `index` are of the tensor-parallel axis.
 
@@ -198,7 +198,7 @@ def _with(shape: Sequence[int], dim: int, extent: int) -> tuple[int, ...]:
 
 
 def global_shape(local: Sequence[int], placement: Placement, size: int) -> tuple[int, ...]:
-    """The shape of the global tensor of which a rank holds a tensor of shape `local`."""
+    """Return the shape of the global tensor of which a rank holds a tensor of shape `local`."""
     if isinstance(placement, Replicated):
         return tuple(local)
     extent = None if isinstance(placement, Fused) else placement.extent
@@ -206,7 +206,7 @@ def global_shape(local: Sequence[int], placement: Placement, size: int) -> tuple
 
 
 def local_part(whole: Tensor, placement: Placement, size: int, index: int) -> Tensor:
-    """What a rank holds of a global tensor; `whole` itself or a view where it is in one piece."""
+    """Return a rank's shard of a global tensor; `whole` itself or a view if it is one piece."""
     dim = dim_of(placement)
     pieces = local_pieces(placement, whole.shape[dim], size, index)
     parts = [whole.narrow(dim, piece.whole, piece.length) for piece in pieces]

@@ -57,7 +57,7 @@ class Recompute:
     parts: frozenset[str] = frozenset()
 
     def groups(self, layers: int) -> Iterator[Group]:
-        """The layers of a stage that has `layers`, in order; the last group of a uniform division may be smaller."""
+        """Return the groups of a stage's layers, in order; the last group of a uniform division may be smaller."""
         if not self.method:
             yield Group(range(layers), again=False)
             return
@@ -141,7 +141,7 @@ class RecomputedNorm:
         self.output: Tensor = norm(x)
 
     def not_kept(self) -> AbstractContextManager[None]:
-        """Where it is about to be kept for the backward pass, the input is kept instead."""
+        """Keep the input in place of the output that autograd is about to save."""
         norm, x, where, shape = self._norm, self._x.detach(), self.output.data_ptr(), self.output.shape
 
         def keep(tensor: Tensor) -> Tensor | None:
@@ -191,7 +191,7 @@ class RecomputedOutputs:
         return self._found
 
     def not_kept(self) -> AbstractContextManager[None]:
-        """Where an output, or a view of it, is about to be kept for the backward pass, its place is kept instead."""
+        """Keep a reference in place of each output, or view of it, that autograd is about to save."""
         memory = {x.untyped_storage().data_ptr(): number for number, x in enumerate(self.outputs) if x.numel()}
         again, self.outputs = self._again, ()  # else the graph would keep them for its own node
 

@@ -38,7 +38,7 @@ class Vocabulary:
         return self._project(_Whole.apply(hidden, self._region, False))
 
     def log_sum_exp(self, logits: Tensor) -> Tensor:
-        """The logarithm of the sum of exponentials over the whole vocabulary. [..., V here] -> [...], at least fp32."""
+        """Return the log-sum-exp over the whole vocabulary. [..., V of this rank] -> [...], at least fp32."""
         own = logits.to(at_least_fp32(logits.dtype)).logsumexp(-1)
         if self._region.size == 1:
             return own
@@ -46,21 +46,21 @@ class Vocabulary:
         return self._region.all_reduce_sum((own - peak).exp()).log() + peak
 
     def chosen(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """The logits of tokens, wherever these are. [..., V here], [...] -> [...], at least fp32."""
+        """Return the logits of tokens, of whichever rank. [..., V of this rank], [...] -> [...], at least fp32."""
         rows, elsewhere = local_rows(ids, self._region.shard(self.size, even=False), self.size)
         own = logits.gather(-1, rows[..., None]).squeeze(-1).to(at_least_fp32(logits.dtype))
         return self._region.all_reduce_sum(own.masked_fill(elsewhere, 0.0))
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss of each token. [..., V here], [...] -> [...], at least fp32."""
+        """Return the loss of each token. [..., V of this rank], [...] -> [...], at least fp32."""
         return self.log_sum_exp(logits) - self.chosen(logits, labels)
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
-        """The elementwise sum over the ranks; the gradient passes."""
+        """Return the elementwise sum over the ranks; the gradient passes."""
         return self._region.all_reduce_sum(x)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
-        """The elementwise maximum over the ranks, without a gradient."""
+        """Return the elementwise maximum over the ranks, without a gradient."""
         return self._region.all_reduce_max(x.detach())
 
 
@@ -92,7 +92,7 @@ def registered_loss(
     region: Region,
     vocab_size: int,
 ) -> Tensor:
-    """The loss of each token [B, S] by a registered function; arguments as of `nn.loss.vocabulary_loss`.
+    """Return the loss of each token [B, S] by a registered function; arguments as of `nn.loss.vocabulary_loss`.
 
     Raises:
         ConfigError: As of `checked`.

@@ -20,7 +20,7 @@ from megalith.nn.region import Region
 
 
 def buckets(distances: Tensor, num_buckets: int, max_distance: int, *, both_ways: bool) -> Tensor:
-    """The bucket of each distance, that is the position of the key minus that of the query. [...] -> [...], int64.
+    """Return the bucket of each distance, the position of the key minus that of the query. [...] -> [...], int64.
 
     The logarithms are in fp32 in the order of Megatron's operations, so that the borders of buckets fall alike.
     """

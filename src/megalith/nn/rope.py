@@ -24,7 +24,7 @@ class Scaling(Protocol):
 
     @property
     def amplitude(self) -> float:
-        """What the rotated part of a head is multiplied by."""
+        """Factor of the rotated part of a head."""
         ...
 
     def scaled(self, frequencies: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Yarn:
         return (growth * self.mscale + 1.0) / (growth * self.mscale_all_dim + 1.0)
 
     def _number_of(self, turns: float, size: int) -> float:
-        """The number of the frequency, not a whole one, that turns so often over the original length."""
+        """Return the fractional index of the frequency that turns this often over the original length."""
         return size * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
     def scaled(self, frequencies: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class LongContext:
         return 1.0
 
     def scaled(self, frequencies: Tensor) -> Tensor:
-        """The frequencies to use, in radians per position."""
+        """Return the scaled frequencies, in radians per position."""
         waves = 2 * math.pi / frequencies
         share = (self.original / waves - self.low) / (self.high - self.low)
         stretched = torch.where(waves > self.original / self.low, frequencies / self.factor, frequencies)

@@ -120,7 +120,7 @@ class _Attach(torch.autograd.Function):
 
 
 def balancing_scores(logits_TE: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
-    """What the losses look at: scores over all experts that sum to one, and how often each is among the K best.
+    """Return scores over all experts that sum to one, and how often each is among the K best.
 
     The bias for the choice, groups and capacities do not matter here.
 
@@ -150,5 +150,5 @@ def switch_loss(scores_TE: Tensor, load_E: Tensor, rule: RoutingRule, *, scored:
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:
-    """The mean over tokens of the squared log-sum-exp of the logits."""
+    """Return the mean over tokens of the squared log-sum-exp of the logits."""
     return torch.logsumexp(at_least(logits_TE), dim=-1).square().mean()

@@ -81,14 +81,14 @@ class Experts(nn.Module):
 
 
 def experts_within(model: nn.Module) -> Iterator[tuple[str, Experts]]:
-    """The experts of each layer of a model, with the prefix of the names of their parameters."""
+    """Yield the experts of each layer of a model, with the prefix of the names of their parameters."""
     for name, module in model.named_modules():
         if isinstance(module, Experts):
             yield f"{name}.", module
 
 
 def region_of(name: str, model: nn.Module) -> Region:
-    """The ranks that share a parameter of a model: its experts may have others than the rest of it."""
+    """Return the tensor-parallel region of a parameter: that of experts may differ from that of the layers."""
     for prefix, experts in experts_within(model):
         if name.startswith(prefix):
             return experts.region
@@ -97,7 +97,7 @@ def region_of(name: str, model: nn.Module) -> Region:
 
 
 def name_among_all(name: str, model: nn.Module) -> str:
-    """The name of a parameter with the number of its expert among all of the layer, where it is of one."""
+    """Return the name of a parameter, for an expert's with its number among all experts of the layer."""
     for prefix, experts in experts_within(model):
         if name.startswith(prefix):
             kind, number, rest = name.removeprefix(prefix).split(".", 2)

@@ -29,7 +29,7 @@ _CAPABILITY = (8, 0)  # of the GPU, from which bf16 is multiplied natively
 
 
 def _one_kernel(x_NI: Tensor, weights_OI: Sequence[Tensor]) -> bool:
-    """Whether there is a kernel for these factors."""
+    """Return whether torch has a grouped kernel for these factors."""
     sizes = weights_OI[0].shape
     return (
         _grouped_mm is not None

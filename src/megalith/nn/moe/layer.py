@@ -137,7 +137,7 @@ class SharedExpert(FeedForward):
         self.gate_weight = nn.Parameter(torch.empty(1, hidden_size, **factory)) if gated else None
 
     def placements(self) -> dict[str, Placement]:
-        """The gate is whole on every rank."""
+        """Return the placement of the gate: whole on every rank."""
         return {} if self.gate_weight is None else {"gate_weight": Replicated()}
 
     def forward(self, x_SBD: Tensor) -> Tensor:

@@ -29,16 +29,16 @@ class Order:
 
     @property
     def token_N(self) -> Tensor:
-        """The token of each row; a token stands in as many rows as experts take it."""
+        """Token of each row; a token is in as many rows as experts take it."""
         return torch.div(self.slot_N, self.row_TK.shape[1], rounding_mode="floor")
 
     @property
     def dropped(self) -> bool:
-        """Whether any choice is left out."""
+        """True if any choice is left out."""
         return self.slot_N.numel() < self.row_TK.numel()
 
     def rows_of(self, values_TK: Tensor) -> Tensor:
-        """What stands at each choice, in the order of the rows, [N]; the gradient passes."""
+        """Return the entries of the choices in the order of the rows, [N]; the gradient passes."""
         return values_TK.flatten().index_select(0, self.slot_N)
 
 

@@ -110,7 +110,7 @@ class Router(nn.Module):
         self.mean_loads.clear()
 
     def forward(self, x_SBD: Tensor) -> Choice:
-        """The choice of the tokens, flattened to T = S B."""
+        """Choose the experts of the tokens, flattened to T = S B."""
         settings = self.settings
         learning = self.training and torch.is_grad_enabled()
         x_TD = x_SBD.reshape(-1, x_SBD.shape[-1])
@@ -150,7 +150,7 @@ class Router(nn.Module):
             self.offset_batches += 1
 
     def _balanced(self, choice: Choice, logits_TE: Tensor, length: int) -> Tensor:
-        """The weights, with the balancing losses of these tokens attached."""
+        """Return the weights, with the balancing losses of these tokens attached."""
         rule, peers, weights_TK = self.settings.rule, self.peers, choice.weights_TK
         scores_TE, best_TE = balancing_scores(logits_TE, rule)
         if rule.own is not None:
@@ -173,7 +173,7 @@ class Router(nn.Module):
         return weights_TK
 
     def _mean_load(self, best_TE: Tensor) -> Tensor:
-        """The load of a micro-batch of all ranks, on average over the step so far."""
+        """Return the load of a micro-batch over all ranks, averaged over the step so far."""
         self.step_load_E += self.peers.sum_of_step(best_TE.sum(0))
         self.micro_batches += 1
         load_E = self.step_load_E / self.micro_batches

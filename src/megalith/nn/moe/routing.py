@@ -80,7 +80,7 @@ class Choice:
 
 
 def choose(logits_TE: Tensor, rule: RoutingRule, *, bias_E: Tensor | None = None, training: bool = True) -> Choice:
-    """The experts of each token by their logits.
+    """Choose the experts of each token by their logits.
 
     Args:
         logits_TE: in the dtype that routing computes in.
@@ -114,7 +114,7 @@ def choose(logits_TE: Tensor, rule: RoutingRule, *, bias_E: Tensor | None = None
 
 
 def _choose_by_own(logits_TE: Tensor, own: Registered, top_k: int) -> Choice:
-    """The choice of a registered function; ConfigError if it returns something else."""
+    """Choose by a registered function; ConfigError if it returns something else."""
     found, wanted = own(logits_TE, top_k), (len(logits_TE), top_k)
     parts = found if isinstance(found, tuple) else (found,)
     shapes = [(tuple(part.shape), part.dtype) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
@@ -137,7 +137,7 @@ def _softmax(x: Tensor) -> Tensor:
 
 
 def best_experts(scores_TE: Tensor, rule: RoutingRule) -> Tensor:
-    """The K experts with the greatest scores [T, K], of the best groups only where there are groups."""
+    """Return the K experts with the greatest scores [T, K], from the best groups only if there are groups."""
     scores_TE = scores_TE.detach()
     if rule.top_groups is not None:
         assert rule.groups is not None, "a rule of the configuration"
@@ -150,7 +150,7 @@ def best_experts(scores_TE: Tensor, rule: RoutingRule) -> Tensor:
 
 
 def quantile_offsets(logits_TE: Tensor, rule: RoutingRule, offsets_E: Tensor) -> Tensor:
-    """What would have to be taken from the logits of each expert for all to be chosen alike by these tokens, [E].
+    """Return the offsets [E] to subtract from the logits so that these tokens choose all experts alike.
 
     A token chooses an expert whose logit is above what the best of the others that it leaves has, with `offsets_E`
     taken from all. By how much each expert is above that is looked at over the tokens; the T K / E of them where it is
@@ -172,7 +172,7 @@ def _choose_by_sinkhorn(logits_TE: Tensor, rule: RoutingRule, *, training: bool)
 
 
 def sinkhorn_plan(logits_TE: Tensor, tolerance: float = 1e-4) -> Tensor:
-    """The matrix exp(logits), rows and columns scaled in turn until all rows and all columns sum alike (Sinkhorn 1964).
+    """Return exp(logits) with rows and columns scaled in turn until all rows and columns sum alike (Sinkhorn 1964).
 
     It ends when the scales of the columns move by no more than `tolerance` on average, and where they do not settle
     (logits that are not finite or far apart) after a thousand rounds.
@@ -190,7 +190,7 @@ def sinkhorn_plan(logits_TE: Tensor, tolerance: float = 1e-4) -> Tensor:
 
 
 def capacity(tokens: int, rule: RoutingRule) -> int:
-    """How many of `tokens` one expert takes."""
+    """Return the most of `tokens` that one expert takes."""
     assert rule.capacity_factor is not None
     return math.ceil(tokens * rule.top_k / rule.experts * rule.capacity_factor)
 
