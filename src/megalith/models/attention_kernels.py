@@ -19,8 +19,7 @@ passes with 128 queries 14 ms against 8 at 512 keys and 3.2 against 2.2 at 128, 
 
 
 def attend_by_device(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: AttentionRule = PLAIN) -> Tensor:
-    """Attend by the fastest exact kernel: on a CPU blocked or whole products where torch SDPA has no fused kernel, else
-    SDPA.
+    """Attend by the fastest exact kernel: on a CPU blocked or whole products where SDPA is not fused, else SDPA.
 
     Blocks are for causal attention in bf16, with dropout or with a window; whole matrices for what sees later keys or
     has a mask, with dropout, with a bias that learns, or with few scores.
@@ -69,10 +68,7 @@ def attend_by_device(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: Atte
 
 
 def _whole(q: Tensor, k: Tensor, dropout: float, rule: AttentionRule) -> bool:
-    """Return whether products of whole matrices are faster in training than torch SDPA.
-
-    On a CPU SDPA has no fused kernel for dropout or a learned bias, and a slow one for few queries or keys.
-    """
+    """Return whether whole products train faster than SDPA, which on a CPU does not fuse dropout or a learned bias."""
     if rule.plain or rule.sink_H is not None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     bias = rule.bias()

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megalith.config import ModelConfig
-from megalith.models import (
-    huggingface_bert,
-    huggingface_deepseek,
-    huggingface_gpt2,
-    huggingface_llama,
-    huggingface_t5,
-)
+from megalith.models import huggingface_bert, huggingface_deepseek, huggingface_gpt2, huggingface_llama, huggingface_t5
 from megalith.models.bert import Bert
 from megalith.models.gpt import GPT
 from megalith.models.language_model import LanguageModel
@@ -22,9 +16,8 @@ MODELS: Mapping[str, type[LanguageModel]] = {"gpt": GPT, "bert": Bert, "t5": T5}
 """Name of a family, as `--model-family` has it -> its class."""
 
 _FORMATS = (huggingface_gpt2, huggingface_llama, huggingface_deepseek, huggingface_bert, huggingface_t5)
-# In the order in which `huggingface.family_for` tries them.
 HUGGING_FACE = {family.model_type: family for module in _FORMATS for family in module.FAMILIES}
-"""`model_type` of a config.json -> its family in Hugging Face's format."""
+"""`model_type` of a config.json -> its family in Hugging Face's format, in the order in which exports try them."""
 
 
 def model_class(config: ModelConfig) -> Callable[..., LanguageModel]:

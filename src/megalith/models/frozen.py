@@ -43,9 +43,7 @@ class FrozenLayers:
         self._norm = None if decoder.final_layernorm is None else _norm(decoder.final_layernorm)
 
     def __call__(self, x_S1D: Tensor, rope: Rotation | None, cache: KVCache) -> Tensor:
-        """Return the hidden states after the layers, [S, 1, D] -> [S, 1, D]; other arguments as of
-        `Transformer.forward`.
-        """
+        """Apply the layers, [S, 1, D] -> [S, 1, D]; other arguments as of `Transformer.forward`."""
         x_SD, caches = x_S1D.squeeze(1), cache.layers
         for layer, own in zip(self._layers, caches, strict=True):
             x_SD = layer(x_SD, rope, own)

@@ -29,12 +29,9 @@ from megalith.registry import Registered
 
 
 class GPT(GenerativeModel):
-    """A decoder-only language model, or one stage of it; arguments as of `LanguageModel`.
+    """A decoder-only language model, or one stage of it; arguments as of `LanguageModel`."""
 
-    A family with other residual connections overrides `block_class`.
-    """
-
-    block_class: ClassVar[type[Block]] = Block
+    block_class: ClassVar[type[Block]] = Block  # families with other residual connections override it
 
     def _build(self, peers: Peers, recompute: Recompute | None) -> None:
         config, stage = self.config, self.stage

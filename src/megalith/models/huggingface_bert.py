@@ -130,9 +130,7 @@ class _Bert(Family):
 
 
 def _layer(model: ModelConfig, layer: int, *, published: bool) -> Iterator[TheirTensor]:
-    """Yield the tensors of a layer; published BERT has its norms after the residual sums, Megatron's before the
-    branches.
-    """
+    """Yield the tensors of a layer; published BERT has post-norm layers, Megatron's BERT pre-norm layers."""
     theirs, ours, hidden = f"bert.encoder.layer.{layer}.", f"encoder.layers.{layer}.", model.hidden_size
     last, behind = layer == model.num_layers - 1, f"encoder.layers.{layer + 1}.input_layernorm"
     if not published:

@@ -80,11 +80,7 @@ def of_decoder(
     layer: Callable[[ModelConfig, int], Iterable[TheirTensor]],
     ahead: Iterable[TheirTensor] = (),
 ) -> Iterator[TheirTensor]:
-    """Yield the tensors of a decoder.
-
-    `names` are those of the "words", "norm", "positions" and "output" weights, `ahead` are the tensors of multi-token
-    prediction.
-    """
+    """Yield the tensors of a decoder; `names` are those outside of layers, `ahead` those of multi-token prediction."""
     hidden = model.hidden_size
     yield whole(names["words"], (vocab_size, hidden), "embedding.word_embeddings.weight")
     if model.position_embedding_type == "learned_absolute":
@@ -129,9 +125,7 @@ def gated(theirs: str, ours: str, model: ModelConfig, size: int) -> Iterator[The
 
 
 def heads(model: ModelConfig, letter: str, first: int, parameter: str) -> tuple[Part, ...]:
-    """Return the parts of the heads of one kind, which start at row `first` of their tensor, in the fused projection:
-    one part per group.
-    """
+    """Return the parts, one per group, of heads of one kind that start at row `first` of their fused projection."""
     size, queries = model.head_size, model.num_attention_heads // model.query_groups
     rows = queries * size if letter == "q" else size
     inside = {"q": 0, "k": queries * size, "v": (queries + 1) * size}[letter]

@@ -47,8 +47,7 @@ class FlatLayout:
 
     def bucket_of(self, name: str) -> Bucket:
         """Return the bucket of a parameter."""
-        span = bisect_right(self.buckets, self.offsets[name], key=lambda bucket: bucket.start) - 1
-        return self.buckets[span]
+        return self.buckets[bisect_right(self.buckets, self.offsets[name], key=lambda bucket: bucket.start) - 1]
 
     def view(self, flat: Tensor, name: str, origin: int = 0) -> Tensor:
         """Return the view of a parameter in memory whose first element is element `origin` of the layout."""
@@ -71,9 +70,8 @@ def lay_out(
     buckets: list[Bucket] = []
     end = 0
     for kind in sorted({kinds.get(name, ()) for name in shapes}):
-        for names in _fill_buckets(
-            ((name, prod(shapes[name])) for name in shapes if kinds.get(name, ()) == kind), bucket_size
-        ):
+        sizes = ((name, prod(shape)) for name, shape in shapes.items() if kinds.get(name, ()) == kind)
+        for names in _fill_buckets(sizes, bucket_size):
             start = end
             for name in names:
                 offsets[name] = end

@@ -301,11 +301,7 @@ class _WriteCounter:
 
 
 def _weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """Return a hook with a weak reference to the method's object.
-
-    Hooks of tensors hide their references from Python's garbage collector, so that the memory and the process groups of
-    a discarded optimizer would stay for ever.
-    """
+    """Return a hook with a weak reference to the method's object, whose memory tensors' hooks would keep for ever."""
     reference = weakref.WeakMethod(method)
 
     def hook(parameter: Tensor) -> None:

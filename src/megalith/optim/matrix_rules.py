@@ -285,7 +285,7 @@ class Soap(UpdateRule):
     def _update_bases(
         self, factors: Sequence[Tensor], bases: Sequence[Tensor], squares: Tensor, *, first: bool
     ) -> Tensor:
-        """Update the eigenvectors in place; return the second moment in the order of the new ones."""
+        """Update the eigenvectors in place; return the second moment in their new order."""
         for dim, (factor, basis) in enumerate(zip(factors, bases, strict=True)):
             steps = torch.arange(1, len(factor) + 1, dtype=factor.dtype, device=factor.device) / len(factor)
             definite = factor + torch.diag(steps.flip(0) * (self.tie_breaker * factor.diagonal().mean()))

@@ -242,9 +242,7 @@ class Optimizer:
                 main.copy_(self._weights[name])
 
     def track_state_dict_loads(self, modules: Sequence[nn.Module]) -> None:
-        """Copy loaded weights to the main parameters after `load_state_dict`; the next step would undo the load
-        otherwise.
-        """
+        """Copy loaded weights to the main parameters after `load_state_dict`; the next step would undo the load."""
         for root in modules:
             for prefix, module in root.named_modules():
                 names = {name: f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)}

@@ -40,7 +40,6 @@ from megalith.layout import balanced_positions
 from megalith.nn.attend import AttentionKernel, AttentionRule, expand_groups
 from megalith.nn.attention import ContextParallelAttention
 from megalith.nn.cache import LayerCache
-from megalith.nn.documents import Documents
 from megalith.nn.precision import at_least_fp32, product_dtype
 
 
@@ -104,33 +103,24 @@ def _sequence_first(x_BHSK: Tensor) -> Tensor:
     return x_BHSK.permute(2, 0, 1, 3)
 
 
-@dataclass(frozen=True)
-class _BlockRule:
-    """Scale, window and documents of an `AttentionRule`, applied to the blocks of a ring."""
+def _block_mask(rule: AttentionRule, block: Block, axis: Axis, q: Tensor) -> Tensor | None:
+    """Return the mask of a block, True where a key is masked; None if `block.causal` suffices.
 
-    scale: float | None
-    window: int | None
-    documents: Documents | None = None
-
-    def masked(self, block: Block, axis: Axis, q: Tensor) -> Tensor | None:
-        """Return the mask of a block, True where a key is masked; None if `block.causal` suffices.
-
-        Shapes: [Q, S], with documents [B, 1, Q, S]; a block is 1 / n^2 or 2 / n^2 of the mask of whole sequences.
-        """
-        length, device = q.shape[0] * axis.size, q.device
-        limited = self.window is not None and self.window < length - 1
-        if not limited and self.documents is None:
-            return None
-        queries = positions_of(length, axis.size, axis.index, device)[block.queries]
-        keys = positions_of(length, axis.size, block.source, device)[block.keys]
-        distance = queries[:, None] - keys
-        mask = distance < 0
-        if self.window is not None:
-            mask |= distance > self.window
-        if self.documents is None:
-            return mask
-        ids_BS = self.documents.ids_BS
-        return mask | (ids_BS[:, None, queries, None] != ids_BS[:, None, None, keys])
+    Shapes: [Q, S], with documents [B, 1, Q, S]; a block is 1 / n^2 or 2 / n^2 of the mask of whole sequences.
+    """
+    length, device = q.shape[0] * axis.size, q.device
+    if not rule.limits(length) and rule.documents is None:
+        return None
+    queries = positions_of(length, axis.size, axis.index, device)[block.queries]
+    keys = positions_of(length, axis.size, block.source, device)[block.keys]
+    distance = queries[:, None] - keys
+    mask = distance < 0
+    if rule.window is not None:
+        mask |= distance > rule.window
+    if rule.documents is None:
+        return mask
+    ids_BS = rule.documents.ids_BS
+    return mask | (ids_BS[:, None, queries, None] != ids_BS[:, None, None, keys])
 
 
 class _RingAttentionFunction(torch.autograd.Function):
@@ -145,7 +135,7 @@ class _RingAttentionFunction(torch.autograd.Function):
         sink: Tensor | None,
         axis: Axis,
         dropout: Dropout | None,
-        rule: _BlockRule,
+        rule: AttentionRule,
     ) -> Tensor:
         blocks = ring_blocks(axis.size, axis.index, q.shape[0])
         q_BHSK, wide = _heads_first(q.to(product_dtype(q))), at_least_fp32(q.dtype)
@@ -158,7 +148,7 @@ class _RingAttentionFunction(torch.autograd.Function):
                 q_BHSK[:, :, block.queries],
                 *map(_heads_first, kv[:, block.keys].to(q_BHSK.dtype)),
                 causal=block.causal,
-                hidden=rule.masked(block, axis, q),
+                hidden=_block_mask(rule, block, axis, q),
                 scale=rule.scale,
                 dropout=_block_dropout(dropout, axis, step),
             )
@@ -188,7 +178,7 @@ class _RingAttentionFunction(torch.autograd.Function):
                 *map(_heads_first, kv[:, block.keys].to(dtype)),
                 *(x[:, :, block.queries] for x in (context, lse)),
                 causal=block.causal,
-                hidden=ctx.rule.masked(block, axis, q),
+                hidden=_block_mask(ctx.rule, block, axis, q),
                 scale=ctx.rule.scale,
                 dropout=_block_dropout(ctx.dropout, axis, step),
             )
@@ -207,10 +197,7 @@ class _RingAttentionFunction(torch.autograd.Function):
 
 
 def _sink_gradient(sink_H: Tensor | None, lse_BHQ: Tensor, context: Tensor, grad: Tensor) -> Tensor | None:
-    """Return the gradient of the sinks [H]: minus the sum over queries of the sink's weight x (dO . O).
-
-    A sink takes weight from all keys and contributes no value.
-    """
+    """Return the gradient of the sinks [H]: minus the sum over queries of the sink's weight x (dO . O)."""
     if sink_H is None:
         return None
     weight = torch.exp(sink_H.to(lse_BHQ.dtype)[None, :, None] - lse_BHQ)
@@ -233,9 +220,8 @@ class RingAttention(_BalancedPositions):
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, kernel: AttentionKernel, rule: AttentionRule
     ) -> Tensor:
         assert rule.plain, "config/rules refuses ring attention with others"
-        block_rule = _BlockRule(rule.scale, rule.window, rule.documents)
-        draws = Dropout.draw(dropout)
-        context: Tensor = _RingAttentionFunction.apply(q, k, v, rule.sink_H, self.axis, draws, block_rule)
+        sink, rule = rule.sink_H, replace(rule, sink_H=None)
+        context: Tensor = _RingAttentionFunction.apply(q, k, v, sink, self.axis, Dropout.draw(dropout), rule)
         return context
 
 

@@ -14,7 +14,7 @@ of the encoder input; those of the answer follow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -88,9 +88,8 @@ class CacheView:
             positions += range(start - padded, stop - padded)
             new_rows += [chunk.blocks[p // size] * size + p % size for p in range(start, stop)]
             rows = _rows_of(chunk.blocks[padded // size : -(-stop // size)], size, stop - padded, device)
-            encoder_rows = None
-            if padded:
-                encoder_rows = _rows_of(chunk.blocks[: padded // size], size, chunk.encoder_length, device)
+            encoder_blocks = chunk.blocks[: padded // size]
+            encoder_rows = _rows_of(encoder_blocks, size, chunk.encoder_length, device) if padded else None
             end = begin + stop - start
             self.spans.append(_Span(begin, end, stop - padded, rows, encoder_rows))
             begin = end
@@ -98,9 +97,8 @@ class CacheView:
         self.length = max(span.length for span in self.spans)
         # One stretch of rows is written through a view, any other set of rows by index.
         together = new_rows[-1] - new_rows[0] == len(new_rows) - 1 and len(self.spans) == 1
-        self.rows: slice | Tensor = (
-            slice(new_rows[0], new_rows[-1] + 1) if together else torch.tensor(new_rows, device=device)
-        )
+        stretch = slice(new_rows[0], new_rows[-1] + 1)
+        self.rows: slice | Tensor = stretch if together else torch.tensor(new_rows, device=device)
         self.masks: dict[tuple[int, int], Tensor] = {}
         self.layers = [
             LayerCacheView(self, *buffers) for buffers in zip(cache.layer_keys, cache.layer_values, strict=True)
@@ -126,21 +124,15 @@ class CacheView:
         return self.masks[new, length]
 
 
+@dataclass(eq=False, slots=True)
 class _Span:
-    """The new tokens of one sequence in a batch, and where its keys and values are.
+    """The new tokens [begin, end) of a batch that belong to one sequence, and the rows of its keys and values."""
 
-    Attributes:
-        begin, end: Of its new tokens among those of the batch.
-        length: Of the sequence, new tokens included.
-        rows, encoder_rows: Of the buffers, with the keys and values of the sequence and of its encoder input.
-    """
-
-    __slots__ = ("begin", "encoder_rows", "end", "length", "rows")
-
-    def __init__(
-        self, begin: int, end: int, length: int, rows: slice | Tensor, encoder_rows: slice | Tensor | None = None
-    ) -> None:
-        self.begin, self.end, self.length, self.rows, self.encoder_rows = begin, end, length, rows, encoder_rows
+    begin: int
+    end: int
+    length: int  # of the sequence, new tokens included
+    rows: slice | Tensor
+    encoder_rows: slice | Tensor | None  # of its encoder input
 
 
 def _rows_of(blocks: Sequence[int], size: int, length: int, device: torch.device) -> slice | Tensor:
@@ -199,10 +191,8 @@ class LayerCacheView:
         dtype, source = product_dtype(q_QHK), q_QHK.dtype
         q, k, v = (x if dtype == source else x.to(dtype) for x in (q_QHK, k_GSK, v_GSK))
         if new == 1:  # the queries of a group see the same keys: they take the place of positions
-            context = scaled_dot_product_attention(
-                q.view(1, groups, heads // groups, size), k[None], v[None], scale=scale
-            )
-            return context.reshape(1, heads, size).to(source)
+            q = q.view(1, groups, heads // groups, size)
+            return scaled_dot_product_attention(q, k[None], v[None], scale=scale).reshape(1, heads, size).to(source)
         if groups != heads:
             k, v = (x.repeat_interleave(heads // groups, dim=0) for x in (k, v))
         whole = new == span.length

@@ -132,12 +132,8 @@ class Engine:
         *,
         decoder_prompt: DecoderPrompt | None = None,
     ) -> None:
-        self.runner, self.tokenizer, self.limits, self.decoder_prompt = (
-            runner,
-            tokenizer,
-            limits or Limits(),
-            decoder_prompt,
-        )
+        self.runner, self.tokenizer, self.limits = runner, tokenizer, limits or Limits()
+        self.decoder_prompt = decoder_prompt
         self.vocab_size = min(tokenizer.vocab_size, runner.vocab_size)
         self._scheduler = Scheduler(
             BlockPool(runner.num_blocks, runner.block_size),
@@ -201,10 +197,8 @@ class Engine:
         if self.decoder_prompt is None:
             return Sequence(tokens, length + new, 0 if request.prompt_logprobs else length - 1, width)
         tokens += [0] * (padded_to_blocks(length, self.runner.block_size) - length) + [self.decoder_prompt.start]
-        block_table = BlockTable(root=chain_digest(b"text", request.prompt))
-        return Sequence(
-            tokens, len(tokens) + new, len(tokens) - 1, width, encoder_length=length, block_table=block_table
-        )
+        table = BlockTable(root=chain_digest(b"text", request.prompt))
+        return Sequence(tokens, len(tokens) + new, len(tokens) - 1, width, encoder_length=length, block_table=table)
 
     def _sample(self, handle: RequestHandle, index: int, seed: int, sequence: Sequence) -> _Sample:
         request = handle.request
@@ -438,9 +432,8 @@ class Engine:
 def _batch_chunk(chunk: ScheduledChunk, block_size: int) -> Chunk:
     sequence = chunk.sequence
     blocks = sequence.block_table.blocks[: -(-chunk.stop // block_size)]
-    return Chunk(
-        sequence.tokens[chunk.start : chunk.stop], chunk.start, blocks, chunk.num_logits, sequence.encoder_length
-    )
+    tokens = sequence.tokens[chunk.start : chunk.stop]
+    return Chunk(tokens, chunk.start, blocks, chunk.num_logits, sequence.encoder_length)
 
 
 def _row(sample: _Sample) -> Row:

@@ -20,7 +20,7 @@ from megalith.models.plain import PlainModel
 from megalith.models.transformer import Block
 from megalith.nn.loss import whole_logits
 from megalith.serve.cache import CacheView, EncoderCacheView, PagedKVCache
-from megalith.serve.runner import Batch, Chunk
+from megalith.serve.runner import Batch, Chunk, Runner
 from megalith.serve.scheduler import padded_to_blocks
 from megalith.tokenizers import Tokenizer
 
@@ -39,7 +39,7 @@ def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
     return -(-tokens // block_size)
 
 
-class ModelRunner:
+class ModelRunner(Runner):
     """A model, or the pipeline stage of it on this rank, with its KV cache.
 
     Args:
@@ -107,12 +107,6 @@ class ModelRunner:
                 hidden = hidden[rows]
             return whole_logits(hidden, model.output_weight, model.region, model.vocab_size, model.output_bias)
 
-    def ping(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
 
 class _TokenCache:
     """Tokens of all sequences in blocks, in place of their keys and values."""
@@ -138,8 +132,8 @@ class _TokenCache:
         return found
 
 
-class PlainRunner:
-    """A `Runner` of a plain module, which recomputes the whole sequence for each new token."""
+class PlainRunner(Runner):
+    """The runner of a plain module, which recomputes the whole sequence for each new token."""
 
     def __init__(self, model: PlainModel, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
         self.model = model.eval()
@@ -154,12 +148,6 @@ class PlainRunner:
                 if chunk.num_logits:
                     rows.append(self.model(sequence_S[None].to(self.model.device))[0, -chunk.num_logits :])
             return torch.cat(rows) if rows else torch.empty(0, self.vocab_size, device=self.model.device)
-
-    def ping(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def runner_of(

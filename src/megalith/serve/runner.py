@@ -41,12 +41,12 @@ class Runner(Protocol):
         ...
 
     def ping(self) -> None:
-        """Send the other ranks a heartbeat; without one they assume that this rank has died."""
-        ...
+        """Send other ranks, if any, a heartbeat; without one they assume that this rank has died."""
+        return
 
     def close(self) -> None:
-        """End the loops of the other ranks."""
-        ...
+        """End the loops of other ranks, if any."""
+        return
 
 
 def decoding_step(runner: Runner, *, encodes: bool = False) -> Batch:

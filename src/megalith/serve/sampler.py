@@ -1,12 +1,10 @@
 """Choice of the next token of each sequence from its logits, and of the next tokens of a beam search.
 
-What is chosen does not depend on other sequences.
+Sampling takes one uniform number u per token from the sequence's own stream, and the first token whose cumulative
+probability exceeds u. So a seed gives the same tokens in every batch and layout, and a rounding error of the logits
+changes a choice only if u is that close to a border.
 
 Shapes: B sequences, V vocabulary, N candidates.
-
-Chance enters as one uniform number u for each token, from the sequence's own stream: the first token whose cumulated
-probability exceeds u is chosen. So a seed means the same tokens in every batch and layout, and a rounding error of
-the logits changes a choice only where u falls that close to a border.
 """
 
 from __future__ import annotations

@@ -197,6 +197,11 @@ class Sequence:
     num_computed: int = 0  # first tokens whose keys and values are in the blocks
     block_table: BlockTable = field(default_factory=BlockTable)
 
+    @property
+    def num_uncomputed(self) -> int:
+        """Number of tokens without keys and values in the blocks."""
+        return len(self.tokens) - self.num_computed
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
@@ -269,29 +274,25 @@ class Scheduler:
             if budget is not None:
                 self._admit(budget, chunks, copies)
             # Beams that wait for one another may hold the blocks that the last of them needs.
-            idle = (
-                []
-                if chunks
-                else [sequence for sequence in self.running if sequence.num_computed == len(sequence.tokens)]
-            )
+            idle = [] if chunks else [sequence for sequence in self.running if not sequence.num_uncomputed]
             if not idle or (budget is not None and not any(map(_needs_logits, self.waiting))):
                 return Plan(chunks, copies)
             self._preempt(idle[-1])
 
     def _continue_running(self, chunks: list[ScheduledChunk], copies: list[tuple[int, int]]) -> int | None:
         """Plan the running sequences; return the tokens left for others, None if blocks have run out."""
-        ready = [sequence for sequence in self.running if sequence.num_computed < len(sequence.tokens)]
-        budget = self.step_tokens - sum(1 for sequence in ready if sequence.num_computed == len(sequence.tokens) - 1)
+        ready = [sequence for sequence in self.running if sequence.num_uncomputed]
+        budget = self.step_tokens - sum(sequence.num_uncomputed == 1 for sequence in ready)
         for sequence in ready:
             if not sequence.block_table.blocks:
                 break  # an older one has just preempted it and all after it
-            lacking = len(sequence.tokens) - sequence.num_computed
-            count = 1 if lacking == 1 else min(lacking, budget)
+            decodes = sequence.num_uncomputed == 1
+            count = 1 if decodes else min(sequence.num_uncomputed, budget)
             if count <= 0:
                 continue
             if not self._make_room(sequence, sequence.num_computed + count, copies):
                 return None  # it is the youngest: it keeps its blocks and waits
-            budget -= 0 if lacking == 1 else count
+            budget -= 0 if decodes else count
             chunks.append(self._chunk(sequence, count))
         return budget
 
@@ -305,21 +306,20 @@ class Scheduler:
                 self.blocks.publish(sequence.block_table, sequence.tokens, chunk.stop)
 
     def _chunk(self, sequence: Sequence, count: int) -> ScheduledChunk:
-        stop = sequence.num_computed + count
-        return ScheduledChunk(
-            sequence, sequence.num_computed, stop, max(0, stop - max(sequence.num_computed, sequence.num_scored))
-        )
+        start, stop = sequence.num_computed, sequence.num_computed + count
+        return ScheduledChunk(sequence, start, stop, max(0, stop - max(start, sequence.num_scored)))
 
     def _lacking_blocks(self, sequence: Sequence, stop: int) -> int:
         return -(-stop // self.blocks.size) - len(sequence.block_table.blocks)
 
     def _writes_shared(self, sequence: Sequence) -> bool:
         """Return whether the next token goes into a block that other sequences share."""
-        index = sequence.num_computed // self.blocks.size
-        return index < len(sequence.block_table.blocks) and self.blocks.refs[sequence.block_table.blocks[index]] > 1
+        index, blocks = sequence.num_computed // self.blocks.size, sequence.block_table.blocks
+        return index < len(blocks) and self.blocks.refs[blocks[index]] > 1
 
     def _make_room(self, sequence: Sequence, stop: int, copies: list[tuple[int, int]]) -> bool:
         """Allocate blocks for the tokens up to `stop`, preempting younger sequences; False if that is not enough."""
+        table = sequence.block_table
         while True:
             lacking, shared = self._lacking_blocks(sequence, stop), self._writes_shared(sequence)
             if lacking + shared <= self.blocks.free:
@@ -327,12 +327,10 @@ class Scheduler:
             if self.running[-1] is sequence:
                 return False
             self._preempt(self.running[-1])
-        if shared and (
-            copy := self.blocks.make_writable(sequence.block_table, sequence.num_computed // self.blocks.size)
-        ):
+        if shared and (copy := self.blocks.make_writable(table, sequence.num_computed // self.blocks.size)):
             copies.append(copy)
         if lacking > 0:
-            self.blocks.extend(sequence.block_table, lacking, self._lacking_blocks(sequence, sequence.limit))
+            self.blocks.extend(table, lacking, self._lacking_blocks(sequence, sequence.limit))
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -349,21 +347,18 @@ class Scheduler:
             sequence = next(filter(_needs_logits, self.waiting), None)
             if sequence is None or self.running and width + sequence.width > self.max_running:
                 return
-            reused, encoder_length = (
-                self._match_prefix(sequence),
-                padded_to_blocks(sequence.encoder_length, self.blocks.size),
-            )
+            reused, padded = self._match_prefix(sequence), padded_to_blocks(sequence.encoder_length, self.blocks.size)
             if self._lacking_blocks(sequence, len(sequence.tokens)) > self.blocks.free:
                 self.blocks.release(sequence.block_table)
                 return
             self.waiting.remove(sequence)
             insort(self.running, sequence, key=_order)
             sequence.num_computed = reused
-            self.reused += reused - (encoder_length - sequence.encoder_length if reused else 0)
+            self.reused += reused - (padded - sequence.encoder_length if reused else 0)
             width += sequence.width
             count = min(budget, len(sequence.tokens) - reused)
-            if reused < encoder_length:  # the encoder input at once, and the decoder's first token for its logits
-                count = max(count, encoder_length + 1)
+            if reused < padded:  # the encoder input at once, and the decoder's first token for its logits
+                count = max(count, padded + 1)
             room = self._make_room(sequence, reused + count, copies)
             assert room, "checked above"
             budget -= count
@@ -371,9 +366,8 @@ class Scheduler:
 
     def _match_prefix(self, sequence: Sequence) -> int:
         """Fill the table from the prefix cache; return the tokens found, of an encoder input all or none."""
-        reused = self.blocks.match(
-            sequence.block_table, sequence.tokens, min(sequence.num_scored, len(sequence.tokens) - 1)
-        )
+        limit = min(sequence.num_scored, len(sequence.tokens) - 1)
+        reused = self.blocks.match(sequence.block_table, sequence.tokens, limit)
         if reused < sequence.encoder_length:
             self.blocks.release(sequence.block_table)
             return 0

@@ -1,9 +1,8 @@
 """The thread that steps an engine, its answers as asyncio streams, and a watchdog of the ranks that share the model.
 
-The engine is touched by this thread only. Between two steps it takes what was asked meanwhile; events go to the event
-loop once a step. Where they are many, the next step waits until they are sent: the loop and the engine would otherwise
-fight for the interpreter at every packet. Where nothing is to be done it steps twice a second, so that other ranks hear
-that it lives.
+Only this thread uses the engine. Between two steps it executes the commands that were submitted; events go to the event
+loop once a step. After many events the next step waits until they are sent, because loop and engine would otherwise
+contend for the interpreter at every packet. An idle engine steps twice a second as a heartbeat for other ranks.
 """
 
 from __future__ import annotations

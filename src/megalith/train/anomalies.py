@@ -113,14 +113,9 @@ class AnomalyPolicy:
     def settle(
         self, attempt: Attempt, result: StepResult, take_step: TakeStep, notify: Callable[[BadStep], None]
     ) -> StepResult:
-        """Accept the first result of a step, or apply the policy to it.
+        """Accept the first result of a step, or apply the policy to it; BadStepError on every rank to stop the run.
 
-        Args:
-            take_step: Computes the step again.
-            notify: Receives the report of an anomaly.
-
-        Raises:
-            BadStepError: on every rank, if the run is to stop.
+        `take_step` recomputes the step, `notify` receives the report of an anomaly.
         """
         state, attempt.loss_sums = self.state, self._sums.last
         self.injector.active = self.injector.active and self.injector.kind == "persistent_error"

@@ -194,10 +194,7 @@ def _groups(groups: Sequence[Mapping[str, Any]], state: TrainState) -> list[Mapp
 
 
 def _by_experts(state: TrainState) -> bool:
-    """Return whether random states have a key per expert-parallel rank of a (tensor, pipeline) place.
-
-    They have none where the tensor-parallel size of experts differs from that of the layers.
-    """
+    """Return whether random states have a key per expert-parallel rank: not if experts have a TP size of their own."""
     return state.context.layout.expert_tp == state.context.layout.tp
 
 

@@ -95,10 +95,7 @@ def restore(
 
 
 def _records_the_same(found: FoundCheckpoint, run: RunConfig) -> bool:
-    """Return whether the W&B run of a checkpoint is continued.
-
-    A run of another name is another experiment: W&B would drop its first steps, which the former one has recorded.
-    """
+    """Return whether to continue the checkpoint's W&B run, not if this run has another W&B name."""
     saved = found.saved_settings.get("log", {})
     names = ("wandb_project", "wandb_exp_name")
     return all(saved.get(name) == getattr(run.log, name) for name in names)
@@ -122,10 +119,7 @@ def strictness_notes(loaded: LoadedContent, run: RunConfig, *, with_optimizer: b
 
 
 def thread_notes(found: FoundCheckpoint, device: torch.device) -> tuple[str, ...]:
-    """Return a warning if a CPU computed the checkpoint with another number of threads.
-
-    Sums are divided over threads, and then rounded in another order.
-    """
+    """Return a warning if a CPU computed the checkpoint with other threads, which changes the order of sums."""
     was, now = (found.manifest or {}).get("threads"), torch.get_num_threads()
     if device.type != "cpu" or was in (None, now):
         return ()
@@ -142,10 +136,7 @@ def _precision_notes(found: FoundCheckpoint, run: RunConfig) -> tuple[str, ...]:
 
 
 def _holds_streams(store: DirectoryStore, found: FoundCheckpoint, state: TrainState) -> bool:
-    """Return whether to load the random states of this rank.
-
-    Not if the checkpoint has those of other places only, or lost them in a conversion.
-    """
+    """Return whether to load random states: not if the checkpoint lacks this rank's, or a conversion lost them."""
     objects = store.contents(found.iteration).objects
     converted = "converted_from" in (found.manifest or {})
     return rng_key(state) in objects or not (converted or any(map(is_rng_object, objects)))

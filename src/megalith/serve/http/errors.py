@@ -82,9 +82,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def printable(text: str, length: int = 80) -> str:
-    """Return a client's text for a message or a log line: one line, ASCII, no control characters, at most `length`
-    characters.
-    """
+    """Return a client's text for a message or log line: printable ASCII in one line, at most `length` characters."""
     shown = text[:length].encode("ascii", "backslashreplace").decode()
     shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in shown)
     return shown if len(text) <= length else f"{shown}..."

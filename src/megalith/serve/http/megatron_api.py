@@ -190,20 +190,20 @@ async def _requests(service: Service, body: ApiRequest, defaults: Defaults) -> l
     if not all(prompts):
         raise refusal("prompts", "one of them has no tokens")
     longest, tokens = max(prompts, key=len), body.tokens_to_generate
+    most = service.max_answer_tokens(longest)
     if defaults.length is not None and not body.says_length:
-        tokens = min(defaults.length, service.max_answer_tokens(longest)) if answers else defaults.length - len(longest)
-        tokens = max(1, tokens)
+        tokens = max(1, min(defaults.length, most) if answers else defaults.length - len(longest))
     length = len(longest) + tokens
-    if tokens > service.max_answer_tokens(longest):
+    if tokens > most:
         message = "Length of prompt + tokens_to_generate longer than allowed"
         if body.beam_width is not None:
             message = "context length + tokens_to_generate too large"
-        field = "prompts" if service.max_answer_tokens(longest) <= 0 else "tokens_to_generate"
+        field = "prompts" if most <= 0 else "tokens_to_generate"
         numbers = f"{len(longest)} + {tokens} > {service.context_length} tokens"
         if answers:
             numbers = f"{len(longest)} > {service.context_length} tokens"
             if field != "prompts":
-                numbers = f"{tokens} > {service.max_answer_tokens(longest)} tokens of an answer"
+                numbers = f"{tokens} > {most} tokens of an answer"
         raise ApiError(400, f"{message} ({numbers})", field, "context_length_exceeded")
     if defaults.max_tokens is not None and len(prompts) * length > defaults.max_tokens:
         message = f"Too many tokens.  {len(prompts) * length} is greater than {defaults.max_tokens}"

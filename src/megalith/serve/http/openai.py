@@ -286,13 +286,11 @@ async def _plan_chat(service: Service, body: ChatRequest) -> Plan:
         raise refusal("max_tokens", "is the old name of max_completion_tokens; give one of them")
     ids = await service.encode(_render(service, body), "messages")
     ids = _strip_added_tokens(service.tokenizer, ids)
-    max_answer_tokens = service.max_answer_tokens(ids)
-    if max_answer_tokens < 1:
+    most = service.max_answer_tokens(ids)
+    if most < 1:
         raise too_long(service, "messages", f"{len(ids)} tokens")
     field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
-    new_tokens = next(
-        (count for count in (body.max_tokens, body.max_completion_tokens) if count is not None), max_answer_tokens
-    )
+    new_tokens = next((count for count in (body.max_tokens, body.max_completion_tokens) if count is not None), most)
     request_violation(service, ids, new_tokens, "messages", field)
     request = Request(
         prompt=ids,

@@ -1,16 +1,14 @@
 """A server process from bound port to exit code: takes requests, drains on a signal, ends when the model is gone.
 
-All that is used of uvicorn beyond its documented interface stands here; `tests/unit/serve/test_uvicorn_internals.py`
-has a canary for each use, and pyproject.toml bounds the version. Its connections are made not to wait for ever: for
-headers, for a reader, for a place. uvicorn has a limit of time between requests only; this adds the first byte to the
-last header, a socket that the client does not read, and the number of connections. When hundreds connect at once, each
-would be read, understood and answered in step with all others, so that everybody waited for everybody: here they are
-taken in their order, a few at a time, and a probe of /health before them. Where an answer leaves a body unread, the
-connection ends in stages (RFC 9112, 9.6): a socket closed with unread bytes resets the connection, and what the client
-had not read of the answer is lost.
+All uses of uvicorn beyond its documented interface are in this module; `tests/unit/serve/test_uvicorn_internals.py` has
+a canary for each, and pyproject.toml bounds the version. uvicorn limits the time between requests only; this module
+adds limits on the time from the first byte to the last header, on sockets that the client does not read, and on the
+number of connections. Of hundreds of clients that connect at once a few are read at a time, in order of arrival, after
+probes of /health: read in step with each other all would wait for all. If an answer leaves a body unread, the
+connection closes in stages (RFC 9112, 9.6): closing a socket with unread bytes resets it and loses the answer.
 
-Requests are parsed by h11, which tolerates forms that a proxy may frame otherwise (request smuggling):
-a bare LF as the end of a line, folded headers, and Content-Length beside Transfer-Encoding. They are refused here.
+h11 tolerates requests that a proxy may frame otherwise (request smuggling): a bare LF as the end of a line, folded
+headers, and Content-Length beside Transfer-Encoding. They are refused here.
 """
 
 from __future__ import annotations
