@@ -192,7 +192,7 @@ def test_an_in_run_conversion(
     assert main(["checkpoint", "diff", str(folder / "one"), str(folder / "F/torch")]) == 0
     capfd.readouterr()
     wrong = warm.run([*words, "--train-iters", 9, *place, "--hidden-size", 32], folder)
-    assert wrong.code == 4 and "--hidden-size: 16 in the checkpoint, 32 here" in wrong.text
+    assert wrong.code == 4 and re.search(r"--hidden-size: 16 .* 32", wrong.text)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ class MetricsWriter(Hook):
 
     def after_step(self, result: StepResult) -> None:
         values = asdict(result)
+        values["bad"] = values.pop("anomaly")  # the key of metrics.jsonl
         often_empty = ("source_tokens", "auxiliary_losses", "further_losses", "expert_load")
         self.event("step", **_without_empty(values, *often_empty))
 

@@ -219,10 +219,10 @@ def test_a_registered_model_that_cannot_continue_text_is_refused_by_name() -> No
         def blocks(self) -> Any:
             return iter(())
 
-        def part(self, inputs: Any, hidden: Any) -> Any:
+        def forward_stage(self, inputs: Any, hidden: Any) -> Any:
             raise NotImplementedError
 
-        losses = part
+        losses = forward_stage
 
     config = replace(CONFIG, model=own("model", Bag))
     trained = Trained(build_registered(config, 40), None, 1, ())  # type: ignore[arg-type]
