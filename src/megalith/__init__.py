@@ -3,4 +3,4 @@
 The package imports nothing heavy here, so that `megalith --help` and configuration errors stay fast.
 """
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
