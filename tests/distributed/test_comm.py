@@ -54,7 +54,7 @@ def _places() -> dict[str, Any]:
         "tp": comm.all_gather(x, context.tp).tolist(),
         "dp": comm.all_gather(x, context.dp).tolist(),
         "world": comm.all_reduce(x.clone(), context.world).tolist(),
-        "objects": comm.all_gather_objects(context.rank, context.join("cp", "dp")),
+        "objects": comm.all_gather_objects(context.rank, context.flatten_axes("cp", "dp")),
         "expanded": comm.all_reduce(torch.ones(1).expand(8), context.tp).tolist(),
         "broadcast": comm.broadcast(x.clone(), context.tp, 1).tolist(),
     }
@@ -78,5 +78,5 @@ def test_one_process_needs_no_group() -> None:
     solo = ParallelContext.solo()
     x = torch.ones(3)
     assert comm.all_reduce(x, solo.tp) is x
-    assert comm.gather_in(x, solo.join("tp", "pp")) is x
+    assert comm.gather_in(x, solo.flatten_axes("tp", "pp")) is x
     assert comm.all_gather_objects(1, solo.world) == [1]

@@ -19,7 +19,7 @@ from megalith.models.initialise import initialise
 from megalith.nn.placement import local_part
 from megalith.optim import Optimizer, build_optimizer
 from megalith.optim.gradients import ALIGNMENT
-from megalith.parallel.data import ReplicaGroup
+from megalith.parallel.data import ReplicatedRows
 from megalith.parallel.tensor import SequenceParallel, TensorParallel
 
 MODEL = ModelConfig(
@@ -83,7 +83,7 @@ def _whole_gradients(optimizer: Optimizer, context: ParallelContext) -> dict[str
     gradients = optimizer.gradients
     own = {name: (gradients.owned_range(name), grad.clone()) for name, grad in gradients.grads.items()}
     whole = {name: torch.full_like(grad, math.nan) for name, grad in gradients.grads.items()}
-    for parts in comm.all_gather_objects(own, context.join("cp", "dp")):
+    for parts in comm.all_gather_objects(own, context.flatten_axes("cp", "dp")):
         for name, ((start, stop), grad) in parts.items():
             whole[name].view(-1)[start:stop] = grad.view(-1)[start:stop]
     return whole
@@ -93,7 +93,7 @@ def _whole_state(optimizer: Optimizer, context: ParallelContext) -> dict[str, Te
     """The optimizer's state put together from the boxes of all replicas; NaN where none has it."""
     own = [(box.name, box.tensor.detach(), box.offset, box.shape) for box in optimizer.state_boxes()]
     whole: dict[str, Tensor] = {}
-    for boxes in comm.all_gather_objects(own, context.join("cp", "dp")):
+    for boxes in comm.all_gather_objects(own, context.flatten_axes("cp", "dp")):
         for name, tensor, offset, shape in boxes:
             target = whole.setdefault(name, torch.full(shape, math.nan, dtype=tensor.dtype))
             target[tuple(slice(o, o + e) for o, e in zip(offset, tensor.shape, strict=True))] = tensor
@@ -571,7 +571,9 @@ def _tied_ends(zero1: bool) -> dict[str, Any]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
-    copies = {"tied.weight": (ReplicaGroup(context.ends, first=context.ends.is_first, partial=True),)}
+    replicated_rows = {
+        "tied.weight": (ReplicatedRows(context.ends, is_first_replica=context.ends.is_first, partial=True),)
+    }
     optimizer = build_optimizer(
         model,
         OptimizerConfig(clip_grad=0.0),
@@ -579,7 +581,7 @@ def _tied_ends(zero1: bool) -> dict[str, Any]:
         count_zeros=True,
         context=context,
         zero1=zero1,
-        copies=copies,
+        replicated_rows=replicated_rows,
     )
     for _ in range(2):
         optimizer.zero_grad(1)

@@ -15,7 +15,7 @@ from megalith.assemble import model
 from megalith.assemble.model import build_chunks, build_run_optimizer, draw_weights
 from megalith.assemble.schedule import build_schedule
 from megalith.config import from_values
-from megalith.distributed.comm import Pending
+from megalith.distributed.comm import AsyncHandle
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.optim.build import build_optimizer
@@ -125,7 +125,7 @@ class Crossing(nn.Module):
 class _Late:
     """A gather whose result is in place when it is waited for, and not before."""
 
-    def __init__(self, gather: Callable[[Zero1, Tensor], Pending], data: Zero1, parameters: Tensor) -> None:
+    def __init__(self, gather: Callable[[Zero1, Tensor], AsyncHandle], data: Zero1, parameters: Tensor) -> None:
         before = parameters.clone()
         self._parameters, self._gathered = parameters, gather(data, parameters).wait().clone()
         parameters.copy_(before)

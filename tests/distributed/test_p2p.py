@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.distributed.context import Axis, ParallelContext
-from megalith.distributed.p2p import Edge, receive, send
+from megalith.distributed.p2p import Channel, receive, send
 from megalith.layout import Layout
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -44,17 +44,17 @@ def _around(dtype: torch.dtype) -> list[bool]:
     """Three messages each way to both neighbours, all receives posted first; whether each is what it should be."""
     notes = Notes()
     ctx = ParallelContext.create(Layout(pp=dist.get_world_size()), torch.device("cpu"), observer=notes)
-    links, rank, size = ctx.links, ctx.rank, ctx.pp.size
-    assert links is not None
+    channels, rank, size = ctx.p2p_channels, ctx.rank, ctx.pp.size
+    assert channels is not None
 
-    def arriving(edge: Edge, number: int) -> Any:
-        return receive(edge, (2, 3 + number), dtype, links.device)
+    def arriving(channel: Channel, number: int) -> Any:
+        return receive(channel, (2, 3 + number), dtype, channels.device)
 
-    both = [(arriving(links.from_previous, n), arriving(links.from_next, n)) for n in range(3)]
+    both = [(arriving(channels.from_previous, n), arriving(channels.from_next, n)) for n in range(3)]
     sent = [
-        send(_value(rank, direction, number).to(dtype), edge)
+        send(_value(rank, direction, number).to(dtype), channel)
         for number in range(3)
-        for direction, edge in ((1, links.to_previous), (0, links.to_next))
+        for direction, channel in ((1, channels.to_previous), (0, channels.to_next))
     ]
     same = [
         torch.equal(transfer.wait(), _value(source % size, direction, number).to(dtype))
@@ -77,8 +77,8 @@ def test_messages_keep_their_order_and_their_edge(ranks: Any, world_size: int, d
 def _two_pipelines() -> tuple[int, int]:
     """The peers of a rank where data parallelism makes two pipelines."""
     ctx = ParallelContext.create(Layout(dp=2, pp=2), torch.device("cpu"))
-    assert ctx.links is not None
-    return ctx.links.to_next.peer, ctx.links.from_next.peer
+    assert ctx.p2p_channels is not None
+    return ctx.p2p_channels.to_next.peer, ctx.p2p_channels.from_next.peer
 
 
 def test_each_pipeline_has_its_own_edges(ranks: Any) -> None:

@@ -22,7 +22,7 @@ from megalith.nn.linear import Linear
 from megalith.nn.placement import Replicated
 from megalith.nn.sink import attach_sink
 from megalith.optim.gradients import GradientBuffers
-from megalith.parallel.pipeline import DeferredSink, run
+from megalith.parallel.pipeline import DeferredWeightGrads, run
 from megalith.schedules.pipeline import WINDOW, Op, make_schedule
 
 SIZE, BATCH, LAYERS = 5, 2, 8
@@ -73,7 +73,7 @@ class Toy:
         self.met.append(micro_batch)
         return _input(micro_batch).shape, torch.float64
 
-    def before(self, op: Op) -> None:
+    def prepare(self, op: Op) -> None:
         self.met.append(op.micro_batch)
         self.ops.append(op)
 
@@ -105,7 +105,7 @@ def _train(
     layers = split_layers(LAYERS, ctx.pp.size, chunks, first=first, last=last)[ctx.pp.index]
     toy = Toy(layers, ctx, micro_batches)
     gradients = GradientBuffers([*toy.named(), ("unused", nn.Parameter(torch.zeros(1).double()))], torch.float64)
-    deferred = DeferredSink(gradients) if name == "zb-h1" else None
+    deferred = DeferredWeightGrads(gradients) if name == "zb-h1" else None
     for chunk in toy.chunks:
         for layer in chunk.values():
             attach_sink(layer, deferred or gradients)
@@ -113,9 +113,9 @@ def _train(
     for _ in range(2):  # a second step finds nothing left over from the first
         gradients.begin()
         toy.ops, toy.met, toy.ended = [], [], []
-        run(program, toy, ctx.links, deferred)
+        run(program, toy, ctx.p2p_channels, deferred)
         gradients.finish()
-    assert toy.ops == [step.op for step in program.steps]
+    assert toy.ops == [action.op for action in program.actions]
     assert list(dict.fromkeys(toy.met)) == sorted(toy.ended) == list(range(micro_batches))
     return toy.losses, {key: gradients.grads[key].clone() for key, _ in toy.named()}
 
@@ -182,7 +182,7 @@ def test_stages_of_their_own_sizes(ranks: Any, name: str, ends: tuple[int, int])
 def _evaluate(chunks: int, micro_batches: int) -> dict[int, float]:
     ctx = ParallelContext.create(Layout(pp=dist.get_world_size()), torch.device("cpu"))
     toy = Toy(split_layers(LAYERS, ctx.pp.size, chunks)[ctx.pp.index], ctx, micro_batches)
-    run(make_schedule("forward", ctx.pp.size, chunks, micro_batches).program(ctx.pp.index), toy, ctx.links)
+    run(make_schedule("forward", ctx.pp.size, chunks, micro_batches).program(ctx.pp.index), toy, ctx.p2p_channels)
     assert torch.is_grad_enabled()
     assert all(parameter.grad is None for _, parameter in toy.named())
     return toy.losses
@@ -231,7 +231,7 @@ def _most_outputs() -> int:
     ctx = ParallelContext.create(Layout(pp=dist.get_world_size()), torch.device("cpu"))
     toy = _Watched(split_layers(LAYERS, ctx.pp.size)[ctx.pp.index], ctx, 12)
     toy.watched, toy.most = [], 0
-    run(make_schedule("1f1b", ctx.pp.size, 1, 12).program(ctx.pp.index), toy, ctx.links)
+    run(make_schedule("1f1b", ctx.pp.size, 1, 12).program(ctx.pp.index), toy, ctx.p2p_channels)
     return toy.most
 
 

@@ -192,10 +192,12 @@ class AddingSink:
         self.grads = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
         self._of = {parameter: self.grads[name] for name, parameter in named.items()}
 
-    def matmul(self, parameter: nn.Parameter, grad_TO: Tensor, x_TI: Tensor, *, lent: bool = False) -> None:
+    def accumulate_linear(
+        self, parameter: nn.Parameter, grad_TO: Tensor, x_TI: Tensor, *, buffer_reused: bool = False
+    ) -> None:
         self._of[parameter] += grad_TO.t() @ x_TI
 
-    def rows(self, parameter: nn.Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
+    def accumulate_embedding(self, parameter: nn.Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
         self._of[parameter].index_add_(0, ids_T, grad_TD)
 
 

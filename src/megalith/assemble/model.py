@@ -30,7 +30,7 @@ from megalith.optim.optimizer import Optimizer
 from megalith.parallel.context import RingAttention, UlyssesAttention
 from megalith.parallel.experts import TokenPeers
 from megalith.parallel.fsdp import FullyShard
-from megalith.parallel.pipeline import DeferredSink
+from megalith.parallel.pipeline import DeferredWeightGrads
 from megalith.parallel.tensor import SequenceParallel, TensorParallel
 
 _COMPILERS = ("g++", "clang++", "c++")
@@ -227,12 +227,12 @@ def build_run_optimizer(run: RunConfig, chunks: Sequence[LanguageModel], context
 
 def defer_weight_gradients(
     run: RunConfig, chunks: Sequence[LanguageModel], optimizer: Optimizer
-) -> DeferredSink | None:
+) -> DeferredWeightGrads | None:
     """Defer the weight gradients of the layers if the pipeline schedule has W operations; else return None."""
     if run.pipeline_schedule != "zb-h1":
         return None
     assert isinstance(optimizer.gradients, GradientBuffers), "a rule of the configuration"
-    deferred = DeferredSink(optimizer.gradients)
+    deferred = DeferredWeightGrads(optimizer.gradients)
     for chunk in chunks:
         attach_sink(chunk, deferred)
     return deferred

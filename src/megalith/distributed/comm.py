@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.distributed.context import Axis
-from megalith.distributed.p2p import Pending
+from megalith.distributed.p2p import AsyncHandle
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -41,10 +41,10 @@ def _start(axis: Axis, operation: str, tensor: Tensor | None, call: Callable[[],
     return work
 
 
-def start_all_reduce(x: Tensor, axis: Axis, operation: str = "sum") -> Pending:
+def start_all_reduce(x: Tensor, axis: Axis, operation: str = "sum") -> AsyncHandle:
     """Start reducing contiguous `x` in place ("sum", "max" or "min"); do not touch its memory until `wait`."""
     if axis.size == 1:
-        return Pending(x)
+        return AsyncHandle(x)
     assert x.is_contiguous(), "a collective in place needs contiguous memory"
     work = _start(
         axis,
@@ -53,7 +53,7 @@ def start_all_reduce(x: Tensor, axis: Axis, operation: str = "sum") -> Pending:
         lambda: dist.all_reduce(x, _OPERATIONS[operation], group=axis.group, async_op=True),
         operation,
     )
-    return Pending(x, work, axis.observer, keep=x)
+    return AsyncHandle(x, work, axis.observer, keep=x)
 
 
 def all_reduce(x: Tensor, axis: Axis, operation: str = "sum") -> Tensor:
@@ -61,14 +61,14 @@ def all_reduce(x: Tensor, axis: Axis, operation: str = "sum") -> Tensor:
     return start_all_reduce(x.contiguous(), axis, operation).wait()
 
 
-def start_all_gather(x: Tensor, axis: Axis, dim: int = 0, out: Tensor | None = None) -> Pending:
+def start_all_gather(x: Tensor, axis: Axis, dim: int = 0, out: Tensor | None = None) -> AsyncHandle:
     """Start concatenating the equal chunks of all ranks along `dim`; into `out` (dim 0 only) if given."""
     if axis.size == 1:
-        return Pending(x if out is None or out.data_ptr() == x.data_ptr() else out.copy_(x))
+        return AsyncHandle(x if out is None or out.data_ptr() == x.data_ptr() else out.copy_(x))
     part = x.movedim(dim, 0).contiguous()
     whole = part.new_empty(axis.size * part.shape[0], *part.shape[1:]) if out is None else out
     work = _start(axis, "all_gather", part, lambda: _all_gather(whole, part, group=axis.group, async_op=True))
-    return Pending(
+    return AsyncHandle(
         whole, work, axis.observer, keep=part, finish=None if dim == 0 else lambda whole: whole.movedim(0, dim)
     )
 
@@ -78,15 +78,15 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     return start_all_gather(x, axis, dim).wait()
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
+def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> AsyncHandle:
     """Start summing `x` over the ranks, keeping this rank's chunk of dimension 0; in `out` if given."""
     if axis.size == 1:
-        return Pending(x if out is None or out.data_ptr() == x.data_ptr() else out.copy_(x))
+        return AsyncHandle(x if out is None or out.data_ptr() == x.data_ptr() else out.copy_(x))
     whole = x.contiguous()
     assert whole.shape[0] % axis.size == 0, f"dimension 0 of {tuple(x.shape)} over {axis.size} ranks"
     part = whole.new_empty(whole.shape[0] // axis.size, *whole.shape[1:]) if out is None else out
     work = _start(axis, "reduce_scatter", whole, lambda: _reduce_scatter(part, whole, group=axis.group, async_op=True))
-    return Pending(part, work, axis.observer, keep=whole)
+    return AsyncHandle(part, work, axis.observer, keep=whole)
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
@@ -125,14 +125,14 @@ class _Works:
             work.wait()
 
 
-def start_ring_shift(x: Tensor, axis: Axis) -> Pending:
+def start_ring_shift(x: Tensor, axis: Axis) -> AsyncHandle:
     """Start sending `x` to the next rank of the axis and receiving a tensor of its shape from the previous one.
 
     The last rank sends to the first. Do not write to `x` until `wait`. Send and receive are posted together, so that no
     order of the ranks can deadlock; all ranks of the axis call this equally often.
     """
     if axis.size == 1:
-        return Pending(x)
+        return AsyncHandle(x)
     sent = x.contiguous()
     received = torch.empty_like(sent)
     to, source = axis.ranks[(axis.index + 1) % axis.size], axis.ranks[axis.index - 1]
@@ -141,7 +141,7 @@ def start_ring_shift(x: Tensor, axis: Axis) -> Pending:
         dist.P2POp(dist.irecv, received, source, group=axis.group),
     ]
     work = _start(axis, "ring_shift", sent, lambda: _Works(dist.batch_isend_irecv(both)))
-    return Pending(received, work, axis.observer, keep=sent)
+    return AsyncHandle(received, work, axis.observer, keep=sent)
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.distributed.p2p import PipelineLinks, create_links
+from megalith.distributed.p2p import P2PChannels, create_channels
 from megalith.layout import AXES, FOLDED, Layout
 
 JOINED = (("cp", "dp"), ("tp", "pp"), AXES)
@@ -69,38 +69,38 @@ class ParallelContext:
     # first and last pipeline stage, which may tie embeddings; None on other stages, and without pipeline
     ends: Axis | None = field(default=None, repr=False)
     # connections to the neighbouring pipeline stages; None without pipeline
-    links: PipelineLinks | None = field(default=None, repr=False)
+    p2p_channels: P2PChannels | None = field(default=None, repr=False)
 
     @property
     def tp(self) -> Axis:
-        return self.join("tp")
+        return self.flatten_axes("tp")
 
     @property
     def cp(self) -> Axis:
-        return self.join("cp")
+        return self.flatten_axes("cp")
 
     @property
     def dp(self) -> Axis:
-        return self.join("dp")
+        return self.flatten_axes("dp")
 
     @property
     def pp(self) -> Axis:
-        return self.join("pp")
+        return self.flatten_axes("pp")
 
     @property
     def etp(self) -> Axis:
         """Return the ranks over which each expert is sharded (expert tensor parallelism)."""
-        return self.join("etp")
+        return self.flatten_axes("etp")
 
     @property
     def ep(self) -> Axis:
         """Return the ranks over which the experts are distributed."""
-        return self.join("ep")
+        return self.flatten_axes("ep")
 
     @property
     def edp(self) -> Axis:
         """Return the ranks that hold replicas of the same experts."""
-        return self.join("edp")
+        return self.flatten_axes("edp")
 
     @property
     def has_expert_axes(self) -> bool:
@@ -109,10 +109,10 @@ class ParallelContext:
 
     @property
     def world(self) -> Axis:
-        return self.join(*AXES)
+        return self.flatten_axes(*AXES)
 
-    def join(self, *names: str) -> Axis:
-        """Return the axis over all ranks that differ in these kinds of parallelism."""
+    def flatten_axes(self, *names: str) -> Axis:
+        """Return the axis over all ranks that differ in these kinds of parallelism, such as ("cp", "dp")."""
         return self.axes[frozenset(names)]
 
     @classmethod
@@ -141,12 +141,12 @@ class ParallelContext:
                 group = group_of(ranks)
                 if rank in ranks:
                     axes[frozenset(names)] = Axis("+".join(names), ranks, ranks.index(rank), group, observer)
-        ends, links = None, None
+        ends, p2p_channels = None, None
         if layout.pp > 1:
             for ranks in layout.groups("pp"):
                 pair = (ranks[0], ranks[-1])
                 group = group_of(pair)
                 if rank in pair:
                     ends = Axis("ends", pair, pair.index(rank), group, observer)
-            links = create_links(layout, rank, device, timeout=timeout, observer=observer)
-        return cls(layout, rank, device, axes, ends, links)
+            p2p_channels = create_channels(layout, rank, device, timeout=timeout, observer=observer)
+        return cls(layout, rank, device, axes, ends, p2p_channels)

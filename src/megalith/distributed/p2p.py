@@ -1,9 +1,9 @@
 """Point-to-point communication between pipeline stages.
 
-Each directed edge has its own communicator. NCCL matches messages by their order in a communicator (gloo by tag): with
-one communicator per pair of stages, two crossing messages deadlock; with one per edge they cannot
-(schedules/simulator.py). The usual remedy, a batch of the crossing messages, makes each of them wait for the others
-(docs/decisions/0007-pipeline.md).
+Each directed edge of the ring of stages is a `Channel` with its own communicator. NCCL matches messages by their order
+in a communicator (gloo by tag): with one communicator per pair of stages, two crossing messages deadlock; with one per
+edge they cannot (schedules/simulator.py). The usual remedy, a batch of the crossing messages, makes each of them wait
+for the others (docs/decisions/0007-pipeline.md).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Edge:
-    """One-way connection to or from another stage."""
+class Channel:
+    """One directed edge of the ring of stages: a one-way connection to or from another stage."""
 
     peer: int  # global rank of the other stage
     group: dist.ProcessGroup = field(compare=False, repr=False)  # of the two ranks
@@ -33,51 +33,51 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class PipelineLinks:
-    """Edges of one stage. Stages form a ring: the last one precedes the first (virtual stages need it)."""
+class P2PChannels:
+    """Channels of one stage. Stages form a ring: the last one precedes the first (virtual stages need it)."""
 
     device: torch.device  # of received tensors
     # activations
-    to_next: Edge
-    from_previous: Edge
+    to_next: Channel
+    from_previous: Channel
     # gradients
-    to_previous: Edge
-    from_next: Edge
+    to_previous: Channel
+    from_next: Channel
 
 
-def create_links(
+def create_channels(
     layout: Layout, rank: int, device: torch.device, *, timeout: timedelta | None, observer: Observer | None = None
-) -> PipelineLinks:
-    """Create the edges of all pipelines of the layout on every rank; return those of this rank."""
-    outgoing: dict[str, Edge] = {}
-    incoming: dict[str, Edge] = {}
+) -> P2PChannels:
+    """Create the channels of all pipelines of the layout on every rank; return those of this rank."""
+    outgoing: dict[str, Channel] = {}
+    incoming: dict[str, Channel] = {}
     for ranks in layout.groups("pp"):
         for direction, step in (("forward", 1), ("backward", -1)):
             for place, source in enumerate(ranks):
                 target = ranks[(place + step) % len(ranks)]
                 group = dist.new_group(sorted((source, target)), timeout=timeout)
                 if rank == source:
-                    outgoing[direction] = Edge(target, group, observer)
+                    outgoing[direction] = Channel(target, group, observer)
                 if rank == target:
-                    incoming[direction] = Edge(source, group, observer)
+                    incoming[direction] = Channel(source, group, observer)
                 if device.type == "cuda" and rank in (source, target):
-                    _connect(Edge(target if rank == source else source, group), device, sends=rank == source)
-    return PipelineLinks(device, outgoing["forward"], incoming["forward"], outgoing["backward"], incoming["backward"])
+                    _connect(Channel(target if rank == source else source, group), device, sends=rank == source)
+    return P2PChannels(device, outgoing["forward"], incoming["forward"], outgoing["backward"], incoming["backward"])
 
 
-def _connect(edge: Edge, device: torch.device, *, sends: bool) -> None:
+def _connect(channel: Channel, device: torch.device, *, sends: bool) -> None:
     """Transfer one element: NCCL connects two ranks at their first message and blocks until both call it, which the
     order of a schedule does not guarantee."""
     if sends:
-        send(torch.zeros(1, device=device), edge).wait()
+        send(torch.zeros(1, device=device), channel).wait()
     else:
-        receive(edge, (1,), torch.float32, device).wait()
+        receive(channel, (1,), torch.float32, device).wait()
 
 
-class Pending:
-    """Tensor that an asynchronous operation may still read or write; `wait` returns it when complete.
+class AsyncHandle:
+    """Handle of an asynchronous operation (`torch.distributed.Work`) on a tensor; `wait` returns the tensor.
 
-    Keeps the handle and the inputs alive: gloo loses a message whose handle is freed before it is complete.
+    Keeps the work and the inputs alive: gloo loses a message whose work is freed before it is complete.
     """
 
     def __init__(
@@ -107,13 +107,14 @@ class Pending:
         return self._tensor
 
 
-def send(tensor: Tensor, edge: Edge) -> Pending:
+def send(tensor: Tensor, channel: Channel) -> AsyncHandle:
     """Start sending; do not write to the memory until the transfer is complete."""
     dense = tensor.detach().contiguous()
-    return Pending(dense, dist.isend(dense, edge.peer, group=edge.group), edge.observer, peer=edge.peer)
+    return AsyncHandle(dense, dist.isend(dense, channel.peer, group=channel.group), channel.observer, peer=channel.peer)
 
 
-def receive(edge: Edge, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Pending:
+def receive(channel: Channel, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AsyncHandle:
     """Start receiving the next tensor that the peer sends, of this shape and dtype."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-    return Pending(tensor, dist.irecv(tensor, edge.peer, group=edge.group), edge.observer, peer=edge.peer)
+    work = dist.irecv(tensor, channel.peer, group=channel.group)
+    return AsyncHandle(tensor, work, channel.observer, peer=channel.peer)

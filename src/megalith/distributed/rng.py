@@ -109,7 +109,7 @@ class RandomStreams:
 
     def __init__(self, seed: int, context: ParallelContext | None = None) -> None:
         context = context or ParallelContext.solo()
-        replica = context.join("cp", "dp").index
+        replica = context.flatten_axes("cp", "dp").index
         base, apart = seed + STAGE_OFFSET * context.pp.index, REPLICA_OFFSET * replica
         self.seed = seed
         random.seed(base + apart)

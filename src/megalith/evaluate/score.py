@@ -84,7 +84,7 @@ class BatchScorer(Generic[M]):
             part = own[first : first + _BATCHES_AT_ONCE]
             work = make_work(part, first)
             schedule = make_schedule("forward", context.pp.size, 1, len(part))
-            pipeline.run(schedule.program(context.pp.index), work, context.links)
+            pipeline.run(schedule.program(context.pp.index), work, context.p2p_channels)
             yield part, work
 
     def gather(self, found: T, nothing: T) -> list[T]:
@@ -107,7 +107,7 @@ class BatchWork:
     def __init__(self, on_batch: Callable[[int], None], first: int) -> None:
         self._on_batch, self._first = on_batch, first
 
-    def before(self, op: Op) -> None:
+    def prepare(self, op: Op) -> None:
         self._on_batch(self._first + op.micro_batch)
 
     def activation_shape(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:

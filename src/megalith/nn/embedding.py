@@ -27,7 +27,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
         weight, ids = ctx.saved_tensors
-        ctx.sink.rows(weight, ids.flatten(), grads[0].reshape(-1, weight.shape[1]))
+        ctx.sink.accumulate_embedding(weight, ids.flatten(), grads[0].reshape(-1, weight.shape[1]))
         return None, None, None
 
 

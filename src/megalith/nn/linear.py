@@ -49,7 +49,7 @@ def _weight_gradient(weight: nn.Parameter, sink: GradientSink | None, grad_TO: T
     if sink is None:
         dtype = product_dtype(grad_TO)
         return torch.mm(grad_TO.to(dtype).t(), x_TI.to(dtype)).to(weight.dtype)
-    sink.matmul(weight, grad_TO, x_TI)
+    sink.accumulate_linear(weight, grad_TO, x_TI)
     return None
 
 

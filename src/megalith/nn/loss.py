@@ -182,7 +182,7 @@ class _VocabularyLoss(torch.autograd.Function):
         if ctx.sink is None:
             dw = torch.mm(logits.to(dtype).t(), whole.to(dtype)).to(weight.dtype)
         else:
-            ctx.sink.matmul(weight, logits, whole, lent=True)
+            ctx.sink.accumulate_linear(weight, logits, whole, buffer_reused=True)
         ctx.buffer.give_back(logits)
         return leaving.wait(), dw, db, None, None, None, None, None, None, None, None
 

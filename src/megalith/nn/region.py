@@ -27,7 +27,7 @@ from torch import Tensor
 from megalith.nn.placement import Shard
 
 
-class Pending(Protocol):
+class AsyncHandle(Protocol):
     """Handle of a communication that may still be running, like `torch.distributed.Work` with its result."""
 
     def wait(self) -> Tensor:
@@ -37,7 +37,7 @@ class Pending(Protocol):
 
 @dataclass(slots=True)
 class Ready:
-    """A `Pending` that needs no wait."""
+    """An `AsyncHandle` that needs no wait."""
 
     tensor: Tensor
 
@@ -63,11 +63,11 @@ class Region:
         """Return the part of `extent` held here; arguments and errors are those of `placement.shard`."""
         return Shard(0, extent)
 
-    def gather(self, x: Tensor) -> Pending:
+    def gather(self, x: Tensor) -> AsyncHandle:
         """Start gathering hidden states for the sharded layers; `x` must not be changed before the wait."""
         return Ready(x)
 
-    def reduce(self, x: Tensor) -> Pending:
+    def reduce(self, x: Tensor) -> AsyncHandle:
         """Start reducing the partial sums `x` of all ranks to hidden states; the memory of `x` may be reused."""
         return Ready(x)
 

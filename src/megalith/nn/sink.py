@@ -2,7 +2,7 @@
 
 Autograd returns each weight gradient in freshly allocated memory and adds it to `.grad` afterwards; on a CPU the
 first touch of that memory costs more than writing the gradient. A sink owns preallocated buffers instead, and the
-layers hand it the two factors of the gradient, so that the product is written straight into the buffer. The same
+layers pass it the two operands of the gradient, so that the product is written straight into the buffer. The same
 port later lets a data-parallel bucket start its reduction, or a pipeline schedule delay the product.
 
 Layers without a sink return their weight gradients to autograd as usual.
@@ -19,15 +19,17 @@ from torch.nn import Module, Parameter
 class GradientSink(Protocol):
     """Receives gradients of parameters; the first gift of a step overwrites, later ones add."""
 
-    def matmul(self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor, *, lent: bool = False) -> None:
+    def accumulate_linear(
+        self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor, *, buffer_reused: bool = False
+    ) -> None:
         """Add grad^T @ x, of shape [O, I], to the gradient of `parameter`.
 
-        A factor that is `lent` is overwritten after the call; others may be kept, and the product put off.
+        The sink may keep both and defer the product, unless `buffer_reused`: one is overwritten after the call.
         """
         ...
 
-    def rows(self, parameter: Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
-        """Add each row of `grad_TD` to the row of the gradient of `parameter` [V, D] that `ids_T` names."""
+    def accumulate_embedding(self, parameter: Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
+        """Add each row of `grad_TD` to the row of the gradient of the table `parameter` [V, D] that `ids_T` names."""
         ...
 
 

@@ -16,7 +16,7 @@ from megalith.nn.precision import at_least_fp32
 from megalith.optim.groups import WidthScaling, make_groups
 from megalith.optim.optimizer import Optimizer
 from megalith.optim.shards import flat_shards, fsdp_shards
-from megalith.parallel.data import ReplicaGroup
+from megalith.parallel.data import ReplicatedRows
 from megalith.parallel.fsdp import FullyShard
 
 
@@ -28,7 +28,7 @@ def build_optimizer(
     count_zeros: bool = False,
     context: ParallelContext | None = None,
     zero1: bool = False,
-    copies: Mapping[str, tuple[ReplicaGroup, ...]] | None = None,
+    replicated_rows: Mapping[str, tuple[ReplicatedRows, ...]] | None = None,
     bucket_size: int | None = None,
     overlap_gather: bool = False,
     sharded: Sequence[FullyShard] = (),
@@ -41,8 +41,8 @@ def build_optimizer(
             preallocated gradients, their layers a sink that writes to them.
         count_zeros: Count the exact zeros among the gradients of each step.
         zero1: Divide the main parameters and states over the data-parallel ranks.
-        copies: Which parameters other ranks hold too, beside data parallelism, by name; read from the placements of
-            the models by default, which every module has that shares its layers with other ranks.
+        replicated_rows: Rows of parameters that other ranks hold too, beside data parallelism, by name; read from the
+            placements of the models by default, which every module has that shares its layers with other ranks.
         bucket_size: Elements that are reduced at once; Megatron's rule by default.
         overlap_gather: Under ZeRO-1 let `step` return while updated weights are on their way. Forward passes wait for
             them; whoever reads or writes weights otherwise calls `settle` first. Not for compiled modules, which
@@ -61,9 +61,9 @@ def build_optimizer(
     models = [module for module in modules if isinstance(module, LanguageModel)]
     placements = {name: placement for model in models for name, _, placement in named_placements(model)}
     groups = make_groups(parameters, config, context.tp, placements, _width_scaling(models))
-    copies = copies_of(models, context) if copies is None else copies
+    replicated_rows = replicated_rows_of(models, context) if replicated_rows is None else replicated_rows
     if sharded:
-        shards = fsdp_shards(sharded, context, copies=copies)
+        shards = fsdp_shards(sharded, context, replicated_rows=replicated_rows)
     else:
         dtype = _one_dtype(parameters)
         work = at_least_fp32(dtype)
@@ -73,7 +73,7 @@ def build_optimizer(
             context,
             work=torch.float16 if config.main_params_dtype == "fp16" else work,
             grads=work if precision.grads_in_fp32 else dtype,
-            copies=copies,
+            replicated_rows=replicated_rows,
             experts=experts_of(models) if context.has_expert_axes else (),
             zero1=zero1,
             bucket_size=bucket_size,
@@ -106,15 +106,15 @@ def _width_scaling(models: Sequence[LanguageModel]) -> WidthScaling:
     return WidthScaling(widths.pop(), tied) if len(widths) == 1 else WidthScaling()
 
 
-def copies_of(chunks: Iterable[LanguageModel], ctx: ParallelContext) -> dict[str, tuple[ReplicaGroup, ...]]:
-    """Return which parameters of these pipeline chunks other ranks hold too, by name.
+def replicated_rows_of(chunks: Iterable[LanguageModel], ctx: ParallelContext) -> dict[str, tuple[ReplicatedRows, ...]]:
+    """Return which rows of parameters of these pipeline chunks other ranks hold too, by name.
 
     - Over the tensor-parallel axis, or for experts theirs: replicated parameters, with partial gradients where the
       layers see a part of the sequence, and where each rank applies them to its own heads; key and value heads that
       several ranks share, with partial gradients always.
     - Over the ends of the pipeline: the two copies of a tied embedding.
     """
-    table: dict[str, tuple[ReplicaGroup, ...]] = {}
+    table: dict[str, tuple[ReplicatedRows, ...]] = {}
     for chunk in chunks:
         experts = experts_of([chunk])
         for name, parameter, placement in named_placements(chunk):
@@ -122,8 +122,8 @@ def copies_of(chunks: Iterable[LanguageModel], ctx: ParallelContext) -> dict[str
             table[name] = _over_tensor_parallel(placement, parameter.shape, axis, chunk.region.needs_grad_reduce)
         if chunk.shared_weight is not None and ctx.ends is not None:
             copied = chunk.shared_weight == chunk.copied_weight
-            table[chunk.shared_weight] += (ReplicaGroup(ctx.ends, first=not copied, partial=True),)
-    return {name: copies for name, copies in table.items() if copies}
+            table[chunk.shared_weight] += (ReplicatedRows(ctx.ends, is_first_replica=not copied, partial=True),)
+    return {name: rows for name, rows in table.items() if rows}
 
 
 def experts_of(chunks: Iterable[LanguageModel]) -> frozenset[str]:
@@ -138,21 +138,21 @@ def experts_of(chunks: Iterable[LanguageModel]) -> frozenset[str]:
 
 def _over_tensor_parallel(
     placement: Placement, shape: Sequence[int], axis: Axis, partial: bool
-) -> tuple[ReplicaGroup, ...]:
+) -> tuple[ReplicatedRows, ...]:
     if axis.size == 1:
         return ()
     if isinstance(placement, Replicated):
-        return (ReplicaGroup(axis, first=axis.is_first, partial=partial or placement.partial),)
+        return (ReplicatedRows(axis, is_first_replica=axis.is_first, partial=partial or placement.partial),)
     whole = global_shape(shape, placement, axis.size)[dim_of(placement)]
     shared = [p for p in local_pieces(placement, whole, axis.size, axis.index) if len(p.holders) > 1]
     assert not shared or dim_of(placement) == 0, "rows that several ranks hold are counted along dimension 0"
     return tuple(
-        ReplicaGroup(
+        ReplicatedRows(
             axis,
             rows=(piece.local, piece.local + piece.length),
             shard_index=piece.holders.start // len(piece.holders),
             num_shards=axis.size // len(piece.holders),
-            first=piece.holders[0] == axis.index,
+            is_first_replica=piece.holders[0] == axis.index,
             partial=True,
         )
         for piece in shared

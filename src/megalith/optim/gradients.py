@@ -27,18 +27,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megalith.distributed.comm import Pending
+from megalith.distributed.comm import AsyncHandle
 from megalith.distributed.context import ParallelContext
 from megalith.nn.precision import product_dtype
 from megalith.optim.flat import Bucket, FlatLayout, Kind, lay_out
 from megalith.parallel.data import (
     DataParallel,
-    ReplicaGroup,
     ReplicaSlice,
     Replicated,
+    ReplicatedRows,
+    extra_reduction,
     partial_slices,
     reduce_partial_grads,
-    reduction_kind,
 )
 
 EXPERTS = "experts"  # first word of the kind of a bucket of experts
@@ -67,14 +67,14 @@ class GradientBuffers:
         dtype: torch.dtype,
         *,
         data: DataParallel | None = None,
-        copies: Mapping[str, tuple[ReplicaGroup, ...]] | None = None,
+        replicated_rows: Mapping[str, tuple[ReplicatedRows, ...]] | None = None,
         experts: Collection[str] = (),
         expert_data: DataParallel | None = None,
         bucket_size: int | None = None,
     ) -> None:
         self._data = data or Replicated(ParallelContext.solo())
         self._expert_data, self._experts = expert_data or self._data, frozenset(experts)
-        self._copies = copies or {}
+        self._replicated_rows = replicated_rows or {}
         self.layout = self._lay_out(named, bucket_size)
         device = named[0][1].device
         self.flat = torch.zeros(self.layout.size, dtype=dtype, device=device)
@@ -84,7 +84,7 @@ class GradientBuffers:
         self._written: set[Parameter] = set()
         self._finished = False
         self._writes = _WriteCounter(self.layout, dict(named), self._start) if self._num_replicas > 1 else None
-        self._pending: list[Pending] = []
+        self._pending: list[AsyncHandle] = []
         self._scratch = torch.empty(0, device=device)
         for _, parameter in named:
             parameter.register_post_accumulate_grad_hook(_weak_hook(self._accept_autograd_grad))
@@ -108,7 +108,7 @@ class GradientBuffers:
         )
 
     def _kind(self, name: str) -> Kind:
-        return (EXPERTS,) * (name in self._experts) + reduction_kind(self._copies.get(name, ()))
+        return (EXPERTS,) * (name in self._experts) + (extra_reduction(self._replicated_rows.get(name, ())) or ())
 
     def replicas_of(self, bucket: Bucket) -> DataParallel:
         """Return the replicas that share the update of a bucket."""
@@ -142,7 +142,7 @@ class GradientBuffers:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """End the backward passes of a step: make the gradients those of all replicas and of all copies.
+        """End the backward passes of a step: reduce the gradients over all replicas, those of single rows included.
 
         A parameter that received nothing has a zero gradient. Every rank calls this; calling it again does nothing.
         """
@@ -157,7 +157,7 @@ class GradientBuffers:
         for pending in self._pending:
             pending.wait()
         self._pending.clear()
-        if self._copies:
+        if self._replicated_rows:
             self._reduce_partial_grads()
 
     def _start(self, bucket: int) -> None:
@@ -175,7 +175,9 @@ class GradientBuffers:
         return [
             part
             for name in bucket.names
-            for part in partial_slices(self._copies[name], self.shapes[name], self.layout.offsets[name], start, stop)
+            for part in partial_slices(
+                self._replicated_rows[name], self.shapes[name], self.layout.offsets[name], start, stop
+            )
         ]
 
     def _mark_written(self, parameter: Parameter) -> bool:
@@ -187,8 +189,10 @@ class GradientBuffers:
         if self._writes is not None:
             self._writes.count(parameter)
 
-    def matmul(self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor, *, lent: bool = False) -> None:
-        """Add grad^T @ x [O, I], rounded to the dtype of the factors as autograd rounds it."""
+    def accumulate_linear(
+        self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor, *, buffer_reused: bool = False
+    ) -> None:
+        """Add grad^T @ x [O, I], rounded to the dtype of the operands as autograd rounds it."""
         buffer, first = self._grad_of[parameter], self._mark_written(parameter)
         if buffer.dtype == grad_TO.dtype == product_dtype(grad_TO):
             if first:
@@ -217,15 +221,14 @@ class GradientBuffers:
             self._scratch = torch.empty(max(part.numel(), SCRATCH_ELEMENTS), dtype=dtype, device=part.device)
         return self._scratch[: part.numel()].view_as(part)
 
-    def rows(self, parameter: Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
+    def accumulate_embedding(self, parameter: Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
         """Add the rows of `grad_TD` to the rows of the gradient that `ids_T` names."""
         buffer = self._grad_of[parameter]
         if self._mark_written(parameter):
             buffer.zero_()
         rows = grad_TD.to(buffer.dtype)
-        if (
-            buffer.device.type == "cuda"
-        ):  # sorts the ids, so that the sum does not depend on timing as index_add_'s does
+        if buffer.device.type == "cuda":
+            # sorts the ids, so that the sum does not depend on timing as index_add_'s does
             buffer.index_put_((ids_T,), rows, accumulate=True)
         else:
             buffer.index_add_(0, ids_T, rows)
@@ -258,9 +261,8 @@ class _WriteCounter:
         self._counts: dict[Parameter, int] = {}
         self._num_micro_batches: int | None = None
         self._missing: list[int] = []
-        self._unstarted: tuple[
-            list[int], ...
-        ] = ()  # of each chain the buckets that have not started, the next one last
+        # of each chain the buckets that have not started, the next one last
+        self._unstarted: tuple[list[int], ...] = ()
 
     def begin(self, num_micro_batches: int | None) -> None:
         """Start a step."""

@@ -15,7 +15,7 @@ from megalith.distributed.context import Axis
 from megalith.kernels.torch_private import foreach_norm
 from megalith.nn.precision import at_least_fp32
 from megalith.optim.flat import subtract_ranges
-from megalith.parallel.data import ReplicaGroup
+from megalith.parallel.data import ReplicatedRows
 
 CHUNK_ELEMENTS = 1 << 18  # 1 MiB in fp32
 
@@ -47,7 +47,7 @@ class GlobalNorms:
     def __init__(
         self,
         gradients: Gradients,
-        copies: Mapping[str, tuple[ReplicaGroup, ...]],
+        replicated_rows: Mapping[str, tuple[ReplicatedRows, ...]],
         axis: Axis,
         not_counted: Collection[str] = (),
     ) -> None:
@@ -56,12 +56,13 @@ class GlobalNorms:
         self._counted_ranges: dict[str, list[tuple[int, int]]] = {}  # of the parameters that are not counted whole
         for name, shape in gradients.shapes.items():
             width = prod(shape[1:])
-            others = [entry.rows or (0, shape[0]) for entry in copies.get(name, ()) if not entry.first]
+            later_replicas = [held for held in replicated_rows.get(name, ()) if not held.is_first_replica]
             if name in not_counted:
                 self._counted_ranges[name] = []
-            elif others:
+            elif later_replicas:
                 start, stop = gradients.owned_range(name)
-                rest = subtract_ranges((start, stop), [(first * width, last * width) for first, last in others])
+                rows = [held.rows or (0, shape[0]) for held in later_replicas]
+                rest = subtract_ranges((start, stop), [(first * width, last * width) for first, last in rows])
                 self._counted_ranges[name] = [(first - start, last - start) for first, last in rest]
 
     def norm(self, tensors: Mapping[str, Tensor]) -> float:

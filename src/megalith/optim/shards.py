@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megalith.distributed.comm import Pending
+from megalith.distributed.comm import AsyncHandle
 from megalith.distributed.context import Axis, ParallelContext
 from megalith.nn.sink import attach_sink
 from megalith.optim.flat import Bucket, FlatLayout
@@ -25,13 +25,13 @@ from megalith.optim.gradients import GradientBuffers
 from megalith.optim.norms import GlobalNorms
 from megalith.parallel.data import (
     DataParallel,
-    ReplicaGroup,
     ReplicaSlice,
     Replicated,
+    ReplicatedRows,
     Zero1,
+    extra_reduction,
     partial_slices,
     reduce_partial_grads,
-    reduction_kind,
 )
 from megalith.parallel.fsdp import FullyShard
 
@@ -39,19 +39,19 @@ from megalith.parallel.fsdp import FullyShard
 class ShardedGradients:
     """Gradients of parameters sharded over the replicas by rows: autograd computes and FSDP2 reduces them.
 
-    Partial gradients are summed over their replica groups when the step ends. The interface is that of
-    `GradientBuffers`.
+    Partial gradients are summed over their replicas when the step ends. The interface is that of `GradientBuffers`.
     """
 
-    def __init__(self, units: Sequence[FullyShard], copies: Mapping[str, tuple[ReplicaGroup, ...]]) -> None:
-        self._units, self._copies = units, copies
+    def __init__(self, units: Sequence[FullyShard], replicated_rows: Mapping[str, tuple[ReplicatedRows, ...]]) -> None:
+        self._units, self._replicated_rows = units, replicated_rows
         self._unit_of = {name: unit for unit in units for name in unit.shapes}
         self.shapes = {name: unit.shapes[name] for name, unit in self._unit_of.items()}
         some = next(iter(units[0].shards.values()))
         self.device, self.dtype = some.device, some.dtype
         self._grad_shards: dict[str, Tensor] | None = None
-        kinds = {name: reduction_kind(copies.get(name, ())) for name in self._unit_of}
-        self._alike = [[name for name in kinds if kinds[name] == kind] for kind in sorted(set(kinds.values())) if kind]
+        extra = {name: extra_reduction(replicated_rows.get(name, ())) for name in self._unit_of}
+        distinct = sorted(set(filter(None, extra.values())))
+        self._alike = [[name for name in extra if extra[name] == reduction] for reduction in distinct]
 
     @property
     def grad_shards(self) -> Mapping[str, Tensor]:
@@ -79,13 +79,13 @@ class ShardedGradients:
             self._reduce_partial_grads(names, self._grad_shards)
 
     def _reduce_partial_grads(self, names: Sequence[str], grad_shards: Mapping[str, Tensor]) -> None:
-        """Sum the partial gradients of these parameters, of one kind, in one collective."""
+        """Sum the partial gradients of these parameters, with the same `extra_reduction`, in one collective."""
         flat = torch.cat([grad_shards[name].reshape(-1) for name in names])
-        slices, origin = list[ReplicaSlice](), 0
+        slices, offset = list[ReplicaSlice](), 0
         for name in names:
             start, stop = self.owned_range(name)
-            slices += partial_slices(self._copies[name], self.shapes[name], 0, start, stop, origin)
-            origin += stop - start
+            slices += partial_slices(self._replicated_rows[name], self.shapes[name], 0, start, stop, offset)
+            offset += stop - start
         reduce_partial_grads(flat, slices)
         for name, summed in zip(names, flat.split([grad_shards[name].numel() for name in names]), strict=True):
             grad_shards[name].view(-1).copy_(summed)
@@ -113,7 +113,7 @@ class ParameterMemory:
         some = next(iter(parameters.values()))
         self._flat = torch.zeros(layout.size, dtype=some.dtype, device=some.device)
         self._layout, self._replicas_of = layout, replicas_of
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, AsyncHandle] = {}
         for name, parameter in parameters.items():
             view = layout.view(self._flat, name)
             view.copy_(parameter.data)
@@ -237,7 +237,7 @@ def flat_shards(
     *,
     work: torch.dtype,
     grads: torch.dtype,
-    copies: Mapping[str, tuple[ReplicaGroup, ...]],
+    replicated_rows: Mapping[str, tuple[ReplicatedRows, ...]],
     experts: Collection[str] = (),
     zero1: bool,
     bucket_size: int | None,
@@ -250,7 +250,7 @@ def flat_shards(
         list(parameters.items()),
         grads,
         data=data,
-        copies=copies,
+        replicated_rows=replicated_rows,
         experts=experts,
         expert_data=expert_data,
         bucket_size=bucket_size,
@@ -258,23 +258,23 @@ def flat_shards(
     for module in modules:
         attach_sink(module, gradients)
     memory = None
-    if data.shards_update or (experts and expert_data.shards_update):
+    if data.shards_optimizer or (experts and expert_data.shards_optimizer):
         memory = ParameterMemory(modules, parameters, gradients.layout, gradients.replicas_of, overlap=overlap_gather)
     weights = {name: gradients.owned_shard(name, parameter.detach()) for name, parameter in parameters.items()}
     weights = {name: shard for name, shard in weights.items() if shard.numel() > 0}
     has_main = work != next(iter(parameters.values())).dtype
     main = {name: shard.to(work) for name, shard in weights.items()} if has_main else weights
-    axis, not_counted = ctx.world if zero1 else ctx.join("tp", "pp"), list[str]()
+    axis, not_counted = ctx.world if zero1 else ctx.flatten_axes("tp", "pp"), list[str]()
     if experts and not zero1:
         # The replicas of an expert are not those of a dense parameter: one sum over all ranks, of first replicas only.
         axis = ctx.world
         not_counted = [name for name in parameters if not (expert_data if name in experts else data).axis.is_first]
-    norms = GlobalNorms(gradients, copies, axis, frozenset(not_counted))
+    norms = GlobalNorms(gradients, replicated_rows, axis, frozenset(not_counted))
     return OptimizerShards(gradients, weights, main, memory, norms, ctx.world, parameters)
 
 
 def fsdp_shards(
-    units: Sequence[FullyShard], ctx: ParallelContext, *, copies: Mapping[str, tuple[ReplicaGroup, ...]]
+    units: Sequence[FullyShard], ctx: ParallelContext, *, replicated_rows: Mapping[str, tuple[ReplicatedRows, ...]]
 ) -> OptimizerShards:
     """Return the shards of parameters that FSDP2 has divided over the replicas, which are the main parameters.
 
@@ -284,6 +284,6 @@ def fsdp_shards(
     weights = {name: shard.to(unit.dtype) for unit in units for name, shard in unit.shards.items() if name in main}
     if all(weights[name].dtype == shard.dtype for name, shard in main.items()):
         weights = main
-    gradients = ShardedGradients(units, copies)
-    norms = GlobalNorms(gradients, copies, ctx.world)
+    gradients = ShardedGradients(units, replicated_rows)
+    norms = GlobalNorms(gradients, replicated_rows, ctx.world)
     return OptimizerShards(gradients, weights, main, GatheredWeights(units), norms, ctx.world, None)

@@ -58,7 +58,7 @@ class FullyShard:
         reshard_after_forward: bool = True,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        self._axis = ctx.join("cp", "dp")
+        self._axis = ctx.flatten_axes("cp", "dp")
         assert self._axis.group is not None, "one replica has nobody to share its parameters with"
         parameters = list(module.parameters())
         (self.dtype,) = {parameter.dtype for parameter in parameters}

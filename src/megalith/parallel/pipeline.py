@@ -1,13 +1,12 @@
 """The interpreter of pipeline schedules: one loop that runs every program of schedules/pipeline.py.
 
-A program says what to compute, what to send and receive and in which order; a `StageRunner` says how. Evaluations of a
-process that is a pipeline by itself (one stage, one chunk) run through the same loop; its steps need no schedule
-(train/step.py).
+A program says what to compute, what to send and receive and in which order; a `StageRunner` says how. Without pipeline
+parallelism, evaluation also runs through this loop; training (train/step.py) only if it defers weight gradients.
 
 Between forward and backward pass a micro-batch keeps its input and its graph in memory; the output is freed when it
-has been sent, since its gradient edge keeps the graph alive (Megatron's `deallocate_pipeline_outputs`).
-Receives are posted an operation ahead and sends are not awaited before the one after the next, so that both travel
-beside the computation: in gloo's threads, in NCCL's streams.
+has been sent, since its `GradientEdge` keeps the graph alive (Megatron's `deallocate_pipeline_outputs`).
+Receives are posted one operation ahead and each send is awaited two sends later, so communication overlaps computation:
+in gloo's threads, on NCCL's streams.
 """
 
 from __future__ import annotations
@@ -21,15 +20,16 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
-from megalith.distributed.p2p import Pending, PipelineLinks, receive, send
+from megalith.distributed.p2p import AsyncHandle, P2PChannels, receive, send
 from megalith.kernels.torch_private import version_of
 from megalith.nn.sink import GradientSink
-from megalith.schedules.pipeline import Message, Op, Program, Step
+from megalith.schedules.pipeline import Action, Message, Op, Program
 
 Timed = Callable[[str], AbstractContextManager[None]]
 """Returns a context manager that times a block under a name: one of `COMPUTATIONS`, or the wait for a message."""
 
 COMPUTATIONS = {"F": "forward-compute", "B": "backward-compute", "W": "weight-gradient-compute"}
+"""Kind of operation -> timer name. B is the full backward pass, or in a program with W only its input gradients."""
 
 
 def no_timer(name: str) -> AbstractContextManager[None]:
@@ -40,7 +40,7 @@ def no_timer(name: str) -> AbstractContextManager[None]:
 class StageRunner(Protocol):
     """The computation of a pipeline stage.
 
-    Micro-batches are first named (`activation_shape`, `before`) in order, so that the runner can load their data then.
+    Each micro-batch is first passed to `activation_shape` or `prepare`, in order, so the runner can load data lazily.
     """
 
     def activation_shape(self, micro_batch: int) -> tuple[Sequence[int], torch.dtype]:
@@ -50,12 +50,12 @@ class StageRunner(Protocol):
         """
         ...
 
-    def before(self, op: Op) -> None:
+    def prepare(self, op: Op) -> None:
         """Prepare for `op`, which is next; its input may not have arrived yet."""
         ...
 
     def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
-        """Compute one chunk of this stage for one micro-batch; `hidden` is None for the first chunk of all.
+        """Compute one chunk of this stage for one micro-batch; `hidden` is None for the model's first chunk.
 
         Returns:
             Hidden states for the next stage; from the last chunk the scalar to differentiate, scaled as the gradients
@@ -71,64 +71,65 @@ class StageRunner(Protocol):
 def run(
     program: Program,
     runner: StageRunner,
-    links: PipelineLinks | None = None,
-    deferred: DeferredSink | None = None,
+    p2p_channels: P2PChannels | None = None,
+    deferred: DeferredWeightGrads | None = None,
     timed: Timed = no_timer,
 ) -> None:
     """Run all micro-batches of a step or an evaluation through this stage; all stages call it together.
 
     Args:
-        links: to the other stages; None where there is one.
-        deferred: the sink of its layers, for a program that splits the backward pass.
+        p2p_channels: to and from the other stages; None with a single stage.
+        deferred: this stage's gradient sink; required if the program splits the backward pass (zb-h1).
         timed: times computations and waits for messages.
     """
-    assert deferred is not None or not program.is_split, "a program with W operations needs a DeferredSink"
-    worker = _Worker(program, runner, links, deferred, timed)
+    assert deferred is not None or not program.is_split, "a program with W operations needs a DeferredWeightGrads"
+    executor = _StageExecutor(program, runner, p2p_channels, deferred, timed)
     with torch.set_grad_enabled(program.has_backward):
-        for step in program.steps:
-            worker.carry_out(step)
-        worker.finish()
+        for action in program.actions:
+            executor.execute(action)
+        executor.finish()
 
 
-class _Worker:
+class _StageExecutor:
     """State of a stage while it runs a program: messages in flight, and graphs awaiting their backward pass."""
 
     def __init__(
         self,
         program: Program,
         runner: StageRunner,
-        links: PipelineLinks | None,
-        deferred: DeferredSink | None,
+        p2p_channels: P2PChannels | None,
+        deferred: DeferredWeightGrads | None,
         timed: Timed,
     ) -> None:
-        self._runner, self._links, self._timed = runner, links, timed
+        self._runner, self._p2p_channels, self._timed = runner, p2p_channels, timed
         self._deferred = deferred if program.is_split else None
         self._has_backward = program.has_backward
-        self._arriving: dict[Message, Pending] = {}
-        self._leaving: dict[Message, Pending] = {}
-        self._kept: dict[Message, Tensor] = {}
-        self._graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
+        self._pending_recvs: dict[Message, AsyncHandle] = {}
+        self._pending_sends: dict[Message, AsyncHandle] = {}
+        self._local_messages: dict[Message, Tensor] = {}
+        self._saved_graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
 
-    def carry_out(self, step: Step) -> None:
-        for message in step.receives:
-            self._arriving[message] = self._receive(message)
-        self._runner.before(step.op)
-        arrived = self._wait_for(step.input)
-        with self._timed(COMPUTATIONS[step.op.kind]):
-            made = self._compute(step.op, arrived)
-        if step.wait_for_send is not None:
-            self._leaving.pop(step.wait_for_send).wait()
-        if step.output is not None:
-            assert made is not None
-            self._send(step.output, made)
-        if step.ends_micro_batch:
-            self._runner.release(step.op.micro_batch)
+    def execute(self, action: Action) -> None:
+        for message in action.receives:
+            self._pending_recvs[message] = self._receive(message)
+        self._runner.prepare(action.op)
+        arrived = self._wait_for(action.input)
+        with self._timed(COMPUTATIONS[action.op.kind]):
+            output = self._compute(action.op, arrived)
+        if action.wait_for_send is not None:
+            self._pending_sends.pop(action.wait_for_send).wait()
+        if action.output is not None:
+            assert output is not None
+            self._send(action.output, output)
+        if action.ends_micro_batch:
+            self._runner.release(action.op.micro_batch)
 
     def finish(self) -> None:
         """Wait until everything is sent."""
-        for transfer in self._leaving.values():
+        for transfer in self._pending_sends.values():
             transfer.wait()
-        assert not (self._arriving or self._kept or self._graphs), "the program left something undone"
+        undone = self._pending_recvs or self._local_messages or self._saved_graphs
+        assert not undone, "the program left something undone"
 
     def _compute(self, op: Op, arrived: Tensor | None) -> Tensor | None:
         if op.kind == "F":
@@ -144,106 +145,106 @@ class _Worker:
             hidden.requires_grad_()
         output = self._runner.forward(op.chunk, op.micro_batch, hidden)
         if self._has_backward:
-            end = output if output.dim() == 0 else get_gradient_edge(output)
-            self._graphs[op.chunk, op.micro_batch] = hidden, end
+            backward_root = output if output.dim() == 0 else get_gradient_edge(output)
+            self._saved_graphs[op.chunk, op.micro_batch] = hidden, backward_root
         return output.detach()
 
     def _backward(self, op: Op, grad: Tensor | None) -> Tensor | None:
         key = (op.chunk, op.micro_batch)
-        hidden, end = self._graphs.pop(key)
+        hidden, backward_root = self._saved_graphs.pop(key)
         if self._deferred is None:
-            torch.autograd.backward(end, grad)
+            torch.autograd.backward(backward_root, grad)
         else:
             with self._deferred.collect(key):
-                torch.autograd.backward(end, grad)
+                torch.autograd.backward(backward_root, grad)
         if hidden is None:
             return None
+        # A chunk's output need not depend on its input; the previous stage waits for a gradient all the same.
         return torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
 
-    def _receive(self, message: Message) -> Pending:
-        assert self._links is not None, "a pipeline of several stages needs links"
+    def _receive(self, message: Message) -> AsyncHandle:
+        assert self._p2p_channels is not None, "a pipeline of several stages needs p2p_channels"
         shape, dtype = self._runner.activation_shape(message.micro_batch)
-        edge = self._links.from_next if message.gradient else self._links.from_previous
-        return receive(edge, shape, dtype, self._links.device)
+        channel = self._p2p_channels.from_next if message.gradient else self._p2p_channels.from_previous
+        return receive(channel, shape, dtype, self._p2p_channels.device)
 
     def _wait_for(self, message: Message | None) -> Tensor | None:
         if message is None:
             return None
         if message.is_local:
-            return self._kept.pop(message)
+            return self._local_messages.pop(message)
         with self._timed("backward-recv" if message.gradient else "forward-recv"):
-            return self._arriving.pop(message).wait()
+            return self._pending_recvs.pop(message).wait()
 
     def _send(self, message: Message, tensor: Tensor) -> None:
         if message.is_local:
-            self._kept[message] = tensor
+            self._local_messages[message] = tensor
             return
-        assert self._links is not None, "a pipeline of several stages needs links"
-        edge = self._links.to_previous if message.gradient else self._links.to_next
-        self._leaving[message] = send(tensor, edge)
+        assert self._p2p_channels is not None, "a pipeline of several stages needs p2p_channels"
+        channel = self._p2p_channels.to_previous if message.gradient else self._p2p_channels.to_next
+        self._pending_sends[message] = send(tensor, channel)
+
+
+_Accumulate = Callable[[Parameter, Tensor, Tensor], None]
 
 
 class _DeferredGradient(NamedTuple):
     """A weight gradient whose product is deferred: the sink method to call and its arguments."""
 
-    accumulate: Callable[[Parameter, Tensor, Tensor], None]
+    accumulate: _Accumulate
     parameter: Parameter
-    factors: tuple[Tensor, Tensor]
+    operands: tuple[Tensor, Tensor]
     versions: tuple[int, int]
 
 
-class DeferredSink:
+class DeferredWeightGrads:
     """Gradient sink that forwards to another sink: at once, or deferred until `run_deferred` (zero-bubble
     schedules)."""
 
     def __init__(self, sink: GradientSink) -> None:
         self._sink = sink
         self._queues: dict[Hashable, list[_DeferredGradient]] = {}
-        self._open: list[_DeferredGradient] | None = None
+        self._current_queue: list[_DeferredGradient] | None = None
 
     @contextmanager
     def collect(self, key: Hashable) -> Iterator[None]:
         """Defer the weight gradients computed inside until `run_deferred(key)`."""
-        assert self._open is None and key not in self._queues, f"weight gradients of {key} are deferred already"
-        self._open = self._queues[key] = []
+        assert self._current_queue is None and key not in self._queues, f"{key} is deferred already"
+        self._current_queue = self._queues[key] = []
         try:
             yield
         finally:
-            self._open = None
+            self._current_queue = None
 
     @torch.no_grad()
     def run_deferred(self, key: Hashable) -> None:
         """Accumulate the weight gradients deferred under `key`, in the order in which they came."""
         for item in self._queues.pop(key):
-            assert item.versions == _versions(*item.factors), (
-                "a factor of a weight gradient was overwritten before the weight gradient was computed; "
-                "pass lent=True where its memory is reused (GradientSink.matmul)"
+            assert item.versions == _versions(*item.operands), (
+                "an operand of a weight gradient was overwritten before the weight gradient was computed; "
+                "pass buffer_reused=True where its memory is reused (GradientSink.accumulate_linear)"
             )
-            item.accumulate(item.parameter, *item.factors)
+            item.accumulate(item.parameter, *item.operands)
 
-    def matmul(self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor, *, lent: bool = False) -> None:
-        """As `GradientSink.matmul`; lent factors are never deferred."""
-        if self._open is None or lent:
-            self._sink.matmul(parameter, grad_TO, x_TI)
-        else:
-            self._defer(self._sink.matmul, parameter, grad_TO, x_TI)
-
-    def rows(self, parameter: Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
-        """As `GradientSink.rows`."""
-        if self._open is None:
-            self._sink.rows(parameter, ids_T, grad_TD)
-        else:
-            self._defer(self._sink.rows, parameter, ids_T, grad_TD)
-
-    def _defer(
-        self,
-        accumulate: Callable[[Parameter, Tensor, Tensor], None],
-        parameter: Parameter,
-        first: Tensor,
-        second: Tensor,
+    def accumulate_linear(
+        self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor, *, buffer_reused: bool = False
     ) -> None:
-        assert self._open is not None
-        self._open.append(_DeferredGradient(accumulate, parameter, (first, second), _versions(first, second)))
+        """As `GradientSink.accumulate_linear`; never deferred with `buffer_reused`."""
+        if self._current_queue is None or buffer_reused:
+            self._sink.accumulate_linear(parameter, grad_TO, x_TI)
+        else:
+            self._defer(self._sink.accumulate_linear, parameter, grad_TO, x_TI)
+
+    def accumulate_embedding(self, parameter: Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
+        """As `GradientSink.accumulate_embedding`."""
+        if self._current_queue is None:
+            self._sink.accumulate_embedding(parameter, ids_T, grad_TD)
+        else:
+            self._defer(self._sink.accumulate_embedding, parameter, ids_T, grad_TD)
+
+    def _defer(self, accumulate: _Accumulate, parameter: Parameter, first: Tensor, second: Tensor) -> None:
+        assert self._current_queue is not None
+        self._current_queue.append(_DeferredGradient(accumulate, parameter, (first, second), _versions(first, second)))
 
 
 def _versions(first: Tensor, second: Tensor) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from megalith.distributed.context import Axis
 from megalith.distributed.rng import Stream
 from megalith.errors import LayoutError
 from megalith.nn.placement import Shard, shard
-from megalith.nn.region import Pending, Region
+from megalith.nn.region import AsyncHandle, Region
 
 
 class TensorParallel(Region):
@@ -39,7 +39,7 @@ class TensorParallel(Region):
     def shard(self, extent: int, *, even: bool = True, share: bool = False) -> Shard:
         return shard(extent, self.size, self.index, even=even, share=share)
 
-    def reduce(self, x: Tensor) -> Pending:
+    def reduce(self, x: Tensor) -> AsyncHandle:
         return comm.start_all_reduce(x.contiguous(), self.axis)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
@@ -67,10 +67,10 @@ class SequenceParallel(TensorParallel):
 
     needs_grad_reduce = True
 
-    def gather(self, x: Tensor) -> Pending:
+    def gather(self, x: Tensor) -> AsyncHandle:
         return comm.start_all_gather(x, self.axis)
 
-    def reduce(self, x: Tensor) -> Pending:
+    def reduce(self, x: Tensor) -> AsyncHandle:
         self._check(x.shape[0])
         return comm.start_reduce_scatter(x, self.axis)
 

@@ -5,7 +5,7 @@ the parts go round the ring of stages `chunks` times. An operation is F (forward
 gradients) of one micro-batch in one chunk. In a schedule without W operations B computes all gradients; in one with
 them ("split") B computes the gradient of the input only.
 
-Each stage executes its operations in sequence. `steps` derives the messages, in the order in which they are posted.
+Each stage executes its operations in sequence. `actions` derives the messages, in the order in which they are posted.
 `simulator.py` tests two invariants for all small cases: messages are sent on each directed edge of the ring in the
 order in which the other end receives them, and no stage waits for ever.
 
@@ -68,8 +68,8 @@ class Message(NamedTuple):
         )
 
 
-class Step(NamedTuple):
-    """Operation with its communication, in the order of execution."""
+class Action(NamedTuple):
+    """Operation of a stage with its communication; fields in the order of execution."""
 
     receives: tuple[Message, ...]  # receives to post first, for this operation or a later one
     input: Message | None  # message that the operation waits for; its receive is already posted, or it is local
@@ -81,9 +81,9 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """Steps of one stage."""
+    """Actions of one stage."""
 
-    steps: tuple[Step, ...]
+    actions: tuple[Action, ...]
     has_backward: bool  # False for evaluation
     is_split: bool  # whether weight gradients are separate operations
 
@@ -127,20 +127,20 @@ class Schedule:
     def program(self, stage: int) -> Program:
         """Return the program of a stage for the interpreter (parallel/pipeline.py), cached."""
         if stage not in self._programs:
-            self._programs[stage] = Program(self.steps(stage), self.has_backward, self.is_split)
+            self._programs[stage] = Program(self.actions(stage), self.has_backward, self.is_split)
         return self._programs[stage]
 
     @cached_property
     def _programs(self) -> dict[int, Program]:
         return {}
 
-    def steps(self, stage: int, *, prefetch: int = PREFETCH, window: int = WINDOW) -> tuple[Step, ...]:
+    def actions(self, stage: int, *, prefetch: int = PREFETCH, window: int = WINDOW) -> tuple[Action, ...]:
         """Return the operations of a stage with their communication; see `PREFETCH` and `WINDOW`."""
         ops = self.ops[stage]
         inputs = [self.input_of(stage, op) for op in ops]
         last = {op.micro_batch: place for place, op in enumerate(ops)}
         sent: dict[bool, list[Message]] = {False: [], True: []}
-        steps, posted = [], 0
+        actions, posted = [], 0
         for place, op in enumerate(ops):
             wanted = inputs[posted : place + prefetch + 1]
             posted = max(posted, place + prefetch + 1)
@@ -151,8 +151,8 @@ class Schedule:
                 earlier.append(output)
             receives = tuple(message for message in wanted if message is not None and not message.is_local)
             ends = last[op.micro_batch] == place
-            steps.append(Step(receives, inputs[place], op, wait_for_send, output, ends))
-        return tuple(steps)
+            actions.append(Action(receives, inputs[place], op, wait_for_send, output, ends))
+        return tuple(actions)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
-from megalith.schedules.pipeline import PREFETCH, WINDOW, Message, Op, Schedule, Step
+from megalith.schedules.pipeline import PREFETCH, WINDOW, Action, Message, Op, Schedule
 
 COLORS = {"F": (24, 31, 38, 45), "B": (22, 28, 34, 40), "W": (130, 136, 172, 178)}
 """Kind -> background colors (of a terminal's 256), used for the chunks in turn."""
@@ -103,7 +103,7 @@ def simulate(
     network = _Network(costs.message)
     spans: list[list[Span]] = [[] for _ in stages]
     workers = {
-        stage: _work(schedule, schedule.steps(stage, prefetch=prefetch, window=window), costs, network, own)
+        stage: _work(schedule, schedule.actions(stage, prefetch=prefetch, window=window), costs, network, own)
         for stage, own in zip(stages, spans, strict=True)
     }
     while workers:
@@ -151,30 +151,30 @@ class _Post(NamedTuple):
 
 
 def _work(
-    schedule: Schedule, steps: Iterable[Step], costs: Costs, network: _Network, spans: list[Span]
+    schedule: Schedule, actions: Iterable[Action], costs: Costs, network: _Network, spans: list[Span]
 ) -> Iterator[str]:
-    """Execute the steps of a stage; yield what it waits for whenever it is blocked."""
+    """Execute the actions of a stage; yield what it waits for whenever it is blocked."""
     clock, made = Fraction(0), set[Message]()
-    for step in steps:
-        for message in step.receives:
+    for action in actions:
+        for message in action.receives:
             network.post(message, clock, sends=False)
-        if step.input is not None and step.input.is_local:
-            while step.input not in made:
-                yield f"cannot compute {step.op}, whose input it has not made"
-        elif step.input is not None:
-            while step.input not in network.complete:
-                yield f"waits for the {step.input}"
-            clock = max(clock, network.complete[step.input])
-        spans.append(Span(step.op, clock, clock + costs.of(step.op, schedule)))
+        if action.input is not None and action.input.is_local:
+            while action.input not in made:
+                yield f"cannot compute {action.op}, whose input it has not made"
+        elif action.input is not None:
+            while action.input not in network.complete:
+                yield f"waits for the {action.input}"
+            clock = max(clock, network.complete[action.input])
+        spans.append(Span(action.op, clock, clock + costs.of(action.op, schedule)))
         clock = spans[-1].end
-        if step.wait_for_send is not None:
-            while step.wait_for_send not in network.complete:
-                yield f"waits until stage {step.wait_for_send.target} takes the {step.wait_for_send}"
-            clock = max(clock, network.complete[step.wait_for_send])
-        if step.output is not None and step.output.is_local:
-            made.add(step.output)
-        elif step.output is not None:
-            network.post(step.output, clock, sends=True)
+        if action.wait_for_send is not None:
+            while action.wait_for_send not in network.complete:
+                yield f"waits until stage {action.wait_for_send.target} takes the {action.wait_for_send}"
+            clock = max(clock, network.complete[action.wait_for_send])
+        if action.output is not None and action.output.is_local:
+            made.add(action.output)
+        elif action.output is not None:
+            network.post(action.output, clock, sends=True)
 
 
 def _peak(schedule: Schedule, ops: Sequence[Op]) -> int:

@@ -266,15 +266,15 @@ class RankRunner(ModelRunner):
     def _run(self, batch: Batch) -> Tensor | None:
         """Compute this rank's stage of the batch; return the logits on rank 0, elsewhere None."""
         model, context = self.model, self._context
-        links, hidden = context.links, None
+        channels, hidden = context.p2p_channels, None
         if not model.stage.is_first:
-            assert links is not None
+            assert channels is not None
             shape = (sum(len(chunk.tokens) for chunk in batch.chunks), 1, model.config.hidden_size)
-            hidden = p2p.receive(links.from_previous, shape, model.dtype, context.device).wait()
+            hidden = p2p.receive(channels.from_previous, shape, model.dtype, context.device).wait()
         hidden = self.hidden_states(batch, hidden)
         if not model.stage.is_last:
-            assert links is not None
-            p2p.send(hidden, links.to_next).wait()
+            assert channels is not None
+            p2p.send(hidden, channels.to_next).wait()
             return self._receive_logits(batch)
         logits = self.logits(hidden, batch)
         if context.ends is not None and context.tp.is_first and logits.shape[0]:

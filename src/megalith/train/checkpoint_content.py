@@ -181,7 +181,7 @@ def _stored_names(state: TrainState, *, dedup: bool) -> dict[str, str]:
 
 def _replicas(state: TrainState) -> Axis:
     """Return the axis of the ranks that hold the same shard of the model."""
-    return state.context.join("cp", "dp")
+    return state.context.flatten_axes("cp", "dp")
 
 
 def _groups(groups: Sequence[Mapping[str, Any]], state: TrainState) -> list[Mapping[str, Any]]:

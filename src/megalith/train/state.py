@@ -13,7 +13,7 @@ from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.models.language_model import LanguageModel
 from megalith.optim.optimizer import Optimizer
-from megalith.parallel.pipeline import DeferredSink
+from megalith.parallel.pipeline import DeferredWeightGrads
 from megalith.schedules.parameters import ParameterSchedule
 
 REMEMBERED = 100  # steps, as many as Megatron looks at
@@ -162,7 +162,7 @@ class TrainState:
     updating: bool = False  # an update of the weights is under way, so that the state is between two iterations
     context: ParallelContext = field(default_factory=ParallelContext.solo)
     # what the layers give their weight gradients to, where the schedule puts these off
-    deferred: DeferredSink | None = None
+    deferred: DeferredWeightGrads | None = None
     # what makes a step a bad one, and what it remembers of the last steps
     check: StepCheck = field(default_factory=StepCheck)
     skipped_samples: int = 0  # samples drawn and passed over (`--iterations-to-skip`)

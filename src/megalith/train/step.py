@@ -80,10 +80,10 @@ def train_step(
     with timers.time("forward-backward", level=1):
         if state.context.pp.size == len(state.chunks) == 1 and state.deferred is None:
             for micro_batch in range(num_micro_batches):
-                work.before(Op("F", 0, micro_batch))
+                work.prepare(Op("F", 0, micro_batch))
                 with timers.time("forward-compute", level=2):
                     loss = work.forward(0, micro_batch, None)
-                work.before(Op("B", 0, micro_batch))
+                work.prepare(Op("B", 0, micro_batch))
                 with timers.time("backward-compute", level=2):
                     loss.backward()
                 work.release(micro_batch)
@@ -210,7 +210,7 @@ def run_pipeline(
     context = state.context
     order = make_schedule(schedule, context.pp.size, len(state.chunks), num_micro_batches)
     timed = pipeline.no_timer if timers is None else partial(timers.time, level=2)
-    pipeline.run(order.program(context.pp.index), work, context.links, state.deferred, timed)
+    pipeline.run(order.program(context.pp.index), work, context.p2p_channels, state.deferred, timed)
 
 
 def mean_losses(loss_sums: Tensor) -> list[float]:
@@ -248,7 +248,7 @@ class StageWork:
         """Return shape [S, B, D] and dtype of the hidden states that go from stage to stage."""
         return self.chunks[0].activation_shape(self._batch(micro_batch))
 
-    def before(self, op: Op) -> None:
+    def prepare(self, op: Op) -> None:
         """Draw the data of a forward pass, and call the hooks of that point of the step."""
         if not self.training:
             return
@@ -303,7 +303,7 @@ class StageWork:
 
     def unmasked_tokens(self) -> Tensor:
         """Return the number of unmasked tokens of the step, over all replicas; all their ranks call it together."""
-        return comm.all_reduce(torch.stack(self._unmasked_counts).sum(), self.context.join("cp", "dp"))
+        return comm.all_reduce(torch.stack(self._unmasked_counts).sum(), self.context.flatten_axes("cp", "dp"))
 
     def _batch(self, micro_batch: int) -> Inputs:
         while self._drawn <= micro_batch:

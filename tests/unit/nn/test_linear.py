@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megalith.nn.linear import Linear, column, row
 from megalith.nn.placement import Fused, Replicated, Split
-from megalith.nn.region import Pending, Solo
+from megalith.nn.region import AsyncHandle, Solo
 from megalith.optim.gradients import GradientBuffers
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ class Recording(Solo):
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def _moved(self, name: str, x: Tensor) -> Pending:
+    def _moved(self, name: str, x: Tensor) -> AsyncHandle:
         events = self.events
         events.append(f"start {name}")
 
@@ -84,17 +84,19 @@ class Recording(Solo):
 
         return Noted()
 
-    def gather(self, x: Tensor) -> Pending:
+    def gather(self, x: Tensor) -> AsyncHandle:
         return self._moved("spread", x)
 
-    def reduce(self, x: Tensor) -> Pending:
+    def reduce(self, x: Tensor) -> AsyncHandle:
         return self._moved("collect", x)
 
-    def matmul(self, parameter: torch.nn.Parameter, grad_TO: Tensor, x_TI: Tensor, *, lent: bool = False) -> None:
+    def accumulate_linear(
+        self, parameter: torch.nn.Parameter, grad_TO: Tensor, x_TI: Tensor, *, buffer_reused: bool = False
+    ) -> None:
         """As a sink, it notes when weight gradients are computed."""
         self.events.append("weight gradient")
 
-    def rows(self, parameter: torch.nn.Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
+    def accumulate_embedding(self, parameter: torch.nn.Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
         raise AssertionError("a linear has no rows")
 
 

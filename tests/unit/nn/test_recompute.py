@@ -76,10 +76,12 @@ class _Sink:
     def __init__(self) -> None:
         self.gifts: list[tuple[torch.nn.Parameter, Tensor]] = []
 
-    def matmul(self, parameter: torch.nn.Parameter, grad_TO: Tensor, x_TI: Tensor, *, lent: bool = False) -> None:
+    def accumulate_linear(
+        self, parameter: torch.nn.Parameter, grad_TO: Tensor, x_TI: Tensor, *, buffer_reused: bool = False
+    ) -> None:
         self.gifts.append((parameter, grad_TO.t() @ x_TI))
 
-    def rows(self, parameter: torch.nn.Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
+    def accumulate_embedding(self, parameter: torch.nn.Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
         raise AssertionError("there is no table here")
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megalith.distributed.comm import Pending
+from megalith.distributed.comm import AsyncHandle
 from megalith.distributed.context import Axis
 from megalith.optim.gradients import GradientBuffers
 from megalith.optim.norms import GlobalNorms
@@ -18,7 +18,7 @@ NAMES = ("early", "expert", "late")
 class _Noted:
     """Data parallelism that notes what is reduced."""
 
-    divides = False
+    shards_optimizer = False
 
     def __init__(self, kind: str, notes: list[tuple[str, int]]) -> None:
         self.kind, self.notes, self.axis = kind, notes, Axis(kind, (0, 1))
@@ -26,12 +26,12 @@ class _Noted:
     def owned_range(self, start: int, stop: int) -> tuple[int, int]:
         return start, stop
 
-    def reduce(self, grads: Tensor) -> Pending:
+    def reduce(self, grads: Tensor) -> AsyncHandle:
         self.notes.append((self.kind, int(grads.count_nonzero())))
-        return Pending(grads)
+        return AsyncHandle(grads)
 
-    def gather(self, parameters: Tensor) -> Pending:
-        return Pending(parameters)
+    def gather(self, parameters: Tensor) -> AsyncHandle:
+        return AsyncHandle(parameters)
 
 
 def _buffers(notes: list[tuple[str, int]]) -> tuple[dict[str, Parameter], GradientBuffers]:

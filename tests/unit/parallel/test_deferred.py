@@ -1,4 +1,4 @@
-"""Weight gradients that are put off: the same sums later, and an error where a factor did not last."""
+"""Weight gradients that are deferred: the same sums later, and an error where an operand was overwritten."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.nn.sink import GradientSink, attach_sink
 from megalith.optim.gradients import GradientBuffers
-from megalith.parallel.pipeline import DeferredSink, run
+from megalith.parallel.pipeline import DeferredWeightGrads, run
 from megalith.schedules.pipeline import Op, Schedule, make_schedule
 
 CONFIG = ModelConfig(
@@ -33,66 +33,68 @@ class Notes:
     def __init__(self) -> None:
         self.gifts: list[tuple[str, Tensor, Tensor]] = []
 
-    def matmul(self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor, *, lent: bool = False) -> None:
-        self.gifts.append(("matmul", grad_TO, x_TI))
+    def accumulate_linear(
+        self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor, *, buffer_reused: bool = False
+    ) -> None:
+        self.gifts.append(("linear", grad_TO, x_TI))
 
-    def rows(self, parameter: Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
-        self.gifts.append(("rows", ids_T, grad_TD))
+    def accumulate_embedding(self, parameter: Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
+        self.gifts.append(("embedding", ids_T, grad_TD))
 
 
-def _factors() -> tuple[Tensor, Tensor]:
+def _operands() -> tuple[Tensor, Tensor]:
     return torch.ones(4, 3), torch.ones(4, 2)
 
 
 def test_what_is_collected_waits_for_its_own_key() -> None:
     notes = Notes()
-    sink = DeferredSink(notes)
-    first, second = _factors(), _factors()
+    sink = DeferredWeightGrads(notes)
+    first, second = _operands(), _operands()
     with sink.collect(1):
-        sink.matmul(WEIGHT, *first)
-        sink.rows(WEIGHT, torch.tensor([0]), torch.ones(1, 2))
+        sink.accumulate_linear(WEIGHT, *first)
+        sink.accumulate_embedding(WEIGHT, torch.tensor([0]), torch.ones(1, 2))
     with sink.collect(2):
-        sink.matmul(WEIGHT, *second)
+        sink.accumulate_linear(WEIGHT, *second)
     assert notes.gifts == []
     sink.run_deferred(2)
-    assert [gift[0] for gift in notes.gifts] == ["matmul"] and notes.gifts[0][1] is second[0]
+    assert [gift[0] for gift in notes.gifts] == ["linear"] and notes.gifts[0][1] is second[0]
     sink.run_deferred(1)
-    assert [gift[0] for gift in notes.gifts[1:]] == ["matmul", "rows"] and notes.gifts[1][2] is first[1]
+    assert [gift[0] for gift in notes.gifts[1:]] == ["linear", "embedding"] and notes.gifts[1][2] is first[1]
 
 
 def test_outside_of_a_collection_everything_passes_at_once() -> None:
     notes = Notes()
-    sink = DeferredSink(notes)
-    sink.matmul(WEIGHT, *_factors())
-    sink.rows(WEIGHT, torch.tensor([0]), torch.ones(1, 2))
+    sink = DeferredWeightGrads(notes)
+    sink.accumulate_linear(WEIGHT, *_operands())
+    sink.accumulate_embedding(WEIGHT, torch.tensor([0]), torch.ones(1, 2))
     assert len(notes.gifts) == 2
 
 
-def test_what_is_lent_is_not_put_off() -> None:
+def test_a_product_of_reused_memory_is_not_deferred() -> None:
     notes = Notes()
-    sink = DeferredSink(notes)
+    sink = DeferredWeightGrads(notes)
     with sink.collect(0):
-        sink.matmul(WEIGHT, *_factors(), lent=True)
+        sink.accumulate_linear(WEIGHT, *_operands(), buffer_reused=True)
         assert len(notes.gifts) == 1
     sink.run_deferred(0)
     assert len(notes.gifts) == 1
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_factor_that_is_overwritten_is_an_error(which: int) -> None:
+def test_an_operand_that_is_overwritten_is_an_error(which: int) -> None:
     """Through another view of its memory too, as a buffer that is used again."""
     memory = torch.ones(100)
-    factors = [memory[:12].view(4, 3), memory[50:58].view(4, 2)]
-    sink = DeferredSink(Notes())
+    operands = [memory[:12].view(4, 3), memory[50:58].view(4, 2)]
+    sink = DeferredWeightGrads(Notes())
     with sink.collect(0):
-        sink.matmul(WEIGHT, *factors)
+        sink.accumulate_linear(WEIGHT, *operands)
     torch.mul(memory[50 * which :], 2.0, out=memory[50 * which :])
     with pytest.raises(AssertionError, match="overwritten before the weight gradient"):
         sink.run_deferred(0)
 
 
 def test_one_collection_at_a_time_and_each_key_once() -> None:
-    sink = DeferredSink(Notes())
+    sink = DeferredWeightGrads(Notes())
     with sink.collect(0), pytest.raises(AssertionError), sink.collect(1):
         pass
     with pytest.raises(AssertionError), sink.collect(0):
@@ -106,9 +108,9 @@ class WholeModel:
         self.model, self.lengths = model, lengths
 
     def activation_shape(self, micro_batch: int) -> tuple[tuple[int, ...], torch.dtype]:
-        raise AssertionError("one stage has no border")
+        raise AssertionError("one stage receives nothing")
 
-    def before(self, op: Op) -> None:
+    def prepare(self, op: Op) -> None:
         pass
 
     def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
@@ -126,7 +128,7 @@ def _gradients(schedule: Schedule, lengths: list[int], *, tied: bool, with_sink:
     model = GPT(config, 40, dtype=torch.float64)
     initialise(model, seed=3)
     gradients = GradientBuffers(list(model.named_parameters()), torch.float64)
-    deferred = DeferredSink(gradients)
+    deferred = DeferredWeightGrads(gradients)
     sink: GradientSink = deferred if schedule.is_split else gradients
     attach_sink(model, sink if with_sink else None)
     gradients.begin()
@@ -154,5 +156,5 @@ def test_layers_without_a_sink_have_nothing_to_put_off() -> None:
 
 
 def test_a_split_program_needs_a_deferred_sink() -> None:
-    with pytest.raises(AssertionError, match="needs a DeferredSink"):
+    with pytest.raises(AssertionError, match="needs a DeferredWeightGrads"):
         run(make_schedule("zb-h1", 1, 1, 1).program(0), WholeModel(GPT(CONFIG, 40), [5]))

@@ -81,24 +81,24 @@ def test_messages_go_round_the_ring() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_steps_post_each_receive_before_it_is_needed(schedules: list[Schedule], prefetch: int) -> None:
+def test_actions_post_each_receive_before_it_is_needed(schedules: list[Schedule], prefetch: int) -> None:
     for schedule in schedules:
         for stage in range(schedule.stages):
             posted, needed = [], []
-            for step in schedule.steps(stage, prefetch=prefetch):
-                posted += step.receives
-                if step.input is not None and not step.input.is_local:
-                    needed.append(step.input)
-                    assert step.input in posted
+            for action in schedule.actions(stage, prefetch=prefetch):
+                posted += action.receives
+                if action.input is not None and not action.input.is_local:
+                    needed.append(action.input)
+                    assert action.input in posted
                 assert len(posted) - len(needed) <= prefetch
             assert posted == needed  # in the same order: an edge is a queue
 
 
-def test_steps_bound_the_unfinished_sends() -> None:
-    steps = make_schedule("1f1b", 4, 1, 8).steps(0, window=3)
+def test_actions_bound_the_unfinished_sends() -> None:
+    actions = make_schedule("1f1b", 4, 1, 8).actions(0, window=3)
     unfinished, most = 0, 0
-    for step in steps:
-        unfinished += (step.output is not None) - (step.wait_for_send is not None)
+    for action in actions:
+        unfinished += (action.output is not None) - (action.wait_for_send is not None)
         most = max(most, unfinished)
     assert most == 3
 
@@ -107,17 +107,17 @@ def test_micro_batches_are_first_met_in_order(schedules: list[Schedule]) -> None
     """A stage may take each micro-batch's data when it first hears of it, posting a receive included."""
     for schedule in schedules:
         for stage in range(schedule.stages):
-            steps = schedule.steps(stage)
-            met = [n for step in steps for n in (*(r.micro_batch for r in step.receives), step.op.micro_batch)]
+            actions = schedule.actions(stage)
+            met = [n for action in actions for n in (*(r.micro_batch for r in action.receives), action.op.micro_batch)]
             assert list(dict.fromkeys(met)) == list(range(schedule.micro_batches))
 
 
 def test_the_end_of_each_micro_batch_is_announced_once(schedules: list[Schedule]) -> None:
     for schedule in schedules:
-        steps = schedule.program(0).steps
-        ended = [step.op.micro_batch for step in steps if step.ends_micro_batch]
+        actions = schedule.program(0).actions
+        ended = [action.op.micro_batch for action in actions if action.ends_micro_batch]
         assert sorted(ended) == list(range(schedule.micro_batches))
-        assert steps[-1].ends_micro_batch
+        assert actions[-1].ends_micro_batch
 
 
 def test_known_schedules() -> None:

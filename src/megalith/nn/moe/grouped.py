@@ -78,7 +78,7 @@ class _Grouped(torch.autograd.Function):
             if not ctx.needs_input_grad[3 + number]:
                 found.append(None)
             elif sink is not None:
-                sink.matmul(parameter, grad, x)
+                sink.accumulate_linear(parameter, grad, x)
                 found.append(None)
             else:
                 wide = product_dtype(grad)

@@ -9,8 +9,8 @@ from megalith.distributed.context import Axis, ParallelContext
 from megalith.layout import Layout
 from megalith.models.gpt import GPT
 from megalith.models.language_model import Stage
-from megalith.optim.build import copies_of
-from megalith.parallel.data import ReplicaGroup
+from megalith.optim.build import replicated_rows_of
+from megalith.parallel.data import ReplicatedRows
 from megalith.parallel.tensor import SequenceParallel, TensorParallel
 
 CONFIG = ModelConfig(
@@ -25,16 +25,18 @@ TP = Axis("tp", (2, 3), 1)
 ENDS = Axis("ends", (1, 3), 1)
 
 
-def _copies(region: TensorParallel, stage: Stage, ends: Axis | None = None) -> dict[str, tuple[ReplicaGroup, ...]]:
+def _replicated_rows(
+    region: TensorParallel, stage: Stage, ends: Axis | None = None
+) -> dict[str, tuple[ReplicatedRows, ...]]:
     solo = ParallelContext.solo()
     context = ParallelContext(Layout(tp=2, pp=2), 3, solo.device, {**solo.axes, frozenset(("tp",)): TP}, ends)
-    return copies_of([GPT(CONFIG, 16, region=region, stage=stage, device=torch.device("meta"))], context)
+    return replicated_rows_of([GPT(CONFIG, 16, region=region, stage=stage, device=torch.device("meta"))], context)
 
 
 def test_replicated_parameters_are_parts_under_sequence_parallelism_only() -> None:
     for region, partial in ((TensorParallel(TP), False), (SequenceParallel(TP), True)):
-        table = _copies(region, Stage(range(1)))
-        wanted = (ReplicaGroup(TP, first=False, partial=partial),)
+        table = _replicated_rows(region, Stage(range(1)))
+        wanted = (ReplicatedRows(TP, is_first_replica=False, partial=partial),)
         assert table["decoder.layers.0.input_layernorm.weight"] == wanted
         assert table["embedding.position_embeddings.weight"] == wanted
         assert table["decoder.layers.0.mlp.linear_fc2.bias"] == wanted
@@ -44,18 +46,20 @@ def test_replicated_parameters_are_parts_under_sequence_parallelism_only() -> No
 
 def test_shared_key_and_value_heads_are_always_parts() -> None:
     queries, keys = 4, 4  # rows: two heads of size 2; the key and the value head
-    table = _copies(TensorParallel(TP), Stage(range(1)))
+    table = _replicated_rows(TensorParallel(TP), Stage(range(1)))
     for name in ("weight", "bias"):
         wanted = (
-            ReplicaGroup(TP, rows=(queries, queries + keys), shard_index=0, num_shards=1, first=False, partial=True),
+            ReplicatedRows(
+                TP, rows=(queries, queries + keys), shard_index=0, num_shards=1, is_first_replica=False, partial=True
+            ),
         )
         assert table[f"decoder.layers.0.self_attention.linear_qkv.{name}"] == wanted
 
 
 def test_a_last_stage_without_layers() -> None:
-    table = _copies(SequenceParallel(TP), Stage(range(1, 1), is_first=False), ENDS)
+    table = _replicated_rows(SequenceParallel(TP), Stage(range(1, 1), is_first=False), ENDS)
     assert table == {
-        "decoder.final_layernorm.weight": (ReplicaGroup(TP, first=False, partial=True),),
-        "decoder.final_layernorm.bias": (ReplicaGroup(TP, first=False, partial=True),),
-        "output_layer.weight": (ReplicaGroup(ENDS, first=False, partial=True),),
+        "decoder.final_layernorm.weight": (ReplicatedRows(TP, is_first_replica=False, partial=True),),
+        "decoder.final_layernorm.bias": (ReplicatedRows(TP, is_first_replica=False, partial=True),),
+        "output_layer.weight": (ReplicatedRows(ENDS, is_first_replica=False, partial=True),),
     }
