@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 
 
 class GradientSink(Protocol):
-    """Receives gradients of parameters; the first gift of a step overwrites, later ones add."""
+    """Receives gradients of parameters; the first write of a step overwrites, later ones add."""
 
     def accumulate_linear(
         self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor, *, buffer_reused: bool = False
