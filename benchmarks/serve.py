@@ -210,13 +210,15 @@ def mixed_requests() -> list[Request]:
 
 
 def build_engine(model: GPT, limits: Limits | None = None) -> Engine:
-    return Engine(ModelRunner(model, REQUESTS * 32, 16), cast("Any", Numbers()), limits or Limits(running=REQUESTS))
+    return Engine(
+        ModelRunner(model, REQUESTS * 32, 16), cast("Any", Numbers()), limits or Limits(max_num_seqs=REQUESTS)
+    )
 
 
 def forget(engine: Engine) -> None:
     """No prompt is found in the cache again: only new work is measured."""
-    engine._scheduler.blocks._known.clear()
-    engine._scheduler.blocks._digest = [None] * engine.runner.num_blocks
+    engine._scheduler.blocks._cached.clear()
+    engine._scheduler.blocks._block_hashes = [None] * engine.runner.num_blocks
 
 
 def serve_all(engine: Engine, requests: Sequence[Request]) -> list[serve_http.Served]:
@@ -266,7 +268,7 @@ def serving_engine(size: str, threads: int) -> Engine:
 def crowded_engine() -> Engine:
     """The engine of the server that a crowd comes to: of a small model, and with a short queue."""
     torch.set_num_threads(1)
-    return build_engine(build_model("1M"), Limits(running=4, waiting=8))
+    return build_engine(build_model("1M"), Limits(max_num_seqs=4, max_waiting=8))
 
 
 def crowd() -> dict[str, Any]:

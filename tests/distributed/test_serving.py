@@ -117,7 +117,7 @@ def _alone(style: str) -> list[Any]:
 
 def _engine(runner: ModelRunner | RankRunner, style: str) -> Engine:
     opening = DecoderPrompt(1, 0) if style in models.ANSWERING else None
-    return Engine(runner, cast("Any", Numbers()), Limits(step_tokens=9), decoder_prompt=opening)
+    return Engine(runner, cast("Any", Numbers()), Limits(max_num_batched_tokens=9), decoder_prompt=opening)
 
 
 def _model(style: str, context: ParallelContext) -> GPT | T5:

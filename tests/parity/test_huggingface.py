@@ -13,8 +13,8 @@ from megalith.config import ModelConfig
 from megalith.models.gpt import GPT
 from megalith.serve.engine import Engine, Limits, RequestHandle
 from megalith.serve.model_runner import ModelRunner
-from megalith.serve.request import Beams, Event, Request, Sampling, Scores, Token
-from megalith.serve.sampler import Row, choose_tokens
+from megalith.serve.request import Beams, Event, PromptLogprobs, Request, Sampling, Token
+from megalith.serve.sampler import SamplingInput, choose_tokens
 
 transformers = pytest.importorskip("transformers", reason="the second witness needs the hf extra (transformers)")
 
@@ -170,7 +170,7 @@ class _Numbers:
 @pytest.mark.parametrize("groups", [None, 1, 2])
 def test_the_engine_answers_as_transformers_does(groups: int | None) -> None:
     ours, theirs = gpt2_pair() if groups is None else llama_pair(groups)
-    engine = Engine(ModelRunner(ours, 40, 4), cast("Any", _Numbers()), Limits(step_tokens=7))
+    engine = Engine(ModelRunner(ours, 40, 4), cast("Any", _Numbers()), Limits(max_num_batched_tokens=7))
     prompts = [(5, 9, 2, 6), (5, 9, 2, 6, 5, 3, 5, 8, 9), (11,), (5, 9, 2, 6, 1, 1)]
     handles = {
         engine.submit(Request(prompt, 12, Sampling(0.0), stop_ids=(), logprobs=3, prompt_logprobs=True)): prompt
@@ -190,7 +190,7 @@ def test_the_engine_answers_as_transformers_does(groups: int | None) -> None:
             logprobs = theirs(answer).logits[0, :-1].log_softmax(-1)
         own = logprobs.gather(1, answer[0, 1:, None]).squeeze(1).tolist()
         scores, *tokens = events[handle][:-1]
-        assert isinstance(scores, Scores)
+        assert isinstance(scores, PromptLogprobs)
         assert [token.id for token in tokens if isinstance(token, Token)] == answer[0, len(prompt) :].tolist()
         ours_of = [*scores.logprobs[1:], *(token.logprob for token in tokens if isinstance(token, Token))]
         assert ours_of == pytest.approx(own, rel=1e-5, abs=1e-5)
@@ -201,7 +201,7 @@ def test_the_engine_answers_as_transformers_does(groups: int | None) -> None:
 @pytest.mark.parametrize("groups", [None, 2])
 def test_log_probabilities_of_sampled_answers(groups: int | None) -> None:
     ours, theirs = gpt2_pair() if groups is None else llama_pair(groups)
-    engine = Engine(ModelRunner(ours, 60, 4), cast("Any", _Numbers()), Limits(step_tokens=5))
+    engine = Engine(ModelRunner(ours, 60, 4), cast("Any", _Numbers()), Limits(max_num_batched_tokens=5))
     sampling = Sampling(temperature=1.7, top_p=0.9, repetition_penalty=1.3)
     request = Request((5, 9, 2, 6), 12, sampling, seed=3, n=3, stop_ids=(), logprobs=2)
     answers: list[list[Token]] = [[], [], []]
@@ -248,7 +248,7 @@ def test_tokens_are_drawn_from_the_distribution_of_transformers(sampling: Sampli
             warpers.append(transformers.TopPLogitsWarper(sampling.top_p))
         wanted = warpers(torch.tensor([prompt]), logits_V[None].clone())[0].softmax(-1)
         # One draw for each of evenly spaced chances: a token's share of them is its probability.
-        rows = [Row(sampling, (i + 0.5) / draws, prompt, ()) for i in range(draws)]
+        rows = [SamplingInput(sampling, (i + 0.5) / draws, prompt, ()) for i in range(draws)]
         chosen = torch.tensor([choice.token for choice in choose_tokens(logits_V.expand(draws, -1), rows)])
         shares = torch.bincount(chosen, minlength=VOCAB) / draws
         assert not (shares[wanted == 0] > 0).any()

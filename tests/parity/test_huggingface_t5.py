@@ -177,7 +177,10 @@ def test_answers_are_those_of_generate(tmp_path: Path, options: dict[str, Any]) 
             tensor.copy_(Weights(source).read(name, tensor.shape, space))
     tokenizer = SimpleNamespace(vocab_size=ROWS, eod=1, decode=lambda ids: "".join(f"<{token}>" for token in ids))
     engine = Engine(
-        ModelRunner(ours, 60, 4), cast("Any", tokenizer), Limits(step_tokens=9), decoder_prompt=DecoderPrompt(0, 1)
+        ModelRunner(ours, 60, 4),
+        cast("Any", tokenizer),
+        Limits(max_num_batched_tokens=9),
+        decoder_prompt=DecoderPrompt(0, 1),
     )
     texts = [[5, 9, 30, 2, 7, 1], [3, 1], [8] * 11 + [1], [4, 4, 21, 17, 1]]
     requests = [Request(tuple(text), 10, Sampling(0.0)) for text in texts]

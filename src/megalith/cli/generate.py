@@ -199,7 +199,7 @@ def _limits(options: argparse.Namespace) -> Limits:
     from megalith.serve.engine import Limits
 
     samples = options.num_samples
-    return Limits(running=max(64, samples), samples=max(128, samples))
+    return Limits(max_num_seqs=max(64, samples), samples=max(128, samples))
 
 
 def _build_engine(trained: Trained, options: argparse.Namespace) -> Engine:
@@ -250,6 +250,6 @@ def _print_samples(engine: Engine, request: Request, shown: str) -> None:
     sys.stdout.write("\n")
     for answer in answers[1:]:
         sys.stdout.write(f"{shown}{answer}\n")
-    room = engine.max_answer_tokens(len(request.prompt))
+    room = engine.max_output_tokens(len(request.prompt))
     if full and room < request.max_new_tokens:
         warn(f"note: the text ends after {room} tokens, at the context length; --max-new-tokens is larger")

@@ -314,7 +314,7 @@ def _load_engine(launch: _ServerOptions, context: ParallelContext) -> tuple[Trai
     runner = runner_of(model, blocks) if context.world.size == 1 else RankRunner(model, context, blocks)
     if context.rank != 0:
         return trained, None, runner
-    limits = EngineLimits(running=launch.max_batch, waiting=launch.server.limits.waiting)
+    limits = EngineLimits(max_num_seqs=launch.max_batch, max_waiting=launch.server.limits.waiting)
     return (
         trained,
         Engine(runner, trained.tokenizer, limits, decoder_prompt=decoder_prompt_of(model, trained.tokenizer)),
@@ -371,7 +371,7 @@ async def _run_server(
         first_seed=launch.flags.seed,
         encoder_input=None
         if engine.decoder_prompt is None
-        else EncoderInput(partial(text_ids, tokenizer), engine.max_answer_tokens),
+        else EncoderInput(partial(text_ids, tokenizer), engine.max_output_tokens),
     )
     app = build_app(service, launch.flags.defaults)
     peers = asyncio.ensure_future(look_after(watchdog, worker)) if watchdog is not None else None

@@ -221,7 +221,7 @@ class MegalithLM(TemplateLM):
         return shown
 
     def _serve(self, runner: Runner, requests: list[Any]) -> list[str]:
-        limits = Limits(running=self._scorer.batch_size, waiting=len(requests) + 1)
+        limits = Limits(max_num_seqs=self._scorer.batch_size, max_waiting=len(requests) + 1)
         engine = Engine(runner, self._trained.tokenizer, limits)
         handles = [engine.submit(self._request(*request.args)) for request in requests]
         texts = dict.fromkeys(handles, "")

@@ -1,7 +1,7 @@
 """What a user asks of a model and what comes back, checked without torch.
 
 A request may have several samples; each is a stream of `Token` events that ends with one `Finished`. Asked for, the
-`Scores` of the prompt come first. The answer to a beam search is one `Beams` in place of tokens.
+`PromptLogprobs` of the prompt come first. The result of a beam search is one `Beams` in place of tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RequestError(MegalithError):
         super().__init__(f"{field}: {message}")
 
 
-class Busy(MegalithError):
+class QueueFullError(MegalithError):
     """The queue is full: the same request may be served later."""
 
 
@@ -40,10 +40,10 @@ class Sampling:
     min_p: float = 0.0  # least share of the likeliest's probability (Nguyen et al. 2024, arXiv:2407.01082); 0 for all
     top_p_decay: float = 0.0  # factor on top_p after each token (Lee et al. 2022, arXiv:2206.04624); 0: none
     top_p_bound: float = 0.0  # the decayed top_p does not fall below it
-    # divides positive, multiplies negative logits of tokens of prompt and answer (Keskar et al. 2019, arXiv:1909.05858)
+    # divides positive, multiplies negative logits of tokens of prompt and output (Keskar et al. 2019, arXiv:1909.05858)
     repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0  # subtracted from the logits of tokens that the answer has
-    frequency_penalty: float = 0.0  # subtracted from the logit of a token once for each time that the answer has it
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that the output has
+    frequency_penalty: float = 0.0  # subtracted from the logit of a token once for each time that the output has it
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     banned: tuple[int, ...] = ()
     banned_after: tuple[tuple[int, int], ...] = ()  # (a, b): b is not chosen right after a
@@ -66,7 +66,7 @@ class Sampling:
         )
 
     def top_p_at(self, number: int) -> float:
-        """Return top_p for token `number` of the answer, counted from 0."""
+        """Return top_p for token `number` of the output, counted from 0."""
         if not (self.top_p_decay and self.top_p):
             return self.top_p
         return float(max(self.top_p * self.top_p_decay**number, self.top_p_bound))
@@ -100,21 +100,21 @@ class Request:
     """A text to continue."""
 
     prompt: tuple[int, ...]  # its ids, at least one
-    max_new_tokens: int  # the length of the answer at most; 0 with `prompt_logprobs` scores the prompt only
+    max_new_tokens: int  # maximum length of the output; 0 with `prompt_logprobs` scores the prompt only
     sampling: Sampling = Sampling()
-    seed: int | None = None  # the same seed gives the same answer in any batch; unpredictable if None
+    seed: int | None = None  # the same seed gives the same output in any batch; unpredictable if None
     n: int = 1
-    stop_ids: tuple[int, ...] | None = None  # tokens that end the answer; None: the end of a document
-    more_stop_ids: tuple[int, ...] = ()
-    hidden_ids: frozenset[int] = frozenset()  # tokens that are left out of the text of the answer
-    stop_texts: tuple[str, ...] = ()  # texts that end the answer, which is cut before them
+    stop_ids: tuple[int, ...] | None = None  # tokens that end the output; None: the end of a document
+    extra_stop_ids: tuple[int, ...] = ()
+    skip_token_ids: frozenset[int] = frozenset()  # tokens that are left out of the text of the output
+    stop_texts: tuple[str, ...] = ()  # texts that end the output, which is cut before them
     logprobs: int | None = None  # how many of the likeliest tokens come with each token and its log-probability
     prompt_logprobs: bool = False  # whether the tokens of the prompt are scored too
     beam_width: int | None = None  # beam search instead of samples; of `sampling` only the bans hold
     length_penalty: float = 1.0  # the score of a beam is the sum of its log-probabilities / length ** length_penalty
 
 
-Top = tuple[tuple[int, float], ...]
+TopLogprobs = tuple[tuple[int, float], ...]
 """The most likely tokens with their natural log-probabilities, most likely first."""
 
 
@@ -123,23 +123,23 @@ class Token:
     """One more token of a sample."""
 
     id: int  # A stop id comes too, as the last one
-    text: str  # whole characters that cannot begin a stop text, nor come from a stop id; joined they are the answer
+    text: str  # whole characters that cannot begin a stop text, nor come from a stop id; joined they are the output
     logprob: float | None = None  # natural, of the model before temperature, penalties and bans
-    top: Top = ()  # as many as asked for
+    top: TopLogprobs = ()  # as many as asked for
     sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class PromptLogprobs:
     """Of the prompt, before any token; once for all samples."""
 
     logprobs: tuple[float | None, ...]  # of each token of the prompt after those before it; None for the first
-    top: tuple[Top, ...]  # the most likely tokens in its place, at least one; () for the first
+    top: tuple[TopLogprobs, ...]  # the most likely tokens in its place, at least one; () for the first
 
 
 @dataclass(frozen=True, slots=True)
 class Beams:
-    """The answer to a beam search, best first."""
+    """The result of a beam search, best first."""
 
     hypotheses: tuple[tuple[int, ...], ...]  # the ids after the prompt, without the stop token
     scores: tuple[float, ...]
@@ -156,7 +156,7 @@ class Finished:
     sample: int = 0
 
 
-Event = Token | Scores | Beams | Finished
+Event = Token | PromptLogprobs | Beams | Finished
 
 
 _CONTEXT = 6  # ids before the first, for tokenizers that join words by what stands before them

@@ -1,4 +1,4 @@
-"""Choice of the next token of each sequence from its logits, and of the next tokens of a beam search.
+"""Choose the next token of each sequence from its logits, and the next tokens of a beam search.
 
 Sampling takes one uniform number u per token from the sequence's own stream, and the first token whose cumulative
 probability exceeds u. So a seed gives the same tokens in every batch and layout, and a rounding error of the logits
@@ -21,33 +21,33 @@ import torch
 from torch import Tensor
 
 from megalith.nn.precision import at_least_fp32
-from megalith.serve.request import Sampling, Top
+from megalith.serve.request import Sampling, TopLogprobs
 
 _TOP_P_CANDIDATES = 128  # candidates that are sorted for top-p before all of them are
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """What the choice of one sequence depends on besides the logits."""
+class SamplingInput:
+    """What the next token of one sequence depends on besides its logits."""
 
     sampling: Sampling
     uniform: float  # from [0, 1); unused where the choice is greedy
-    prompt: Sequence[int]  # the tokens so far; no prompt where the answer continues none
-    answer: Sequence[int]  # the tokens so far; no prompt where the answer continues none
+    prompt: Sequence[int]  # decoder tokens before the output; none if an encoder reads the prompt
+    output: Sequence[int]  # tokens generated so far
     logprobs: int | None = None  # how many of the most likely ones are wanted; None for no log-probabilities at all
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A chosen token; `problem` says why there is none."""
+class SampledToken:
+    """A sampled token; `problem` says why there is none."""
 
     token: int = -1
     logprob: float | None = None
-    top: Top = ()
+    top: TopLogprobs = ()
     problem: str = ""
 
 
-def choose_tokens(logits_BV: Tensor, rows: Sequence[Row]) -> list[Choice]:
+def choose_tokens(logits_BV: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
     """Choose the next token of each row; -inf stands for a token that cannot be chosen.
 
     A row with a logit that is NaN or +inf, or without any finite one, has a problem instead; the others do not.
@@ -64,9 +64,9 @@ def choose_tokens(logits_BV: Tensor, rows: Sequence[Row]) -> list[Choice]:
         for index, token in zip(special, chosen, strict=True):
             tokens[index] = token
     if all(row.logprobs is None for row in rows) and all(map(math.isfinite, largest)):
-        return [Choice(token) for token in tokens]
+        return [SampledToken(token) for token in tokens]
     return [
-        _choice(logits_V, row, token, top)
+        _sampled_token(logits_V, row, token, top)
         for logits_V, row, token, top in zip(logits_BV, rows, tokens, largest, strict=True)
     ]
 
@@ -82,7 +82,7 @@ def _max_logits(logits_BV: Tensor) -> tuple[list[float], list[int]]:
     return np.take_along_axis(found, places[:, None], -1)[:, 0].tolist(), places.tolist()
 
 
-def score_tokens(logits_BV: Tensor, tokens: Sequence[int], count: int) -> list[tuple[float, Top]]:
+def score_tokens(logits_BV: Tensor, tokens: Sequence[int], count: int) -> list[tuple[float, TopLogprobs]]:
     """Return the log-probability of a token in each row, and the `count` most likely tokens with theirs."""
     logits_BV = logits_BV.to(at_least_fp32(logits_BV.dtype))
     total_B = logits_BV.logsumexp(-1, keepdim=True)
@@ -92,24 +92,24 @@ def score_tokens(logits_BV: Tensor, tokens: Sequence[int], count: int) -> list[t
     return [(own, tuple(zip(*top, strict=True))) for own, top in zip(own_B.tolist(), tops, strict=True)]
 
 
-def _choice(logits_V: Tensor, row: Row, token: int, largest: float) -> Choice:
+def _sampled_token(logits_V: Tensor, row: SamplingInput, token: int, largest: float) -> SampledToken:
     if not math.isfinite(largest):
-        return Choice(
+        return SampledToken(
             problem=f"the model's logits are not finite (their maximum is {largest}): the training that wrote this "
             "checkpoint diverged, or the weights overflow in their precision; take an earlier iteration"
         )
     if row.logprobs is None:
-        return Choice(token)
+        return SampledToken(token)
     ((logprob, top),) = score_tokens(logits_V[None], [token], row.logprobs)
-    return Choice(token, logprob, top)
+    return SampledToken(token, logprob, top)
 
 
-def _choose_with_options(logits_BV: Tensor, rows: Sequence[Row]) -> list[int]:
+def _choose_with_options(logits_BV: Tensor, rows: Sequence[SamplingInput]) -> list[int]:
     """Choose tokens for rows that sample or whose options change the logits."""
     if any(row.sampling.changes_logits for row in rows):
         logits_BV = logits_BV.clone()
         for logits_V, row in zip(logits_BV, rows, strict=True):
-            apply_penalties(logits_V, row.sampling, row.prompt, row.answer)
+            apply_penalties(logits_V, row.sampling, row.prompt, row.output)
     chosen = [-1] * len(rows)
     kinds: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
@@ -121,7 +121,7 @@ def _choose_with_options(logits_BV: Tensor, rows: Sequence[Row]) -> list[int]:
     return chosen
 
 
-def apply_penalties(logits_V: Tensor, sampling: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> None:
+def apply_penalties(logits_V: Tensor, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> None:
     """Apply penalties, bias and bans to the logits [V] of one sequence, in place."""
     size = logits_V.shape[0]
 
@@ -129,18 +129,18 @@ def apply_penalties(logits_V: Tensor, sampling: Sampling, prompt: Sequence[int],
         return torch.tensor([token for token in tokens if token < size], dtype=torch.int64, device=logits_V.device)
 
     if sampling.repetition_penalty != 1.0:
-        seen = ids(sorted({*prompt, *answer}))
+        seen = ids(sorted({*prompt, *output}))
         values = logits_V[seen]
         penalty = sampling.repetition_penalty
         logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if (sampling.presence_penalty or sampling.frequency_penalty) and answer:
-        counts = Counter(token for token in answer if token < size)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and output:
+        counts = Counter(token for token in output if token < size)
         penalties = [sampling.presence_penalty + sampling.frequency_penalty * count for count in counts.values()]
         logits_V[ids(list(counts))] -= torch.tensor(penalties, dtype=logits_V.dtype, device=logits_V.device)
     for token, bias in sampling.logit_bias.items():
         if token < size:
             logits_V[token] += bias
-    before = answer or prompt
+    before = output or prompt
     last = before[-1] if before else None
     banned = [*sampling.banned, *(then for first, then in sampling.banned_after if first == last)]
     if banned:
@@ -150,18 +150,18 @@ def apply_penalties(logits_V: Tensor, sampling: Sampling, prompt: Sequence[int],
             logits_V.copy_(kept)
 
 
-def _num_candidates(row: Row, size: int) -> int:
+def _num_candidates(row: SamplingInput, size: int) -> int:
     """Return how many of the most likely tokens to sort: 0 for none, as all are candidates."""
     sampling = row.sampling
     if sampling.greedy:
         return 1
     if sampling.top_k:
         return min(sampling.top_k, size)
-    cuts = 0.0 < sampling.top_p_at(len(row.answer)) < 1.0 or sampling.min_p > 0.0
+    cuts = 0.0 < sampling.top_p_at(len(row.output)) < 1.0 or sampling.min_p > 0.0
     return min(_TOP_P_CANDIDATES, size) if cuts else 0
 
 
-def _draw(logits_BV: Tensor, rows: Sequence[Row], count: int) -> list[int]:
+def _draw(logits_BV: Tensor, rows: Sequence[SamplingInput], count: int) -> list[int]:
     """Choose in each row among the `count` most likely tokens (0: all)."""
     if count == 1:
         greedy: list[int] = logits_BV.argmax(-1).tolist()
@@ -180,7 +180,7 @@ def _draw(logits_BV: Tensor, rows: Sequence[Row], count: int) -> list[int]:
         :, None
     ]
     cumulated_BN = (values_BN.to(torch.float64) - total_B1).exp().cumsum(-1)
-    p = [row.sampling.top_p_at(len(row.answer)) for row in rows]
+    p = [row.sampling.top_p_at(len(row.output)) for row in rows]
     p_B1 = torch.tensor([[p if 0.0 < p < 1.0 else 2.0] for p in p], **like)
     # The candidates are those before whom less than p has been reached.
     kept_B1 = (cumulated_BN < p_B1).sum(-1, keepdim=True)
@@ -225,43 +225,43 @@ class BeamSearch:
         self.scores = [0.0]  # of the beams that go on, the sums of their log-probabilities
         self._found: list[tuple[float, list[int]]] = []
 
-    def step(self, logits_WV: Tensor, answers: Sequence[list[int]]) -> list[tuple[int, int]]:
-        """Take one more token, by the logits [W, V] of the beams and their equally long answers behind the prompt.
+    def step(self, logits_WV: Tensor, outputs: Sequence[list[int]]) -> list[tuple[int, int]]:
+        """Take one more token, by the logits [W, V] of the beams and their outputs, which are equally long.
 
         Returns the beams that go on, best first, as (the beam that it continues, its next token); none at the end.
         """
-        length = len(answers[0]) + 1
+        length = len(outputs[0]) + 1
         logits_WV = logits_WV.to(at_least_fp32(logits_WV.dtype))
         base_W1 = torch.tensor(self.scores, dtype=logits_WV.dtype, device=logits_WV.device)[:, None]
         sums_WV = logits_WV.log_softmax(-1) + base_W1
         size = sums_WV.shape[1]
         values, places = torch.topk(sums_WV.flatten(), 2 * self.width)
-        following: list[tuple[int, int]] = []
+        continuations: list[tuple[int, int]] = []
         sums: list[float] = []
         best = values[0].item()
         for rank, (total, place) in enumerate(zip(values.tolist(), places.tolist(), strict=True)):
             beam, token = divmod(place, size)
             if token in self.stop_ids:
                 if rank < self.width:
-                    self._keep(answers[beam], total, length)
+                    self._keep(outputs[beam], total, length)
             else:
-                following.append((beam, token))
+                continuations.append((beam, token))
                 sums.append(total)
-            if len(following) == self.width:
+            if len(continuations) == self.width:
                 break
         if len(self._found) == self.width and self._found[-1][0] >= self._score(best, length):
             return []
         self.scores = sums
-        return following
+        return continuations
 
-    def best(self, answers: Sequence[list[int]]) -> list[tuple[list[int], float]]:
-        """Return all hypotheses, best first; the open beams with these answers count too, if there are any."""
-        for answer, total in zip(answers, self.scores, strict=False):
-            self._keep(answer, total, len(answer))
-        return [(answer, score) for score, answer in self._found]
+    def best(self, outputs: Sequence[list[int]]) -> list[tuple[list[int], float]]:
+        """Return all hypotheses, best first; the open beams with these outputs count too, if there are any."""
+        for output, total in zip(outputs, self.scores, strict=False):
+            self._keep(output, total, len(output))
+        return [(output, score) for score, output in self._found]
 
-    def _keep(self, answer: Sequence[int], total: float, length: int) -> None:
-        self._found.append((self._score(total, length), list(answer)))
+    def _keep(self, output: Sequence[int], total: float, length: int) -> None:
+        self._found.append((self._score(total, length), list(output)))
         self._found.sort(key=lambda found: -found[0])
         del self._found[self.width :]
 

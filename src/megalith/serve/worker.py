@@ -81,7 +81,7 @@ class Worker:
         self._thread.start()
 
     async def submit(self, request: Request) -> Answer:
-        """Submit a request; raises `RequestError`, `Busy`, or `WorkerFailed` where nothing can be served any more."""
+        """Submit a request. `RequestError`, `QueueFullError`, or `WorkerFailed` if the engine has failed."""
         if self.failure is not None:
             raise WorkerFailed(self.failure)
         accepted: asyncio.Future[None] = self._loop.create_future()
@@ -113,8 +113,8 @@ class Worker:
 
     @property
     def full(self) -> bool:
-        """True if one more request would be `Busy`, by the counters of the last step."""
-        return self._stats.waiting >= self._engine.limits.waiting
+        """True if one more request would be `QueueFullError`, by the counters of the last step."""
+        return self._stats.waiting >= self._engine.limits.max_waiting
 
     async def failed(self) -> str:
         """Wait until the engine fails; says why."""

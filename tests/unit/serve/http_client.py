@@ -110,7 +110,7 @@ async def served(
         settings,
         RequestLog(lines.append, prompts=True),
         template=template,
-        encoder_input=EncoderInput(tokenizer.encode, engine.max_answer_tokens) if answers else None,
+        encoder_input=EncoderInput(tokenizer.encode, engine.max_output_tokens) if answers else None,
     )
     app = build_app(service, defaults)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=("127.0.0.1", 1234))

@@ -60,7 +60,7 @@ def _wanted(style: str, text: tuple[int, ...]) -> list[int]:
     texts=st.lists(st.sampled_from(POOL), min_size=1, max_size=6),
     count=st.integers(1, LONGEST),
     gaps=st.lists(st.integers(0, 3), max_size=6),
-    step_tokens=st.integers(1, 40),
+    max_num_batched_tokens=st.integers(1, 40),
     running=st.integers(1, 6),
     block_size=st.integers(1, 6),
     tight=st.booleans(),
@@ -70,7 +70,7 @@ def test_greedy_answers_are_those_of_full_passes(
     texts: list[tuple[int, ...]],
     count: int,
     gaps: list[int],
-    step_tokens: int,
+    max_num_batched_tokens: int,
     running: int,
     block_size: int,
     tight: bool,
@@ -80,7 +80,7 @@ def test_greedy_answers_are_those_of_full_passes(
         answering_of(style),
         num_blocks=blocks if tight else 400 // block_size,
         block_size=block_size,
-        limits=Limits(step_tokens, running),
+        limits=Limits(max_num_batched_tokens, running),
     )
     requests = [Request(text, count, GREEDY, stop_ids=()) for text in texts]
     for text, events in zip(texts, collect(engine, requests, gaps), strict=True):
@@ -95,7 +95,7 @@ def test_a_seed_means_the_same_answer_in_every_batch() -> None:
     requests = [
         Request(text, 8, kinds[index % 4], seed=index, n=1 + index % 3, logprobs=2) for index, text in enumerate(POOL)
     ]
-    crowded = _engine(model, num_blocks=14, limits=Limits(step_tokens=10))
+    crowded = _engine(model, num_blocks=14, limits=Limits(max_num_batched_tokens=10))
     for request, events in zip(requests, collect(crowded, requests), strict=True):
         alone = list(_engine(model).run(request))
         for sample in range(request.n):
@@ -187,21 +187,21 @@ def test_beam_search_ends_with_the_best_of_its_hypotheses(penalty: float) -> Non
 
 def test_texts_and_answers_have_room_of_their_own() -> None:
     engine = _engine(answering_of("megatron"))
-    assert engine.context_length == CONTEXT and engine.max_answer_tokens(CONTEXT) == CONTEXT
-    assert engine.max_answer_tokens(CONTEXT + 2) == -2
+    assert engine.context_length == CONTEXT and engine.max_output_tokens(CONTEXT) == CONTEXT
+    assert engine.max_output_tokens(CONTEXT + 2) == -2
     events = list(engine.run(Request((3,) * CONTEXT, 99, GREEDY, stop_ids=())))
     assert len(tokens_of(events)) == CONTEXT and events[-1] == Finished("length")
     with pytest.raises(RequestError, match=f"{CONTEXT + 2} .*{CONTEXT}"):
         engine.submit(Request((3,) * (CONTEXT + 2), 1))
-    with pytest.raises(RequestError, match="this one answers it"):
+    with pytest.raises(RequestError, match="encoder-decoder"):
         engine.submit(Request((3,), 1, prompt_logprobs=True))
     small = _engine(answering_of("megatron"), num_blocks=5)
-    assert small.context_length == 16 and small.max_answer_tokens(16) == 3
+    assert small.context_length == 16 and small.max_output_tokens(16) == 3
     assert len(tokens_of(list(small.run(Request((3,) * 16, 99, GREEDY, stop_ids=()))))) == 3
 
 
 def test_a_crowd_of_long_texts_is_served_in_turn() -> None:
-    engine = _engine(answering_of("megatron"), num_blocks=13, limits=Limits(step_tokens=4, running=8))
+    engine = _engine(answering_of("megatron"), num_blocks=13, limits=Limits(max_num_batched_tokens=4, max_num_seqs=8))
     texts = [POOL[6], POOL[5], POOL[6], POOL[4]]
     found = collect(engine, [Request(text, LONGEST, GREEDY, stop_ids=(), n=2) for text in texts])
     for text, events in zip(texts, found, strict=True):

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from megalith.serve.engine import Engine, Limits
 from megalith.serve.model_runner import ModelRunner, pack, unpack
-from megalith.serve.request import Beams, Busy, Finished, Request, RequestError, Sampling, Scores, Token
+from megalith.serve.request import (
+    Beams,
+    Finished,
+    PromptLogprobs,
+    QueueFullError,
+    Request,
+    RequestError,
+    Sampling,
+    Token,
+)
 from megalith.serve.runner import Batch, Chunk
 
 from ...fake_runner import FakeRunner
@@ -35,7 +44,7 @@ MIXTURES = {
     "prompts": st.lists(st.sampled_from(POOL), min_size=1, max_size=6),
     "count": st.integers(1, LONGEST),
     "gaps": st.lists(st.integers(0, 3), max_size=6),
-    "step_tokens": st.integers(1, 24),
+    "max_num_batched_tokens": st.integers(1, 24),
     "running": st.integers(1, 6),
     "block_size": st.integers(1, 6),
     "tight": st.booleans(),
@@ -62,14 +71,14 @@ def test_greedy_answers_are_those_of_full_passes(
     prompts: list[tuple[int, ...]],
     count: int,
     gaps: list[int],
-    step_tokens: int,
+    max_num_batched_tokens: int,
     running: int,
     block_size: int,
     tight: bool,
 ) -> None:
     model = model_of(style)
     requests = [Request(prompt, count, **PLAIN) for prompt in prompts]
-    engine = _mixed(model, requests, block_size, tight, Limits(step_tokens, running))
+    engine = _mixed(model, requests, block_size, tight, Limits(max_num_batched_tokens, running))
     for request, events in zip(requests, collect(engine, requests, gaps), strict=True):
         assert tokens_of(events) == _wanted(style, request.prompt)[:count]
         assert events[-1] == Finished("length")
@@ -82,7 +91,7 @@ def test_a_seed_means_the_same_answer_in_every_batch(
     prompts: list[tuple[int, ...]],
     count: int,
     gaps: list[int],
-    step_tokens: int,
+    max_num_batched_tokens: int,
     running: int,
     block_size: int,
     tight: bool,
@@ -94,7 +103,7 @@ def test_a_seed_means_the_same_answer_in_every_batch(
         Request(prompt, count, kinds[index % 4], seed=seed + index, n=1 + index % 3, logprobs=index % 2)
         for index, prompt in enumerate(prompts)
     ]
-    engine = _mixed(model, requests, block_size, tight, Limits(step_tokens, running))
+    engine = _mixed(model, requests, block_size, tight, Limits(max_num_batched_tokens, running))
     alone = Engine(ModelRunner(model, 300, 16), Letters())
     for request, events in zip(requests, collect(engine, requests, gaps), strict=True):
         wanted = list(alone.run(request))
@@ -107,7 +116,7 @@ def test_in_single_precision_only_close_calls_may_differ(record_property: Callab
     model = model_of("gpt2", torch.float32)
     prompts = [tuple((start * 7 + i * 3) % 26 for i in range(1 + start)) for start in range(12)]
     requests = [Request(prompt, 20, **PLAIN) for prompt in prompts]
-    engine = Engine(ModelRunner(model, 200, 4), Letters(), Limits(step_tokens=16))
+    engine = Engine(ModelRunner(model, 200, 4), Letters(), Limits(max_num_batched_tokens=16))
     close = 0
     for request, events in zip(requests, collect(engine, requests), strict=True):
         wanted, margins = full_forward(model, request.prompt, 20)
@@ -119,16 +128,16 @@ def test_in_single_precision_only_close_calls_may_differ(record_property: Callab
     record_property("answers_that_differ_at_a_close_call", close)
 
 
-@pytest.mark.parametrize("step_tokens", [3, 64])
-def test_scores_of_a_prompt_are_those_of_one_full_pass(step_tokens: int) -> None:
+@pytest.mark.parametrize("max_num_batched_tokens", [3, 64])
+def test_scores_of_a_prompt_are_those_of_one_full_pass(max_num_batched_tokens: int) -> None:
     model, prompt = model_of("llama"), (3, 1, 4, 1, 5, 9, 2, 6)
-    engine = Engine(ModelRunner(model, 20, 4), Letters(), Limits(step_tokens))
+    engine = Engine(ModelRunner(model, 20, 4), Letters(), Limits(max_num_batched_tokens))
     for _ in range(2):  # the second time the blocks are there already, and must be read all the same
         events = list(engine.run(Request(prompt, 0, prompt_logprobs=True, logprobs=2)))
         with torch.inference_mode():
             wanted = model(torch.tensor([prompt]))[0, :, :VOCABULARY].log_softmax(-1)
         scores, finished = events
-        assert isinstance(scores, Scores) and finished == Finished("length")
+        assert isinstance(scores, PromptLogprobs) and finished == Finished("length")
         assert scores.logprobs[0] is None and len(scores.logprobs) == len(prompt)
         assert scores.logprobs[1:] == pytest.approx([float(wanted[i, t]) for i, t in enumerate(prompt[1:])])
         assert [top[0][0] for top in scores.top[1:]] == wanted.argmax(-1).tolist()[:-1]
@@ -242,7 +251,7 @@ def test_a_diverged_model_fails_the_request_and_not_the_engine() -> None:
         (Request((1,), 5, stop_texts=("",)), "stop_texts", "empty"),
         (Request((1,), 5, stop_texts=("a",) * 17), "stop_texts", "16"),
         (Request((1,), 5, beam_width=15), "beam_width", "half"),
-        (Request((1,), 5, beam_width=2, n=2), "beam_width", "n 1"),
+        (Request((1,), 5, beam_width=2, n=2), "beam_width", "n=1"),
     ],
 )
 def test_what_cannot_be_served_names_its_field(request_: Request, field: str, text: str) -> None:
@@ -254,10 +263,10 @@ def test_what_cannot_be_served_names_its_field(request_: Request, field: str, te
 
 
 def test_the_queue_is_bounded() -> None:
-    engine = _engine(Limits(running=2, waiting=3))
+    engine = _engine(Limits(max_num_seqs=2, max_waiting=3))
     for _ in range(3):
         engine.submit(Request((1,), 5))
-    with pytest.raises(Busy, match="3 sequences wait"):
+    with pytest.raises(QueueFullError, match="3 of at most 3"):
         engine.submit(Request((1,), 5))
     engine.step()
     engine.submit(Request((1,), 5))
@@ -297,7 +306,7 @@ def _naive_beams(model: Any, prompt: list[int], count: int, width: int, penalty:
 def test_beam_search_is_megatrons(width: int, penalty: float, tight: bool) -> None:
     model, prompt = model_of("gpt2", seed=3), [3, 1, 4, 1, 5]
     model.output_weight[Letters.eod] *= 3  # so that some hypotheses end
-    limits = Limits(step_tokens=4) if tight else None
+    limits = Limits(max_num_batched_tokens=4) if tight else None
     engine = Engine(ModelRunner(model, 5 if tight else 60, 4), Letters(), limits)
     beams, finished = engine.run(Request(tuple(prompt), 7, beam_width=width, length_penalty=penalty))
     assert isinstance(beams, Beams) and isinstance(finished, Finished)
@@ -327,7 +336,7 @@ def test_the_fake_runner_sees_whole_sequences(
     prompts: list[tuple[int, ...]],
     count: int,
     gaps: list[int],
-    step_tokens: int,
+    max_num_batched_tokens: int,
     running: int,
     block_size: int,
     tight: bool,
@@ -337,7 +346,9 @@ def test_the_fake_runner_sees_whole_sequences(
     runner = FakeRunner(VOCABULARY, 128, block_size=block_size, num_blocks=num_blocks)
     requests = [Request(prompt, count, n=2, **PLAIN) for prompt in prompts]
     for request, events in zip(
-        requests, collect(Engine(runner, Letters(), Limits(step_tokens, running)), requests, gaps), strict=True
+        requests,
+        collect(Engine(runner, Letters(), Limits(max_num_batched_tokens, running)), requests, gaps),
+        strict=True,
     ):
         ids = list(request.prompt)
         for _ in range(count):

@@ -215,7 +215,7 @@ def test_json_that_is_deep_only_in_its_texts() -> None:
 
 def test_more_than_may_wait_is_told_when_to_come_back() -> None:
     async def run() -> list[httpx.Response]:
-        limits = EngineLimits(running=2, waiting=4)
+        limits = EngineLimits(max_num_seqs=2, max_waiting=4)
         async with served(limits=limits, context_length=40) as server:
             asked = [server.client.post("/v1/completions", json={**BODY, "max_tokens": 30}) for _ in range(60)]
             return list(await asyncio.gather(*asked))
@@ -398,7 +398,7 @@ def test_the_bounds_have_one_number_in_code_help_and_docs(repository: Path) -> N
         "--request-timeout": Limits().request_seconds,
         "--drain-timeout": Limits().drain_seconds,
     }
-    assert EngineLimits().waiting == Limits().waiting
+    assert EngineLimits().max_waiting == Limits().waiting
     help_text = " ".join(_server_parser().format_help().split())
     page = (repository / "docs/serving.md").read_text()
     for flag, value in flags.items():

@@ -164,7 +164,7 @@ def test_what_no_queue_can_take_is_no_reason_to_come_back() -> None:
     status, found = post({"prompt": ["a"] * 128, "n": 128, "max_tokens": 1})
     assert (status, found["error"]["param"], found["error"]["code"]) == (400, "prompt", "invalid_value")
     assert "16384" in found["message"] and "--max-queue" in found["message"]
-    few = {"settings": ServerSettings(limits=Limits(waiting=4)), "limits": EngineLimits(waiting=4)}
+    few = {"settings": ServerSettings(limits=Limits(waiting=4)), "limits": EngineLimits(max_waiting=4)}
     assert post({"prompt": ["a"] * 3, "n": 2, "max_tokens": 1}, **few)[0] == 400
     assert post({"prompt": ["a"] * 2, "n": 2, "max_tokens": 1}, **few)[0] == 200
     assert post({"prompt": "a", "n": 8, "max_tokens": 1}, **few)[0] == 200

@@ -13,17 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalith.serve.request import Sampling
-from megalith.serve.sampler import Row, choose_tokens, score_tokens
+from megalith.serve.sampler import SamplingInput, choose_tokens, score_tokens
 
 GREEDY = Sampling(temperature=0.0)
 LOGITS = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64))
 
 
-def _row(sampling: Sampling, uniform: float = 0.5, answer: tuple[int, ...] = (), prompt: tuple[int, ...] = (0,)) -> Row:
-    return Row(sampling, uniform, prompt, answer)
+def _row(
+    sampling: Sampling, uniform: float = 0.5, output: tuple[int, ...] = (), prompt: tuple[int, ...] = (0,)
+) -> SamplingInput:
+    return SamplingInput(sampling, uniform, prompt, output)
 
 
-def _chosen(logits: Tensor, *rows: Row) -> list[int]:
+def _chosen(logits: Tensor, *rows: SamplingInput) -> list[int]:
     return [choice.token for choice in choose_tokens(logits.expand(len(rows), -1), rows)]
 
 
@@ -67,7 +69,7 @@ def test_a_diverged_model_is_named_for_those_whom_it_concerns(bad: float, sampli
     ],
 )
 def test_the_shares_of_equally_spaced_chances(sampling: Sampling, shares: list[float]) -> None:
-    rows = [_row(sampling, (index + 0.5) / 2000, answer=(1, 1, 7)) for index in range(2000)]
+    rows = [_row(sampling, (index + 0.5) / 2000, output=(1, 1, 7)) for index in range(2000)]
     counts = Counter(_chosen(LOGITS, *rows))
     assert [counts[token] / 2000 for token in range(4)] == pytest.approx(shares, abs=1e-3)
 
@@ -77,15 +79,15 @@ def test_penalties_are_those_of_their_definitions() -> None:
     assert _chosen(logits, _row(Sampling(0.0, repetition_penalty=2.0), prompt=(0,))) == [3]
     assert _chosen(logits, _row(Sampling(0.0, repetition_penalty=1.5), prompt=(0,))) == [0]
     assert _chosen(logits, _row(Sampling(0.0, presence_penalty=0.8), prompt=(0,))) == [0]
-    assert _chosen(logits, _row(Sampling(0.0, presence_penalty=0.8), answer=(0, 0))) == [0]
-    assert _chosen(logits, _row(Sampling(0.0, frequency_penalty=0.8), answer=(0, 0))) == [3]
+    assert _chosen(logits, _row(Sampling(0.0, presence_penalty=0.8), output=(0, 0))) == [0]
+    assert _chosen(logits, _row(Sampling(0.0, frequency_penalty=0.8), output=(0, 0))) == [3]
     assert _chosen(logits, _row(Sampling(0.0, banned=(0, 1, 2, 3)))) == [0], "where all are banned none is"
 
 
 def test_top_p_decays_down_to_its_bound() -> None:
     sampling = Sampling(top_p=0.9, top_p_decay=0.5, top_p_bound=0.3)
     assert [sampling.top_p_at(number) for number in range(4)] == pytest.approx([0.9, 0.45, 0.3, 0.3])
-    late = _row(sampling, 0.99, answer=(1, 1))
+    late = _row(sampling, 0.99, output=(1, 1))
     assert _chosen(LOGITS, _row(sampling, 0.99), late) == [2, 0]
 
 
@@ -128,7 +130,9 @@ def test_a_row_is_chosen_as_it_is_alone(samplings: list[Sampling], seed: int) ->
     logits = torch.randn(len(samplings), 500, generator=torch.Generator().manual_seed(seed)).double()
     chance = Random(seed)
     rows = [
-        Row(sampling, chance.random(), (1, 2), tuple(chance.choices(range(500), k=index)), logprobs=index or None)
+        SamplingInput(
+            sampling, chance.random(), (1, 2), tuple(chance.choices(range(500), k=index)), logprobs=index or None
+        )
         for index, sampling in enumerate(samplings)
     ]
     together = choose_tokens(logits, rows)
@@ -142,7 +146,9 @@ def test_log_probabilities_are_those_of_the_model() -> None:
     assert own == pytest.approx(math.log(0.15))
     assert [token for token, _ in top] == [0, 1]
     assert [value for _, value in top] == pytest.approx([math.log(0.5), math.log(0.3)])
-    (choice,) = choose_tokens(LOGITS[None], [Row(Sampling(temperature=9.0, banned=(0,)), 0.0, (0,), (), logprobs=1)])
+    (choice,) = choose_tokens(
+        LOGITS[None], [SamplingInput(Sampling(temperature=9.0, banned=(0,)), 0.0, (0,), (), logprobs=1)]
+    )
     assert choice.logprob == pytest.approx(math.log(0.3)), "before temperature and bans"
 
 

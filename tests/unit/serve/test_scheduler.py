@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalith.serve.scheduler import BlockPool, BlockTable, Plan, Scheduler, Sequence
+from megalith.serve.scheduler import BlockPool, BlockTable, Scheduler, SchedulerOutput, Sequence
 
 MANY = settings(max_examples=300, deadline=None)
 
@@ -25,57 +25,59 @@ class World:
 
     def __post_init__(self) -> None:
         blocks = self.scheduler.blocks
-        self.memory = [[-1] * blocks.size for _ in range(blocks.count)]
+        self.memory = [[-1] * blocks.block_size for _ in range(blocks.num_blocks)]
 
-    def add(self, prompt: list[int], new: int, width: int, scored: int | None = None) -> Sequence:
+    def add(self, prompt: list[int], new: int, num_branches: int, logits_start: int | None = None) -> Sequence:
         blocks = self.scheduler.blocks
-        limit = min(len(prompt) + new, blocks.count * blocks.size)
-        sequence = Sequence(list(prompt), limit, len(prompt) - 1 if scored is None else scored, width)
+        limit = min(len(prompt) + new, blocks.num_blocks * blocks.block_size)
+        sequence = Sequence(
+            list(prompt), limit, len(prompt) - 1 if logits_start is None else logits_start, num_branches
+        )
         self.scheduler.add(sequence)
         self.open.append(sequence)
         return sequence
 
-    def step(self) -> Plan:
-        first = min(self.open, key=lambda sequence: sequence.order) if self.open else None
-        plan = self.scheduler.plan()
-        self._obey(plan)
+    def step(self) -> SchedulerOutput:
+        first = min(self.open, key=lambda sequence: sequence.priority) if self.open else None
+        output = self.scheduler.schedule()
+        self._obey(output)
         self.check()
         if first is not None:
             # The oldest gets on, unless sure single tokens of others leave no room for its prompt.
-            reads = any(chunk.sequence is first for chunk in plan.chunks)
-            assert reads or len(plan.chunks) >= self.scheduler.step_tokens, "the oldest waits"
-        self.scheduler.done(plan)
-        for chunk in plan.chunks:
+            reads = any(chunk.sequence is first for chunk in output.chunks)
+            assert reads or len(output.chunks) >= self.scheduler.max_num_batched_tokens, "the oldest waits"
+        self.scheduler.complete_step(output)
+        for chunk in output.chunks:
             if chunk.sequence.num_computed == len(chunk.sequence.tokens):
                 assert chunk.num_logits, "logits of the last token"
                 self._answer(chunk.sequence)
-        return plan
+        return output
 
-    def _obey(self, plan: Plan) -> None:
-        size = self.scheduler.blocks.size
-        lengths = [chunk.stop - chunk.start for chunk in plan.chunks]
-        assert sum(count for count in lengths if count > 1) <= self.scheduler.step_tokens
-        assert len({id(chunk.sequence) for chunk in plan.chunks}) == len(plan.chunks)
-        for source, target in plan.copies:
+    def _obey(self, output: SchedulerOutput) -> None:
+        size = self.scheduler.blocks.block_size
+        lengths = [chunk.stop - chunk.start for chunk in output.chunks]
+        assert sum(count for count in lengths if count > 1) <= self.scheduler.max_num_batched_tokens
+        assert len({id(chunk.sequence) for chunk in output.chunks}) == len(output.chunks)
+        for source, target in output.copies:
             self.memory[target] = list(self.memory[source])
-        for chunk in plan.chunks:
+        for chunk in output.chunks:
             table = chunk.sequence.block_table.blocks
             for position in range(chunk.start, chunk.stop):
                 block = table[position // size]
-                assert self.scheduler.blocks.refs[block] == 1, "written to by one only"
+                assert self.scheduler.blocks.ref_counts[block] == 1, "written to by one only"
                 self.memory[block][position % size] = chunk.sequence.tokens[position]
-        for chunk in plan.chunks:
+        for chunk in output.chunks:
             table = chunk.sequence.block_table.blocks
             seen = [self.memory[table[p // size]][p % size] for p in range(chunk.stop)]
             assert seen == chunk.sequence.tokens[: chunk.stop]
 
     def _answer(self, sequence: Sequence) -> None:
-        twins = [self.scheduler.fork(sequence, None) for _ in range(sequence.width - 1)]
-        self.open += twins
-        for twin in [sequence, *twins]:
-            twin.tokens.append(self.chance.randrange(3))
-            if len(twin.tokens) >= twin.limit:
-                self.end(twin)
+        children = [self.scheduler.fork(sequence, None) for _ in range(sequence.num_branches - 1)]
+        self.open += children
+        for child in [sequence, *children]:
+            child.tokens.append(self.chance.randrange(3))
+            if len(child.tokens) >= child.limit:
+                self.end(child)
 
     def end(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence)
@@ -84,12 +86,12 @@ class World:
 
     def check(self) -> None:
         blocks = self.scheduler.blocks
-        needed = [0] * blocks.count
+        needed = [0] * blocks.num_blocks
         for sequence in self.open:
             for block in sequence.block_table.blocks:
                 needed[block] += 1
-        assert blocks.refs == needed
-        assert blocks.free == needed.count(0)
+        assert blocks.ref_counts == needed
+        assert blocks.num_free == needed.count(0)
         assert {id(s) for s in self.open} == {id(s) for s in [*self.scheduler.running, *self.scheduler.waiting]}
 
     def finish(self) -> int:
@@ -102,37 +104,40 @@ class World:
         return steps
 
 
-def _world(count: int = 8, size: int = 4, step_tokens: int = 16, running: int = 8, seed: int = 0) -> World:
-    return World(Scheduler(BlockPool(count, size), step_tokens=step_tokens, max_running=running), Random(seed))
+def _world(count: int = 8, size: int = 4, max_num_batched_tokens: int = 16, running: int = 8, seed: int = 0) -> World:
+    return World(
+        Scheduler(BlockPool(count, size), max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=running),
+        Random(seed),
+    )
 
 
 @MANY
 @given(
     count=st.integers(1, 12),
     size=st.integers(1, 5),
-    step_tokens=st.integers(1, 12),
+    max_num_batched_tokens=st.integers(1, 12),
     running=st.integers(1, 6),
     seed=st.integers(0, 10_000),
     arrivals=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(1, 3)), max_size=10),
 )
 def test_everyone_ends_and_nothing_leaks(
-    count: int, size: int, step_tokens: int, running: int, seed: int, arrivals: list[tuple[int, int, int]]
+    count: int, size: int, max_num_batched_tokens: int, running: int, seed: int, arrivals: list[tuple[int, int, int]]
 ) -> None:
-    world = _world(count, size, step_tokens, running, seed)
+    world = _world(count, size, max_num_batched_tokens, running, seed)
     alphabet = 2  # so that beginnings coincide
-    for length, new, width in arrivals:
+    for length, new, num_branches in arrivals:
         prompt = [world.chance.randrange(alphabet) for _ in range(min(length, count * size - 1) or 1)]
         if len(prompt) >= count * size:
             continue
         whole = world.chance.random() < 0.2
-        world.add(prompt, new, width, scored=0 if whole else None)
+        world.add(prompt, new, num_branches, logits_start=0 if whole else None)
         for _ in range(world.chance.randrange(4)):
             world.step()
         if world.open and world.chance.random() < 0.1:
             world.end(world.chance.choice(world.open))
     world.finish()
     blocks = world.scheduler.blocks
-    assert blocks.free == blocks.count and not any(blocks.refs) and not any(blocks._reserved)
+    assert blocks.num_free == blocks.num_blocks and not any(blocks.ref_counts) and not any(blocks._reserved)
     assert not world.scheduler.running and not world.scheduler.waiting
 
 
@@ -143,7 +148,7 @@ def test_a_prompt_that_was_read_is_not_read_again() -> None:
     world.add([0, 1] * 5 + [1], 1, 1)
     (chunk,) = world.step().chunks
     assert (chunk.start, chunk.stop, chunk.num_logits) == (8, 11, 1)
-    assert world.scheduler.reused == 8
+    assert world.scheduler.num_cached_tokens == 8
 
 
 def test_the_last_token_is_always_read() -> None:
@@ -157,13 +162,13 @@ def test_the_last_token_is_always_read() -> None:
 def test_scored_prompts_are_read_whole() -> None:
     world = _world()
     for _ in range(2):
-        world.add([0, 1] * 4, 1, 1, scored=0)
+        world.add([0, 1] * 4, 1, 1, logits_start=0)
         (chunk,) = world.step().chunks
         assert (chunk.start, chunk.stop, chunk.num_logits) == (0, 8, 8)
 
 
 def test_answers_go_on_while_a_long_prompt_is_read_in_chunks() -> None:
-    world = _world(count=64, step_tokens=8)
+    world = _world(count=64, max_num_batched_tokens=8)
     short = world.add([1, 2, 3], 20, 1)
     world.step()
     world.add([5] * 40, 1, 1)
@@ -195,8 +200,8 @@ def test_twins_share_what_they_have_read_and_part_where_they_write() -> None:
     world.step()
     one, two, three = world.open
     assert one is first and one.block_table.blocks == two.block_table.blocks == three.block_table.blocks
-    plan = world.step()
-    assert len(plan.copies) == 2, "the last one keeps the block"
+    output = world.step()
+    assert len(output.copies) == 2, "the last one keeps the block"
     assert len({one.block_table.blocks[1], two.block_table.blocks[1], three.block_table.blocks[1]}) == 3
     assert one.block_table.blocks[0] == two.block_table.blocks[0] == three.block_table.blocks[0]
 
@@ -215,14 +220,14 @@ def test_what_is_useful_outlives_what_is_not() -> None:
     blocks = BlockPool(8, 1)
     shared = BlockTable()
     blocks.extend(shared, 2, 2)
-    blocks.publish(shared, [7, 8], 2)
+    blocks.cache_full_blocks(shared, [7, 8], 2)
     blocks.release(shared)
     for number in range(20):
         again, other = BlockTable(), BlockTable()
-        assert blocks.match(again, [7, 8, 9], 2) == 2, f"lost in round {number}"
+        assert blocks.match_prefix(again, [7, 8, 9], 2) == 2, f"lost in round {number}"
         blocks.release(again)
         blocks.extend(other, 3, 3)
-        blocks.publish(other, [100 + number, 1, 2], 3)
+        blocks.cache_full_blocks(other, [100 + number, 1, 2], 3)
         blocks.release(other)
 
 
@@ -232,13 +237,15 @@ def test_those_who_wait_for_one_another_do_not_keep_the_blocks_that_the_last_one
     for _ in range(8):
         told: list[Sequence] = []
         while len(told) < len(beams):
-            plan = world.scheduler.plan()
-            assert plan.chunks, "all wait"
-            world._obey(plan)
+            output = world.scheduler.schedule()
+            assert output.chunks, "all wait"
+            world._obey(output)
             world.check()
-            world.scheduler.done(plan)
+            world.scheduler.complete_step(output)
             told += [
-                chunk.sequence for chunk in plan.chunks if chunk.num_logits and chunk.stop == len(chunk.sequence.tokens)
+                chunk.sequence
+                for chunk in output.chunks
+                if chunk.num_logits and chunk.stop == len(chunk.sequence.tokens)
             ]
         assert len({id(beam) for beam in told}) == len(told)
         for beam in beams:

@@ -17,7 +17,7 @@ from megalith.serve.http.errors import ApiError, printable, refusal
 from megalith.serve.http.openai import submit_all
 from megalith.serve.http.service import Collected, Service
 from megalith.serve.http.settings import Defaults
-from megalith.serve.request import Beams, Event, Finished, Request, Sampling, Scores, Token
+from megalith.serve.request import Beams, Event, Finished, PromptLogprobs, Request, Sampling, Token
 from megalith.serve.worker import Answer
 from megalith.tokenizers import Tokenizer
 
@@ -190,7 +190,7 @@ async def _requests(service: Service, body: ApiRequest, defaults: Defaults) -> l
     if not all(prompts):
         raise refusal("prompts", "one of them has no tokens")
     longest, tokens = max(prompts, key=len), body.tokens_to_generate
-    most = service.max_answer_tokens(longest)
+    most = service.max_output_tokens(longest)
     if defaults.length is not None and not body.says_length:
         tokens = max(1, min(defaults.length, most) if answers else defaults.length - len(longest))
     length = len(longest) + tokens
@@ -295,7 +295,7 @@ def _text_response(
         texts.append(tokenizer.decode(ids))
         segments.append([tokenizer.decode([number]) for number in ids])
         if body.logprobs:
-            scores = found.scores or Scores((), ())
+            scores = found.scores or PromptLogprobs((), ())
             logprobs.append([*scores.logprobs[1:], *(token.logprob for token in tokens)])
     return {"logprobs": logprobs if body.logprobs else None, "segments": segments, "text": texts}
 

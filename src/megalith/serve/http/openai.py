@@ -19,7 +19,7 @@ from megalith.serve.http.chat_template import BadDialogue
 from megalith.serve.http.errors import printable, refusal
 from megalith.serve.http.schemas import ChatRequest, CompletionRequest, sampling_of, text_fields_of, token_texts
 from megalith.serve.http.service import Collected, Sample, Service, request_violation, too_long
-from megalith.serve.request import Finished, Request, Scores, Token, Top
+from megalith.serve.request import Finished, PromptLogprobs, Request, Token, TopLogprobs
 from megalith.serve.worker import Answer
 from megalith.tokenizers import Tokenizer
 
@@ -136,13 +136,13 @@ async def _plan_completion(service: Service, body: CompletionRequest) -> Plan:
         raise refusal("max_tokens", f"0 {rule}")
     prompts = [await _prompt(service, given) for given in _prompts(body)]
     for ids, _ in prompts:
-        max_answer_tokens = max(1, service.max_answer_tokens(ids)) if body.max_tokens is None else new_tokens
-        request_violation(service, ids, min(new_tokens, max_answer_tokens), "prompt", "max_tokens")
+        max_output_tokens = max(1, service.max_output_tokens(ids)) if body.max_tokens is None else new_tokens
+        request_violation(service, ids, min(new_tokens, max_output_tokens), "prompt", "max_tokens")
     sampling, about_text = sampling_of(body, service.tokenizer.vocab_size), text_fields_of(body, service)
     requests = [
         Request(
             prompt=ids,
-            max_new_tokens=min(new_tokens, service.max_answer_tokens(ids)),
+            max_new_tokens=min(new_tokens, service.max_output_tokens(ids)),
             sampling=sampling,
             seed=service.next_seed() if body.seed is None else body.seed,
             n=body.n or 1,
@@ -198,16 +198,16 @@ class _Completion(Plan):
             table = _LogprobsTable(self.service, self.body.logprobs)
             if self.body.echo:
                 table.add_prompt(request.prompt, collected.scores)
-            table.add(sample.tokens, self.service.token_before_answer(request.prompt), request.hidden_ids)
+            table.add(sample.tokens, self.service.token_before_answer(request.prompt), request.skip_token_ids)
             logprobs = table.json
         return {"text": self.texts[number] + text if self.body.echo else text, "logprobs": logprobs}
 
     async def chunks(self, events: AsyncIterator[tuple[int, Any]]) -> AsyncIterator[dict[str, Any]]:
         streams: dict[int, _Stream] = {}
-        scores: dict[int, Scores] = {}
+        scores: dict[int, PromptLogprobs] = {}
         top, completion = self.body.logprobs, 0
         async for number, event in events:
-            if isinstance(event, Scores):
+            if isinstance(event, PromptLogprobs):
                 scores[number] = event
                 continue
             index, request = number * self.n + event.sample, self.requests[number]
@@ -225,7 +225,7 @@ class _Completion(Plan):
             logprobs = None
             if top is not None:
                 table = _LogprobsTable(self.service, top, stream.offset)
-                table.add([event], stream.last, request.hidden_ids)
+                table.add([event], stream.last, request.skip_token_ids)
                 stream.offset, stream.last, logprobs = table.offset, event.id, table.json
             if event.text or logprobs is not None:
                 yield self._chunk(index, {"text": event.text}, logprobs)
@@ -240,9 +240,9 @@ class _LogprobsTable:
         self._service, self._top, self.offset = service, top, offset
         self.json: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
-    def add_prompt(self, ids: Sequence[int], scores: Scores | None) -> None:
+    def add_prompt(self, ids: Sequence[int], scores: PromptLogprobs | None) -> None:
         """Add the tokens of a prompt; a request that was cancelled before its prefill has no scores."""
-        scores = scores or Scores((None,) * len(ids), ((),) * len(ids))
+        scores = scores or PromptLogprobs((None,) * len(ids), ((),) * len(ids))
         texts = token_texts(self._service.tokenizer, ids)
         before: int | None = None
         for number, text, logprob, top in zip(ids, texts, scores.logprobs, scores.top, strict=True):
@@ -258,7 +258,7 @@ class _LogprobsTable:
             self.offset += 0 if token.id in hidden else len(text)
             before = token.id
 
-    def _row(self, text: str, before: int | None, logprob: float | None, top: Top) -> None:
+    def _row(self, text: str, before: int | None, logprob: float | None, top: TopLogprobs) -> None:
         json = self.json
         json["tokens"].append(text)
         json["token_logprobs"].append(logprob)
@@ -267,7 +267,7 @@ class _LogprobsTable:
         )
         json["text_offset"].append(self.offset)
 
-    def _top_logprobs_by_text(self, top: Top, before: int | None) -> dict[str, float]:
+    def _top_logprobs_by_text(self, top: TopLogprobs, before: int | None) -> dict[str, float]:
         """Return text -> log-probability; of two tokens with one text (parts of characters) the likelier counts."""
         found: dict[str, float] = {}
         for number, logprob in top[: max(1, self._top)]:
@@ -286,7 +286,7 @@ async def _plan_chat(service: Service, body: ChatRequest) -> Plan:
         raise refusal("max_tokens", "is the old name of max_completion_tokens; give one of them")
     ids = await service.encode(_render(service, body), "messages")
     ids = _strip_added_tokens(service.tokenizer, ids)
-    most = service.max_answer_tokens(ids)
+    most = service.max_output_tokens(ids)
     if most < 1:
         raise too_long(service, "messages", f"{len(ids)} tokens")
     field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"

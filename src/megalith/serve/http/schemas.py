@@ -289,8 +289,8 @@ def text_fields_of(body: CompletionRequest | ChatRequest, service: Service) -> d
         stop_ids += [number for text in body.stops if (number := service.special_texts.get(text)) is not None]
     return {
         "stop_ids": () if body.ignore_eos else service.stop_ids,
-        "more_stop_ids": tuple(stop_ids),
-        "hidden_ids": service.tokenizer.special_ids if body.skip_special_tokens else frozenset(),
+        "extra_stop_ids": tuple(stop_ids),
+        "skip_token_ids": service.tokenizer.special_ids if body.skip_special_tokens else frozenset(),
         "stop_texts": body.stops,
     }
 

@@ -20,7 +20,7 @@ from megalith.serve.http.chat_template import ChatTemplate
 from megalith.serve.http.errors import ApiError, refusal
 from megalith.serve.http.metrics import Metrics, RequestLog
 from megalith.serve.http.settings import ServerSettings
-from megalith.serve.request import Beams, Busy, Event, Finished, Request, RequestError, Scores, Token
+from megalith.serve.request import Beams, Event, Finished, PromptLogprobs, QueueFullError, Request, RequestError, Token
 from megalith.serve.worker import Answer, Worker
 from megalith.tokenizers import Tokenizer
 
@@ -40,7 +40,7 @@ class Collected:
     """All that came for one request."""
 
     samples: list[Sample]
-    scores: Scores | None = None
+    scores: PromptLogprobs | None = None
     beams: Beams | None = None
 
 
@@ -98,7 +98,7 @@ class Service:
             raise refusal(place, str(error)) from None
         return tuple(ids)
 
-    def max_answer_tokens(self, prompt: Sequence[int]) -> int:
+    def max_output_tokens(self, prompt: Sequence[int]) -> int:
         """Return the most tokens of an answer to a prompt; negative if the prompt is too long."""
         return (
             self.encoder_input.max_new_tokens(len(prompt)) if self.encoder_input else self.context_length - len(prompt)
@@ -122,7 +122,7 @@ class Service:
         except RequestError as error:
             name = field_of(error.field)
             raise refusal(name, error.message) from None
-        except Busy as error:
+        except QueueFullError as error:
             raise self._busy(str(error)) from None
         self._open.add(answer)
         self.metrics.active = len(self._open)
@@ -131,7 +131,7 @@ class Service:
     def check_room(self) -> None:
         """Raise `ApiError` 429 if the queue is full, before anything is spent on a request."""
         if self.worker.full:
-            raise self._busy(f"{self.worker.stats().waiting} sequences wait already, and no more may")
+            raise self._busy(f"{self.worker.stats().waiting} sequences waiting")
 
     def _busy(self, said: str) -> ApiError:
         after = {"retry-after": str(self.settings.limits.retry_seconds)}
@@ -178,7 +178,7 @@ class Service:
     async def _collect(self, stream: AsyncIterable[Event], began: float) -> Collected:
         found = Collected([])
         async for event in stream:
-            if isinstance(event, Scores):
+            if isinstance(event, PromptLogprobs):
                 found.scores = event
             elif isinstance(event, Beams):
                 found.beams = event
@@ -222,7 +222,7 @@ def too_long(service: Service, place: str, given: str) -> ApiError:
 
 def request_violation(service: Service, prompt: Sequence[int], new_tokens: int, place: str, count: str) -> None:
     """Raise `ApiError` 400 where a prompt and its answer do not fit, naming the field that is too large."""
-    room = service.max_answer_tokens(prompt)
+    room = service.max_output_tokens(prompt)
     if room < 0 or (room == 0 and new_tokens > 0):
         raise too_long(service, place, f"{len(prompt)} tokens")
     if new_tokens > room:
