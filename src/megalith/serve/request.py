@@ -131,7 +131,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of the prompt, before any token; once for all samples."""
+    """Log-probabilities of the prompt, before any `Token`; once for all samples."""
 
     logprobs: tuple[float | None, ...]  # of each token of the prompt after those before it; None for the first
     top: tuple[TopLogprobs, ...]  # the most likely tokens in its place, at least one; () for the first
