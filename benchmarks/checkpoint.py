@@ -7,7 +7,7 @@ rounds measures, in turns and in the same folder of the same disk:
 
   raw write         the bytes of the checkpoint's data files, from memory, into as many files, one thread a file, fsync
   save              `CheckpointSaver.save`, as `megalith train` does it
-  async             `BackgroundSaver`: how long the training stands still, and all until the checkpoint is in its place;
+  async             `AsyncSaver`: how long the training stands still, and all until the checkpoint is in its place;
                     matrix products go on beside it, and what they lose of their speed is given too. They stand for
                     steps of `--step-seconds`, after each of which the optimizer would change what is saved; a step of
                     the 350M model takes some 20 s on this machine. `at once` is how long the copies take if a step
@@ -49,7 +49,7 @@ from megalith.distributed.rng import RandomStreams
 from megalith.models.initialise import initialise
 from megalith.train.checkpoint_fit import Identity, find_checkpoint
 from megalith.train.checkpoint_restore import restore
-from megalith.train.checkpoint_saver import BackgroundSaver, CheckpointSaver
+from megalith.train.checkpoint_saver import AsyncSaver, CheckpointSaver
 from megalith.train.state import TrainState
 
 VOCABULARY = 50304
@@ -149,7 +149,7 @@ class Bench:
         self.state.iteration = 1
         identity = Identity({}, {}, {})
         self.saver = CheckpointSaver(DirectoryStore(self.checkpoints), self.run, identity)
-        self.background = BackgroundSaver(self.saver)
+        self.background = AsyncSaver(self.saver)
         self.plain = self._plain_state()
         self.nbytes = sum(tensor.nbytes for tensor in self.plain.values())
         room = torch.empty(self.nbytes // 2 + 2**26, dtype=torch.uint8).random_()
@@ -227,7 +227,7 @@ class Bench:
             until = time.perf_counter() + self.step_seconds
             while time.perf_counter() < until:
                 beside.append(products())
-            self.background.settle()
+            self.background.wait_for_copies()
             if not self.background.busy:
                 saved = self.background.proceed()
         usual = statistics.median(quiet)

@@ -142,7 +142,7 @@ def measure(rank: int, world: int, store: str, flags: str, vocabulary: int, step
         comm.barrier(context.world)
         volume.sent.clear()
         volume.idle, started = 0.0, time.perf_counter()
-        train_step(state, batches, config.num_micro_batches, schedule=config.pipeline_schedule)
+        train_step(state, batches, config.num_micro_batches, pipeline_schedule=config.pipeline_schedule)
         took, idle = time.perf_counter() - started, volume.idle
         comm.barrier(context.world)
         steps_done.append((took, idle / took))

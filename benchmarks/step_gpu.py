@@ -36,7 +36,7 @@ from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.train.metrics import memory_in_use
 from megalith.train.state import TrainState
-from megalith.train.step import Batch, train_step
+from megalith.train.step import MicroBatch, train_step
 from megalith.train.throughput import step_flops
 
 MODELS = {"124M": "12x768x12", "345M": "24x1024x16", "1.3B": "24x2048x16"}
@@ -91,7 +91,7 @@ def build(config: RunConfig) -> Callable[[], None]:
     return step
 
 
-def _batches(samples: int, length: int) -> Iterator[Batch]:
+def _batches(samples: int, length: int) -> Iterator[MicroBatch]:
     generator, positions = torch.Generator().manual_seed(1), torch.arange(length).expand(samples, length)
     while True:
         ids = torch.randint(0, VOCABULARY, (samples, length + 1), generator=generator)

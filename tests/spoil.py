@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megalith.models.language_model import Inputs, LanguageModel
 from megalith.schedules.pipeline import Op
 from megalith.train.state import TrainState
-from megalith.train.step import StageWork
+from megalith.train.step import MicroBatchRunner
 
 VALUES = {"nan": math.nan, "inf": math.inf, "spike": 1.0e4}
 
@@ -116,7 +116,7 @@ class _Spoiler:
 @contextmanager
 def spoiled(state: TrainState, spoils: Sequence[str]) -> Iterator[None]:
     """Put wrong numbers into the steps of a run within the block."""
-    spoiler, before = _Spoiler([parse_spoil(text) for text in spoils], state), StageWork.before
+    spoiler, before = _Spoiler([parse_spoil(text) for text in spoils], state), MicroBatchRunner.before
     gradients = state.optimizer.gradients
     begin = gradients.begin
 
@@ -124,13 +124,13 @@ def spoiled(state: TrainState, spoils: Sequence[str]) -> Iterator[None]:
         begin(num_micro_batches)
         spoiler.begin()
 
-    def note(work: StageWork, op: Op) -> None:
+    def note(work: MicroBatchRunner, op: Op) -> None:
         spoiler.on(op.micro_batch)
         before(work, op)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(gradients, "begin", begin_step))
-        stack.enter_context(patch.object(StageWork, "before", note))
+        stack.enter_context(patch.object(MicroBatchRunner, "before", note))
         for chunk in state.chunks:
             stack.enter_context(patch.object(chunk, "losses", spoiler.losses(chunk)))
             modules = dict(chunk.named_modules())

@@ -33,10 +33,10 @@ def half(ctx: ParallelContext, value: float) -> CheckpointContent:
 
 def steps_until(pending: PendingSave, ctx: ParallelContext, wanted: Callable[[RankConsensus], bool]) -> int:
     """Steps of a training that does nothing, until all agree on what is wanted; their number."""
-    consensus, steps = RankConsensus(NeverStop(), ctx, writers=pending), 0
+    consensus, steps = RankConsensus(NeverStop(), ctx, async_saver=pending), 0
     while steps == 0 or not wanted(consensus):
         time.sleep(0.01)
-        consensus.totals(torch.zeros(2))
+        consensus.sum_over_ranks(torch.zeros(2))
         steps += 1
     return steps
 
@@ -51,7 +51,7 @@ def fail_on_rank_1(folder: str, point: str) -> tuple[str, int]:
             time.sleep(0.3)  # it need not be waited for
 
     pending = DirectoryStore(folder, ctx).schedule(20, half(ctx, 20.0), {}, staging=Staging(), on_point=full)
-    steps = steps_until(pending, ctx, lambda agreed: agreed.failed)
+    steps = steps_until(pending, ctx, lambda agreed: agreed.save_failed)
     try:
         pending.proceed(failed=True)
     except MegalithError as error:
@@ -104,10 +104,10 @@ def slow_rank_1(folder: str) -> tuple[int, bool, int]:
     store = DirectoryStore(folder, ctx)
     pending = store.schedule(20, content, {}, staging=Staging(), on_point=slow)
     content.chunks[0].tensor.fill_(-1.0)
-    steps = steps_until(pending, ctx, lambda agreed: not agreed.busy)
+    steps = steps_until(pending, ctx, lambda agreed: not agreed.save_in_progress)
     hidden = store.iterations() == []
     assert pending.proceed() is None
-    steps_until(pending, ctx, lambda agreed: not agreed.busy)
+    steps_until(pending, ctx, lambda agreed: not agreed.save_in_progress)
     report = pending.proceed()
     assert report is not None and report.write_seconds > 0.0 and report.waited_seconds < 0.4
     return steps, hidden, report.bytes

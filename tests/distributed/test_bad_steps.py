@@ -19,7 +19,7 @@ from megalith.train.anomalies import AnomalyPolicy, BadStepError
 from megalith.train.consensus import NeverStop, RankConsensus
 from megalith.train.results import BadStep, StepResult
 from megalith.train.state import TrainState
-from megalith.train.step import Batch, train_step
+from megalith.train.step import MicroBatch, train_step
 
 from ..spoil import spoiled
 
@@ -97,7 +97,7 @@ CASES = {
 }
 
 
-def _batches(replica: int) -> Iterator[Batch]:
+def _batches(replica: int) -> Iterator[MicroBatch]:
     generator = torch.Generator().manual_seed(5 + replica)
     positions = torch.arange(LENGTH).expand(2, LENGTH)
     while True:
@@ -118,16 +118,22 @@ def _run(case: Case, action: str, spoil: str = "", steps: int = 3) -> dict[str, 
     deferred = defer_weight_gradients(config, chunks, optimizer)
     state = TrainState(chunks, optimizer, streams, build_schedule(config), context=context, deferred=deferred)
     policy = AnomalyPolicy(state, config.pipeline_schedule, policy=action)
-    consensus = RankConsensus(NeverStop(), context, counts=state.counts_losses)
+    consensus = RankConsensus(NeverStop(), context, contributes=state.contributes_losses)
     batches, told, results, error = _batches(context.dp.index), list[BadStep](), list[StepResult](), ""
 
-    take = partial(train_step, state, schedule=config.pipeline_schedule, totals=consensus.totals, hooks=policy.hooks)
+    take = partial(
+        train_step,
+        state,
+        pipeline_schedule=config.pipeline_schedule,
+        sum_over_ranks=consensus.sum_over_ranks,
+        hooks=policy.hooks,
+    )
     try:
         with spoiled(state, [f"nan@step=2,{spoil}"] if spoil else []):
             for _ in range(steps):
                 attempt = policy.begin(batches)
                 result = take(attempt.batches, config.num_micro_batches, apply=attempt.apply)
-                results.append(policy.settle(attempt, result, take, told.append))
+                results.append(policy.resolve(attempt, result, take, told.append))
     except BadStepError as refused:
         error = str(refused)
     return {
@@ -135,7 +141,7 @@ def _run(case: Case, action: str, spoil: str = "", steps: int = 3) -> dict[str, 
         "steps": [(r.iteration, r.loss, r.applied, r.grad_norm) for r in results],
         "error": error,
         "weights": {box.name: box.tensor.clone() for box in optimizer.weight_boxes()},
-        "counters": (state.iteration, state.consumed_samples, state.schedule_samples),
+        "counters": (state.iteration, state.consumed_samples, state.lr_schedule_samples),
     }
 
 

@@ -26,7 +26,7 @@ from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedul
 from megalith.train.consensus import NeverStop, RankConsensus
 from megalith.train.evaluation import EvaluationSet, evaluate
 from megalith.train.state import TrainState
-from megalith.train.step import Batch, train_step
+from megalith.train.step import MicroBatch, train_step
 
 BASE = (
     "--num-layers 3 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 16 --seq-length 16 "
@@ -51,7 +51,7 @@ def _state(flags: str, dtype: torch.dtype | None, observer: Any = None) -> tuple
     return run, TrainState(chunks, build_run_optimizer(run, chunks, context), streams, schedule, context=context)
 
 
-def _batches(replica: int) -> Iterator[Batch]:
+def _batches(replica: int) -> Iterator[MicroBatch]:
     generator = torch.Generator().manual_seed(5)
     for number in count():
         ids = torch.randint(0, VOCABULARY, (1, 17), generator=generator)
@@ -86,13 +86,13 @@ def _from_all(item: Any) -> list[Any]:
 def _train(flags: str, dtype: torch.dtype | None) -> dict[str, Any]:
     """Steps with an evaluation after each, which leaves ZeRO-2 with gathered weights."""
     run, state = _state(flags, dtype)
-    totals = RankConsensus(NeverStop(), state.context, counts=state.counts_losses).totals
+    sum_over_ranks = RankConsensus(NeverStop(), state.context, contributes=state.contributes_losses).sum_over_ranks
     train, held_out = _batches(state.context.dp.index), _batches(state.context.dp.index)
     seen = []
     for _ in range(3):
-        result = train_step(state, train, MICRO_BATCHES, totals=totals)
+        result = train_step(state, train, MICRO_BATCHES, sum_over_ranks=sum_over_ranks)
         params_norm = state.optimizer.params_norm()
-        evaluation = evaluate(state, EvaluationSet("validation", held_out, 1), 1, totals=totals)
+        evaluation = evaluate(state, EvaluationSet("validation", held_out, 1), 1, sum_over_ranks=sum_over_ranks)
         assert evaluation is not None
         names = ("applied", "loss_scale", "loss", "grad_norm", "num_zeros")
         seen.append(
@@ -136,7 +136,7 @@ def _losses_before_and_after_a_write(flags: str) -> tuple[float, float]:
     _, state = _state(flags, torch.float64)
     losses = []
     for _ in range(2):
-        evaluation = evaluate(state, EvaluationSet("validation", _batches(0), 1), 1, totals=_same)
+        evaluation = evaluate(state, EvaluationSet("validation", _batches(0), 1), 1, sum_over_ranks=_same)
         assert evaluation is not None
         losses.append(evaluation.loss)
         for box in state.optimizer.weight_boxes():

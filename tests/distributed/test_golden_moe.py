@@ -54,13 +54,13 @@ def _run(case: dict[str, Any], log: list[dict[str, Any]], data: str, cache: str)
     decays = _Rates(tuple(entry["wd"][0] for entry in log), train["gbs"])
     state = TrainState(chunks, optimizer, streams, ParameterSchedule(rates, decays), context=context)  # type: ignore[arg-type]
     weights = {name: parameter.detach().clone() for name, parameter in chunks[0].named_parameters()}
-    loader, totals = (
+    loader, sum_over_ranks = (
         _loader(case, data, cache, context),
-        RankConsensus(NeverStop(), context, counts=state.counts_losses).totals,
+        RankConsensus(NeverStop(), context, contributes=state.contributes_losses).sum_over_ranks,
     )
     steps, gradients = [], None
     for _ in log:
-        result = train_step(state, loader, run.num_micro_batches, totals=totals)
+        result = train_step(state, loader, run.num_micro_batches, sum_over_ranks=sum_over_ranks)
         gradients = gradients or {name: grad.clone() for name, grad in optimizer.gradients.grad_shards.items()}
         own = chunks[0].auxiliary.recorded["load_balancing_loss"]
         steps.append((result.loss, result.grad_norm, result.num_zeros, [float(own[layer]) for layer in sorted(own)]))

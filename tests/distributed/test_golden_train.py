@@ -134,10 +134,16 @@ def _run(case: dict[str, Any], log: list[dict[str, Any]], data: str, cache: str)
     state = TrainState(chunks, optimizer, streams, schedule, context=context, deferred=deferred)
     weights = _named(state, [dict(chunk.named_parameters()) for chunk in chunks])
     loader = _loader(case, data, cache, context)
-    totals = RankConsensus(NeverStop(), context, counts=state.counts_losses).totals
+    sum_over_ranks = RankConsensus(NeverStop(), context, contributes=state.contributes_losses).sum_over_ranks
     steps, gradients = [], None
     for _ in log:
-        result = train_step(state, loader, config.num_micro_batches, schedule=config.pipeline_schedule, totals=totals)
+        result = train_step(
+            state,
+            loader,
+            config.num_micro_batches,
+            pipeline_schedule=config.pipeline_schedule,
+            sum_over_ranks=sum_over_ranks,
+        )
         gradients = gradients or _named(
             state, [{name: optimizer.gradients.grads[name] for name in chunk.placements()} for chunk in chunks]
         )

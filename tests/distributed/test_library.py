@@ -23,7 +23,7 @@ from megalith.parallel.data import Zero1
 from megalith.registry import EMPTY, Entry, Registry
 from megalith.train.evaluation import EvaluationSet, evaluate
 from megalith.train.state import TrainState
-from megalith.train.step import Batch, train_step
+from megalith.train.step import MicroBatch, train_step
 
 LENGTH, VOCABULARY = 16, 32
 VALUES: dict[str, Any] = {
@@ -48,7 +48,7 @@ def _state(
     return TrainState(chunks, optimizer, streams, build_schedule(run), context=context), run.num_micro_batches
 
 
-def _batches(replica: int, replicas: int) -> Iterator[Batch]:
+def _batches(replica: int, replicas: int) -> Iterator[MicroBatch]:
     """The samples of one replica; the number of them that count differs from sample to sample."""
     generator = torch.Generator().manual_seed(3)
     for number in range(1000):
@@ -88,7 +88,7 @@ def _loaded_again(values: dict[str, Any]) -> list[str]:
     state.model.load_state_dict(saved)
     state.optimizer.zero_grad(micro_batches)
     again = _weights(state)
-    state.schedule_samples = 10**6  # where the rate is 0
+    state.lr_schedule_samples = 10**6  # where the rate is 0
     assert state.learning_rate == 0.0
     train_step(state, batches, micro_batches)
     last = _weights(state)

@@ -35,7 +35,7 @@ from megalith.nn.placement import dim_of, global_shape, local_pieces
 from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedule, WeightDecaySchedule
 from megalith.tokenizers.null import NullTokenizer
 from megalith.train.state import TrainState
-from megalith.train.step import Batch, train_step
+from megalith.train.step import MicroBatch, train_step
 from megalith.train.step_hooks import BlendCount
 
 LENGTH, SAMPLES, STEPS, TOLERANCE = 16, 8, 3, 1e-10
@@ -660,7 +660,7 @@ EIGHT = [
 ]
 
 
-def _batches(vocab_size: int, layout: Layout, replica: int, steps: int) -> Iterator[Batch]:
+def _batches(vocab_size: int, layout: Layout, replica: int, steps: int) -> Iterator[MicroBatch]:
     """One-sample micro-batches of a replica: random tokens, an uneven number of them masked out in each."""
     generator = torch.Generator().manual_seed(5)
     positions = torch.arange(LENGTH)[None]
@@ -672,7 +672,7 @@ def _batches(vocab_size: int, layout: Layout, replica: int, steps: int) -> Itera
             yield {"tokens": ids[:, :-1], "labels": ids[:, 1:], "position_ids": positions, "loss_mask": mask}
 
 
-def _with_documents(batches: Iterator[Batch]) -> Iterator[Batch]:
+def _with_documents(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
     """The same with documents: one, up to four, or as many as tokens in a sample."""
     for number, batch in enumerate(batches):
         rows = [[0], [0, 3, 4, 11], range(LENGTH), [0, 8], [0, 15]]
@@ -681,7 +681,7 @@ def _with_documents(batches: Iterator[Batch]) -> Iterator[Batch]:
         yield {**batch, "document_ids": ids.cumsum(1, dtype=torch.int32)}
 
 
-def _pairs_of_texts(vocab_size: int, layout: Layout, replica: int, steps: int) -> Iterator[Batch]:
+def _pairs_of_texts(vocab_size: int, layout: Layout, replica: int, steps: int) -> Iterator[MicroBatch]:
     """Samples of BERT: two texts of random tokens, a few hidden, padding behind all but every third."""
     generator = torch.Generator().manual_seed(6)
     for number in range(steps * SAMPLES):
@@ -702,7 +702,7 @@ def _pairs_of_texts(vocab_size: int, layout: Layout, replica: int, steps: int) -
             }
 
 
-def _spans_of_texts(vocab_size: int, layout: Layout, replica: int, steps: int) -> Iterator[Batch]:
+def _spans_of_texts(vocab_size: int, layout: Layout, replica: int, steps: int) -> Iterator[MicroBatch]:
     """Samples of T5: random tokens for the encoder and fewer for the decoder, padding behind all but every third."""
     generator, short = torch.Generator().manual_seed(7), LENGTH // 2
     for number in range(steps * SAMPLES):
@@ -737,7 +737,7 @@ class _Texts:
 SOURCES = ("one", "other")
 
 
-def _blend(vocab_size: int, layout: Layout, replica: int, steps: int) -> Iterator[Batch]:
+def _blend(vocab_size: int, layout: Layout, replica: int, steps: int) -> Iterator[MicroBatch]:
     """Micro-batches of a replica out of two datasets; attention stays inside documents, whose ends have no loss."""
     options = GPTDatasetOptions(LENGTH, 1, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True)
     datasets = [
@@ -774,7 +774,7 @@ def _pieces_of_gradients(state: TrainState) -> dict[str, list[tuple[Any, ...]]]:
     return pieces
 
 
-def batches_of(case: Case, replica: int, steps: int) -> Iterator[Batch]:
+def batches_of(case: Case, replica: int, steps: int) -> Iterator[MicroBatch]:
     """The micro-batches of a replica for so many steps."""
     read = {"blend": _blend, "pairs": _pairs_of_texts, "spans": _spans_of_texts}.get(case.data, _batches)
     batches = read(MODELS[case.model].vocab_size, case.layout, replica, steps)
@@ -813,8 +813,8 @@ def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
             state,
             batches,
             size,
-            schedule=config.pipeline_schedule,
-            totals=totals_of(state),
+            pipeline_schedule=config.pipeline_schedule,
+            sum_over_ranks=make_sum_over_ranks(state),
             hooks=[BlendCount(state, SOURCES)] if case.data == "blend" else (),
         )
         gradients = gradients or _pieces_of_gradients(state)
@@ -824,10 +824,10 @@ def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
     return {"steps": results, "gradients": gradients, "tokens": tokens, "graphs": graphs}
 
 
-def totals_of(state: TrainState) -> Any:
+def make_sum_over_ranks(state: TrainState) -> Any:
     from megalith.train.consensus import NeverStop, RankConsensus
 
-    return RankConsensus(NeverStop(), state.context, counts=state.counts_losses).totals
+    return RankConsensus(NeverStop(), state.context, contributes=state.contributes_losses).sum_over_ranks
 
 
 def _compare(name: str, wanted: Tensor, pieces: list[tuple[Any, ...]]) -> float:

@@ -22,7 +22,7 @@ from megalith.distributed.rng import RandomStreams
 from megalith.models.transformer import Block
 from megalith.train.consensus import NeverStop, RankConsensus
 from megalith.train.state import TrainState
-from megalith.train.step import Batch, train_step
+from megalith.train.step import MicroBatch, train_step
 
 LENGTH, STEPS, VOCABULARY = 16, 2, 40
 BASE = (
@@ -52,7 +52,7 @@ CASES = {
 }
 
 
-def _batches(replica: int) -> Iterator[Batch]:
+def _batches(replica: int) -> Iterator[MicroBatch]:
     generator = torch.Generator().manual_seed(5 + replica)
     positions = torch.arange(LENGTH).expand(2, LENGTH)
     while True:
@@ -74,10 +74,16 @@ def _run(flags: str, world_size: int) -> tuple[list[Tensor], int]:
     calls: list[Any] = []
     for block in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Block)):
         block.register_forward_pre_hook(lambda *call: calls.append(call[0]))
-    totals = RankConsensus(NeverStop(), context, counts=state.counts_losses).totals
+    sum_over_ranks = RankConsensus(NeverStop(), context, contributes=state.contributes_losses).sum_over_ranks
     batches, seen = _batches(context.dp.index), []
     for _ in range(STEPS):
-        result = train_step(state, batches, config.num_micro_batches, schedule=config.pipeline_schedule, totals=totals)
+        result = train_step(
+            state,
+            batches,
+            config.num_micro_batches,
+            pipeline_schedule=config.pipeline_schedule,
+            sum_over_ranks=sum_over_ranks,
+        )
         assert result.applied and result.grad_norm is not None
         seen += [torch.tensor([result.loss, result.grad_norm]), optimizer.gradients.flat.clone()]
     optimizer.settle()

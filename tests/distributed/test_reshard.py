@@ -222,14 +222,18 @@ def start_or_resume(folder: str, case: Case) -> tuple[RunConfig, TrainState, Dir
 def train_in(folder: str, case: Case, save_at: int, until: int) -> Steps:
     """Start or go on until an iteration, and save on the way; iteration, loss and norm of each step."""
     run, state, store = start_or_resume(folder, case)
-    consensus = RankConsensus(NeverStop(), state.context, counts=state.counts_losses)
+    consensus = RankConsensus(NeverStop(), state.context, contributes=state.contributes_losses)
     batches = islice(
         batches_of(case, state.context.dp.index, 2 * until), state.consumed_samples // case.layout.dp, None
     )  # the samples of this replica that are left
     steps = []
     while state.iteration < until:
         result = train_step(
-            state, batches, run.num_micro_batches, schedule=run.pipeline_schedule, totals=consensus.totals
+            state,
+            batches,
+            run.num_micro_batches,
+            pipeline_schedule=run.pipeline_schedule,
+            sum_over_ranks=consensus.sum_over_ranks,
         )
         steps.append((result.iteration, float(result.loss), result.grad_norm))
         if state.iteration == save_at:
@@ -303,7 +307,7 @@ def dataset_of(run: RunConfig) -> GPTDataset:
 def read_in(folder: str, case: Case, until: int) -> tuple[Steps, list[list[tuple[int, ...]]]]:
     """Start or go on with the loader of a run until an iteration and save; the steps, and what each has read here."""
     run, state, store = start_or_resume(folder, case)
-    consensus = RankConsensus(NeverStop(), state.context, counts=state.counts_losses)
+    consensus = RankConsensus(NeverStop(), state.context, contributes=state.contributes_losses)
     datasets, read = Datasets(dataset_of(run), None, None), list[tuple[int, ...]]()
     loader = build_loaders(
         run, datasets, state.context.dp.index, iteration=state.iteration, consumed_train=state.consumed_samples
@@ -318,7 +322,11 @@ def read_in(folder: str, case: Case, until: int) -> tuple[Steps, list[list[tuple
     while state.iteration < until:
         read.clear()
         result = train_step(
-            state, batches, run.num_micro_batches, schedule=run.pipeline_schedule, totals=consensus.totals
+            state,
+            batches,
+            run.num_micro_batches,
+            pipeline_schedule=run.pipeline_schedule,
+            sum_over_ranks=consensus.sum_over_ranks,
         )
         steps.append((result.iteration, float(result.loss), result.grad_norm))
         samples.append(list(read))

@@ -37,10 +37,10 @@ from megalith.models.saved import saved_tensors, whole_names
 from megalith.nn.placement import global_shape, local_part
 from megalith.train.checkpoint_fit import Identity, find_checkpoint
 from megalith.train.checkpoint_restore import restore
-from megalith.train.checkpoint_saver import BackgroundSaver, CheckpointSaver
+from megalith.train.checkpoint_saver import AsyncSaver, CheckpointSaver
 from megalith.train.consensus import NeverStop, RankConsensus
 from megalith.train.state import TrainState
-from megalith.train.step import Batch, train_step
+from megalith.train.step import MicroBatch, train_step
 from megalith.train.step_hooks import BeforeUpdate
 
 BASE = (
@@ -121,7 +121,7 @@ def fill(state: TrainState, seed: int) -> None:
             live.copy_(value)
     state.optimizer.load_scalars({"step": seed, "grad_scaler": None})
     state.iteration, state.consumed_samples, state.consumed_valid_samples = seed, 8 * seed, 3 * seed
-    state.schedule_samples, state.flops = 8 * seed, 1e9 * seed
+    state.lr_schedule_samples, state.flops = 8 * seed, 1e9 * seed
     for _ in range(seed + state.context.rank):
         draw(state)
 
@@ -129,7 +129,7 @@ def fill(state: TrainState, seed: int) -> None:
 def draw(state: TrainState) -> tuple[float, float]:
     """What dropout would draw next: of the stream shared by the tensor-parallel ranks, of this rank's own."""
     shared = torch.rand(()).item()
-    with state.streams.own.used():
+    with state.rng_streams.own.used():
         return shared, torch.rand(()).item()
 
 
@@ -157,7 +157,7 @@ def resume(folder: str, flags: str, world_size: int, vocab_size: int) -> dict[st
     return {
         "wrong": wrong,
         "layout": found.manifest["layout"],
-        "counters": (state.iteration, state.consumed_samples, state.consumed_valid_samples, state.schedule_samples),
+        "counters": (state.iteration, state.consumed_samples, state.consumed_valid_samples, state.lr_schedule_samples),
         "step": state.optimizer.step_count,
         "notes": (found.notes, resumed.notes),
         "draws": draw(state),
@@ -256,7 +256,7 @@ TRAINING = "--hidden-dropout 0.1 --attention-dropout 0.1 --clip-grad 0.5 --init-
 STEPS = 4
 
 
-def _batches(vocab_size: int, layout: Layout, replica: int, skip: int) -> Iterator[Batch]:
+def _batches(vocab_size: int, layout: Layout, replica: int, skip: int) -> Iterator[MicroBatch]:
     """The samples of a replica, one in a micro-batch, after the first `skip` of all."""
     generator = torch.Generator().manual_seed(5)
     for number in count():
@@ -278,12 +278,16 @@ def train_on(folder: str, flags: str, world_size: int, vocab_size: int, until: i
     store = DirectoryStore(folder, context, save_format=run.checkpoint.ckpt_format)
     if (found := find_checkpoint(store)) is not None:
         assert restore(store, found, state, run).notes == ()
-    consensus = RankConsensus(NeverStop(), context, counts=state.counts_losses)
+    consensus = RankConsensus(NeverStop(), context, contributes=state.contributes_losses)
     batches = _batches(vocab_size, context.layout, context.dp.index, state.consumed_samples)
     steps = []
     while state.iteration < until:
         result = train_step(
-            state, batches, run.num_micro_batches, schedule=run.pipeline_schedule, totals=consensus.totals
+            state,
+            batches,
+            run.num_micro_batches,
+            pipeline_schedule=run.pipeline_schedule,
+            sum_over_ranks=consensus.sum_over_ranks,
         )
         steps.append((result.iteration, result.loss, result.grad_norm, result.learning_rate))
     CheckpointSaver(store, run, IDENTITY).save(state)
@@ -316,21 +320,21 @@ def save_beside(folder: str, flags: str, world_size: int, vocab_size: int, until
     run = config_of(flags, world_size, torch.distributed.get_rank() if world_size > 1 else 0)
     state = build_state(run, vocab_size, draws=True)
     context = state.context
-    saver = BackgroundSaver(CheckpointSaver(DirectoryStore(folder, context), run, IDENTITY))
-    consensus = RankConsensus(NeverStop(), context, counts=state.counts_losses, writers=saver)
+    saver = AsyncSaver(CheckpointSaver(DirectoryStore(folder, context), run, IDENTITY))
+    consensus = RankConsensus(NeverStop(), context, contributes=state.contributes_losses, async_saver=saver)
     batches = _batches(vocab_size, context.layout, context.dp.index, 0)
     while saver.scheduled is not None or state.iteration < until + 2:
         train_step(
             state,
             batches,
             run.num_micro_batches,
-            schedule=run.pipeline_schedule,
-            totals=consensus.totals,
-            hooks=[BeforeUpdate(saver.settle)],
+            pipeline_schedule=run.pipeline_schedule,
+            sum_over_ranks=consensus.sum_over_ranks,
+            hooks=[BeforeUpdate(saver.wait_for_copies)],
         )
         if state.iteration == until:
             saver.schedule(state)
-        elif saver.scheduled is not None and not consensus.busy:
+        elif saver.scheduled is not None and not consensus.save_in_progress:
             saver.proceed()
     return state.iteration
 

@@ -51,7 +51,7 @@ def _asked(scales: tuple[Any, Any], stops: tuple[bool, bool]) -> Any:
         hooks.after_step(cast("Any", None))
     except ConfigError as error:
         return str(error)
-    return state.lr_scale, run.ending and run.ending.detail
+    return state.lr_scale, run.exit_reason and run.exit_reason.detail
 
 
 @pytest.mark.parametrize(

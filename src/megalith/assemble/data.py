@@ -29,7 +29,7 @@ class Loaders:
         consumed_valid: validation samples consumed so far.
         further_valid: the validation sets after the first, with `--multiple-validation-sets`.
         passes: with `--full-validation` the global batches per pass over each validation set, else empty.
-        sources: names of the datasets in the training blend; empty without a blend.
+        blend_dataset_names: names of the datasets in the training blend; empty without a blend.
     """
 
     train: BatchLoader
@@ -38,7 +38,7 @@ class Loaders:
     consumed_valid: int = 0
     further_valid: tuple[BatchLoader, ...] = ()
     passes: tuple[int, ...] = ()
-    sources: tuple[str, ...] = ()
+    blend_dataset_names: tuple[str, ...] = ()
 
     def close(self) -> None:
         """Stop the prefetching threads."""
@@ -141,9 +141,9 @@ def build_loaders(
     before, last = _samples_before_the_phase(run, iteration, consumed_train)
     _refuse_too_few(run, datasets.train, iteration, consumed_train - before, last)
     train = _loader(run, datasets.train, replica, consumed_train - before, run.train.micro_batch_size)
-    sources = datasets.train.sources if isinstance(datasets.train, BlendedDataset) else ()
+    names = datasets.train.sources if isinstance(datasets.train, BlendedDataset) else ()
     if not run.train.eval_batches and not run.data.full_validation:
-        return Loaders(train, None, None, consumed_valid, sources=sources)
+        return Loaders(train, None, None, consumed_valid, blend_dataset_names=names)
     tested = datasets.test if run.train.eval_batches else None
     test = None if tested is None else _loader(run, tested, replica, 0, run.eval_micro_batch_size)
     sets = () if datasets.valid is None else (datasets.valid, *datasets.further_valid)
@@ -155,13 +155,13 @@ def build_loaders(
             for dataset, sampler in zip(sets, samplers, strict=True)
         ]
         passes = tuple(sampler.iterations(run.data_parallel_size) for sampler in samplers)
-        return Loaders(train, next(iter(loaders), None), test, consumed_valid, tuple(loaders[1:]), passes, sources)
+        return Loaders(train, next(iter(loaders), None), test, consumed_valid, tuple(loaders[1:]), passes, names)
     to_come = run.train_iters // run.train.eval_interval - iteration // run.train.eval_interval + 1
     needed = consumed_valid + to_come * run.train.eval_batches * run.eval_batch_size
     if _ends(run) and any(needed > len(dataset) for dataset in sets):
         consumed_valid = 0
     loaders = [_loader(run, dataset, replica, consumed_valid, run.eval_micro_batch_size) for dataset in sets]
-    return Loaders(train, next(iter(loaders), None), test, consumed_valid, tuple(loaders[1:]), sources=sources)
+    return Loaders(train, next(iter(loaders), None), test, consumed_valid, tuple(loaders[1:]), (), names)
 
 
 def _require_whole_batches(run: RunConfig, consumed: int) -> None:

@@ -40,11 +40,11 @@ from megalith.models.language_model import LanguageModel
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.train.anomalies import AnomalyPolicy
 from megalith.train.checkpoint_fit import FoundCheckpoint, Identity, check_fits, other_products
-from megalith.train.checkpoint_saver import BackgroundSaver, CheckpointSaver
+from megalith.train.checkpoint_saver import AsyncSaver, CheckpointSaver
 from megalith.train.consensus import NeverStop
 from megalith.train.evaluation import EvaluationSet
 from megalith.train.faults import Probe, no_probe
-from megalith.train.loop import Plan, TrainingRun
+from megalith.train.loop import LoopConfig, TrainingRun
 from megalith.train.signals import StopSignals
 from megalith.train.state import TrainState
 from megalith.train.step_hooks import NaNInjector
@@ -106,13 +106,13 @@ def build_run(
     observer.setup_done()
     with timers.time("train/valid/test-data-iterators-setup"):
         loaders = _build_loaders(config, tokenizer, state, observer)
-    plan = build_plan(config, state.chunks, context, observer)
+    loop_config = build_loop_config(config, state.chunks, context, observer)
     observer.data_done()
     observer.timed(config, gather_times(timers.take(), context))
     saver = _saver(config, context, identity, probe)
     valid_sets = _validation_sets(config, loaders)
     run = TrainingRun(
-        plan,
+        loop_config,
         state,
         loaders.train,
         None if valid_sets else loaders.valid,
@@ -121,10 +121,10 @@ def build_run(
         stop=stop or NeverStop(),
         probe=probe,
         started=began,
-        background=_background_saver(config, saver, state),
+        async_saver=_async_saver(config, saver, state),
         timers=timers,
         valid_sets=valid_sets,
-        sources=loaders.sources,
+        blend_dataset_names=loaders.blend_dataset_names,
         anomalies=anomaly_policy(config, state),
     )
     return BuiltRun(run, loaders, None if found is None else state.iteration, changes)
@@ -221,12 +221,12 @@ def _saver(config: RunConfig, context: ParallelContext, identity: Identity, prob
     return CheckpointSaver(store, config, identity, probe, passing)
 
 
-def _background_saver(config: RunConfig, saver: CheckpointSaver | None, state: TrainState) -> BackgroundSaver | None:
+def _async_saver(config: RunConfig, saver: CheckpointSaver | None, state: TrainState) -> AsyncSaver | None:
     if saver is None or not config.checkpoint.async_save:
         return None
-    background = BackgroundSaver(saver)
-    background.reserve(state)
-    return background
+    async_saver = AsyncSaver(saver)
+    async_saver.reserve(state)
+    return async_saver
 
 
 def _identity(config: RunConfig, tokenizer: Tokenizer, context: ParallelContext, observer: StartObserver) -> Identity:
@@ -326,9 +326,9 @@ def _peaks(config: RunConfig, device: torch.device, observer: StartObserver) -> 
     return measured, None if known is None else known[1]
 
 
-def build_plan(
+def build_loop_config(
     config: RunConfig, chunks: Sequence[LanguageModel], context: ParallelContext, observer: StartObserver
-) -> Plan:
+) -> LoopConfig:
     """Return lengths and intervals of the training loop; measures the speed of the device."""
     train, batch = config.train, config.num_micro_batches * config.batch_sizes.unit
     measured, by_datasheet = _peaks(config, context.device, observer)
@@ -338,7 +338,7 @@ def build_plan(
         flops = registered_flops(chunks, context, batch * length, flops)
         flags = ", ".join(f"{all_settings()[name].flag} {getattr(model, name)}" for name in own)
         observer.info(f"model FLOPs count 6 for each parameter and token of {flags}")
-    return Plan(
+    return LoopConfig(
         train_iterations=config.train_iters,
         global_batch_size=batch,
         num_micro_batches=config.num_micro_batches,
@@ -348,18 +348,18 @@ def build_plan(
         eval_batch_size=config.eval_batch_size,
         eval_micro_batches=config.eval_micro_batches,
         flops_per_step=flops / context.world.size,
-        peak_flops=measured,
-        datasheet_flops=by_datasheet,
+        measured_peak_flops_per_s=measured,
+        datasheet_flops_per_s=by_datasheet,
         save_interval=config.checkpoint.save_interval,
         ephemeral_save_interval=config.checkpoint.non_persistent_save_interval,
         exit_interval=train.exit_interval,
-        phase_ends=frozenset(train.phase_ends),
+        phase_transition_iterations=frozenset(train.phase_ends),
         skip_training=train.skip_train,
-        first_evaluation=train.start_eval_at_iter or 0,
+        eval_start_iteration=train.start_eval_at_iter or 0,
         exit_minutes=train.exit_duration_in_mins,
         log_params_norm=config.log.log_params_norm,
         pipeline_schedule=config.pipeline_schedule,
-        batch_sizes=config.batch_sizes if len(config.batch_sizes.stages) > 1 else None,
-        skipped=frozenset(train.iterations_to_skip),
+        batch_size_schedule=config.batch_sizes if len(config.batch_sizes.stages) > 1 else None,
+        iterations_to_skip=frozenset(train.iterations_to_skip),
         log_noise=config.log.log_gradient_noise_scale,
     )

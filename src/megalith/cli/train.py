@@ -216,7 +216,7 @@ def _print_first_step(config: RunConfig, built: BuiltRun, console: RunConsole, b
     iteration = built.run.state.iteration
     if config.train.skip_train:
         console.print(console_lines.skipping_training_line())
-    elif iteration >= built.run.plan.train_iterations:
+    elif iteration >= built.run.loop_config.train_iterations:
         console.print(f"iteration {iteration} of {config.train_iters} is already done: evaluating only")
     else:
         console.print("training ...")
@@ -322,9 +322,9 @@ def _print_outcome(run: TrainingRun, config: RunConfig, argv: Sequence[str], con
     """Print the outcome and how to continue; return the exit code."""
     if summary := run.anomalies.summary():
         console.print(summary)
-    ending, save = run.ending, config.checkpoint.save
-    assert ending is not None
-    if ending.kind == "finished":
+    exit_reason, save = run.exit_reason, config.checkpoint.save
+    assert exit_reason is not None
+    if exit_reason.kind == "finished":
         console.print(f"metrics and the full log are in {folder}")
         generates = config.tokenizer.tokenizer_type != "NullTokenizer" and config.model.family.generates
         if save and generates and not run.progress.none_applied:
@@ -334,8 +334,8 @@ def _print_outcome(run: TrainingRun, config: RunConfig, argv: Sequence[str], con
         return EXIT_FINISHED
     if save is None:
         console.print("nothing was saved: the run has no --save")
-        return EXIT_FINISHED if ending.kind != "signal" else 128 + signal.Signals[ending.detail].value
-    words = _resume_argv(config, argv, ending.iteration, save)
+        return EXIT_FINISHED if exit_reason.kind != "signal" else 128 + signal.Signals[exit_reason.detail].value
+    words = _resume_argv(config, argv, exit_reason.iteration, save)
     hint = "" if config.launch.launcher in ("", "megalith") else " (under the same launcher)"
-    console.print(f"stopped at iteration {ending.iteration}; resume{hint} with:\n  {command_line(words)}")
-    return EXIT_RESUME_ME if ending.kind == "signal" else EXIT_FINISHED
+    console.print(f"stopped at iteration {exit_reason.iteration}; resume{hint} with:\n  {command_line(words)}")
+    return EXIT_RESUME_ME if exit_reason.kind == "signal" else EXIT_FINISHED

@@ -193,7 +193,7 @@ def _records(config: RunConfig, folder: Path, console: RunConsole, built: BuiltR
     if log.log_progress and config.checkpoint.save:
         world = state.context.world.size
         path = Path(config.checkpoint.save) / "progress.txt"
-        spent, job = built.run.plan.flops_per_step * world, os.environ.get("SLURM_JOB_ID", "")
+        spent, job = built.run.loop_config.flops_per_step * world, os.environ.get("SLURM_JOB_ID", "")
         hooks.append(ProgressLog(path, world, state.flops, spent, job))
     return hooks
 

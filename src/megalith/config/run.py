@@ -27,7 +27,7 @@ from megalith.config.groups import (
 from megalith.errors import ConfigError
 from megalith.layout import Layout, Stages, split_layers
 from megalith.registry import EMPTY, Entry, Registered, Registry
-from megalith.schedules.batch_size import BatchSizes, constant, ramped, read_steps, stepped
+from megalith.schedules.batch_size import BatchSizeSchedule, constant, ramped, read_steps, stepped
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class RunConfig:
         return "interleaved" if self.parallel.virtual_stages(self.model.num_layers) > 1 else "1f1b"
 
     @cached_property
-    def batch_sizes(self) -> BatchSizes:
+    def batch_sizes(self) -> BatchSizeSchedule:
         """Return the global batch sizes; a constant size if the settings are invalid, which rules report."""
         train, unit = self.train, self.train.micro_batch_size * max(1, self.data_parallel_size)
         steps = read_steps(train.step_batch_size_schedule or "")

@@ -139,12 +139,18 @@ class Optimizer:
 
     @torch.no_grad()
     def step(
-        self, lr: float, weight_decay: float, *, decoupled_lr: float | None = None, largest_norm: float = math.inf
+        self,
+        lr: float,
+        weight_decay: float,
+        *,
+        decoupled_lr: float | None = None,
+        reject_norm_above: float = math.inf,
+        apply: bool = True,
     ) -> StepOutcome:
         """Update the parameters with the gradients gathered since `zero_grad`; the outcome is that of all ranks.
 
         `decoupled_lr` is the rate of the word embeddings and the output layer, if they have their own; gradients whose
-        norm is above `largest_norm` are not applied.
+        norm is above `reject_norm_above` are not applied, and none are without `apply`.
         """
         self.settle()
         self.gradients.finish()
@@ -155,7 +161,7 @@ class Optimizer:
         norm = self._norms.norm(grads)  # of unscaled gradients: --clip-grad must not depend on the loss scale
         self.scaler.update(overflow=not math.isfinite(norm))
         zeros = self._norms.zeros(grads) if self._count_zeros else None
-        if not math.isfinite(norm) or norm > largest_norm:
+        if not apply or not math.isfinite(norm) or norm > reject_norm_above:
             return StepOutcome(applied=False, grad_norm=norm, num_zeros=zeros)
         rates = _Rates(lr, weight_decay, lr if decoupled_lr is None else decoupled_lr)
         clip = self._config.clip_grad

@@ -23,7 +23,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class BatchSizes:
+class BatchSizeSchedule:
     """Stages of the global batch size of a run; the first starts at 0."""
 
     stages: tuple[Stage, ...]  # by ascending start
@@ -74,12 +74,12 @@ class BatchSizes:
                 yield stage, end
 
 
-def constant(size: int, unit: int = 1) -> BatchSizes:
+def constant(size: int, unit: int = 1) -> BatchSizeSchedule:
     """Return a constant global batch size."""
-    return BatchSizes((Stage(0, size),), unit)
+    return BatchSizeSchedule((Stage(0, size),), unit)
 
 
-def ramped(start: int, increment: int, samples: int, final: int, unit: int = 1) -> BatchSizes:
+def ramped(start: int, increment: int, samples: int, final: int, unit: int = 1) -> BatchSizeSchedule:
     """Return a ramp from `start` to `final` in equal increments over `samples` samples (`--rampup-batch-size`)."""
     count = (final - start) // increment
     assert count > 0 and start + count * increment == final, "a rule of the configuration"
@@ -94,10 +94,10 @@ def ramped(start: int, increment: int, samples: int, final: int, unit: int = 1) 
         if number == count:
             first = min(first, samples + 1)
         stages.append(Stage(first, start + number * increment))
-    return BatchSizes(tuple(stages), unit)
+    return BatchSizeSchedule(tuple(stages), unit)
 
 
-def stepped(steps: Sequence[tuple[int, int]], seq_length: int, unit: int = 1) -> BatchSizes:
+def stepped(steps: Sequence[tuple[int, int]], seq_length: int, unit: int = 1) -> BatchSizeSchedule:
     """Return batch sizes with thresholds in tokens (`--step-batch-size-schedule`).
 
     A threshold takes effect at the last whole sample before it, as in Megatron.
@@ -117,7 +117,7 @@ def stepped(steps: Sequence[tuple[int, int]], seq_length: int, unit: int = 1) ->
                 f"the threshold of {tokens} tokens and the one before it are within one sample of {seq_length} tokens; "
                 "leave one of them out"
             )
-    return BatchSizes(stages, unit)
+    return BatchSizeSchedule(stages, unit)
 
 
 _MULTIPLES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

@@ -20,7 +20,7 @@ from megalith.errors import MegalithError
 from megalith.optim.gradients import GradientBuffers
 from megalith.train.results import BadStep, FirstNonFinite, StepResult
 from megalith.train.state import Snapshot, TrainState
-from megalith.train.step import Batch, StageWork, run_pipeline
+from megalith.train.step import MicroBatch, MicroBatchRunner, run_pipeline
 from megalith.train.step_hooks import NaNInjector, StepHook
 
 MAX_CONSECUTIVE = 20  # skipped steps after which skipping is no remedy, at the smallest loss scale too
@@ -50,11 +50,11 @@ class Attempt:
         before: Counters and random streams before the step.
         apply: Whether its update may be applied at once.
         rejected: The result counts as anomalous whatever it is (--error-injection-type correct_result).
-        loss_sums: [sum, terms] of each loss, of each micro-batch whose losses were computed on this rank.
+        loss_sums: Per micro-batch: interleaved (sum, count) of each loss; empty on ranks without the loss.
     """
 
-    batches: Iterator[Batch]
-    drawn: list[Batch]
+    batches: Iterator[MicroBatch]
+    drawn: list[MicroBatch]
     before: Snapshot
     apply: bool
     rejected: bool
@@ -66,8 +66,8 @@ class _LossSums(StepHook):
 
     last: Sequence[Tensor] = ()
 
-    def sums(self, work: StageWork) -> None:
-        self.last = work.loss_sums
+    def values_to_reduce(self, runner: MicroBatchRunner) -> None:
+        self.last = runner.loss_sums
 
 
 @dataclass
@@ -75,7 +75,7 @@ class AnomalyPolicy:
     """Stops the run at an anomalous step, skips its update, or recomputes it.
 
     Attributes:
-        schedule: Name of the pipeline schedule.
+        pipeline_schedule: Name of the pipeline schedule.
         policy: "stop", "skip" or "rerun".
         compare: Compute every step twice and count those whose loss or gradient norm differs.
         injector: Fault injection into losses.
@@ -83,7 +83,7 @@ class AnomalyPolicy:
     """
 
     state: TrainState
-    schedule: str
+    pipeline_schedule: str
     policy: str = "stop"
     compare: bool = False
     injector: NaNInjector = field(default_factory=NaNInjector)
@@ -100,17 +100,17 @@ class AnomalyPolicy:
         """Step hooks that each computation of a step must run."""
         return (self.injector, self._sums)
 
-    def begin(self, batches: Iterator[Batch]) -> Attempt:
+    def begin(self, batches: Iterator[MicroBatch]) -> Attempt:
         """Prepare the first computation of a step."""
         self._at_lowest_scale = self.state.optimizer.scaler.is_lowest
         injected = self.injector.strikes(self.state.iteration + 1)
         rejected = injected and self.injector.kind == "correct_result"
         self.injector.active = injected and not rejected
-        drawn = list[Batch]()
+        drawn = list[MicroBatch]()
         apply = not (rejected or self.compare)
         return Attempt(_record(batches, drawn), drawn, self.state.snapshot(), apply, rejected)
 
-    def settle(
+    def resolve(
         self, attempt: Attempt, result: StepResult, take_step: TakeStep, notify: Callable[[BadStep], None]
     ) -> StepResult:
         """Accept the first result of a step, or apply the policy to it; BadStepError on every rank to stop the run.
@@ -176,7 +176,7 @@ class AnomalyPolicy:
         if searched:
             after = state.snapshot()
             state.restore_snapshot(attempt.before)
-            first = find_first_non_finite(state, drawn, self.schedule, (self.injector,))
+            first = find_first_non_finite(state, drawn, self.pipeline_schedule, (self.injector,))
             state.restore_snapshot(after)
         found = "not finite again" if first else "finite: a transient error of a machine" if searched else ""
         if self.policy == "rerun":
@@ -195,7 +195,7 @@ class AnomalyPolicy:
         """Stop a run that skips every step though its loss scale cannot get any smaller."""
         samples = self._worst_samples(result, attempt)
         self.state.restore_snapshot(attempt.before)
-        first = find_first_non_finite(self.state, attempt.drawn, self.schedule)
+        first = find_first_non_finite(self.state, attempt.drawn, self.pipeline_schedule)
         self.num_bad += 1
         scale = f"at the smallest loss scale, {result.loss_scale:g} (the loss is {result.loss}),"
         reason = f"{MAX_CONSECUTIVE} steps in a row are skipped {scale}"
@@ -233,7 +233,7 @@ class AnomalyPolicy:
         return self._samples_of_micro_batch(result, attempt.drawn, micro_batch, replica)
 
     def _samples_of_micro_batch(
-        self, result: StepResult, drawn: Sequence[Batch], micro_batch: int, replica: int
+        self, result: StepResult, drawn: Sequence[MicroBatch], micro_batch: int, replica: int
     ) -> tuple[int, int]:
         size = drawn[0][self.state.model.tokens_field].shape[0]
         block = micro_batch * self.state.context.dp.size + replica
@@ -241,7 +241,7 @@ class AnomalyPolicy:
         return first, first + size - 1
 
 
-def _record(batches: Iterator[Batch], drawn: list[Batch]) -> Iterator[Batch]:
+def _record(batches: Iterator[MicroBatch], drawn: list[MicroBatch]) -> Iterator[MicroBatch]:
     for batch in batches:
         drawn.append(batch)
         yield batch
@@ -279,8 +279,8 @@ class _Finding:
 class _NonFiniteSearch:
     """Records the first non-finite number of each phase on this rank."""
 
-    def __init__(self, state: TrainState, work: StageWork) -> None:
-        self._state, self._work = state, work
+    def __init__(self, state: TrainState, runner: MicroBatchRunner) -> None:
+        self._state, self._runner = state, runner
         self.first: dict[int, _Finding] = {}
         self._calls = 0
 
@@ -288,7 +288,7 @@ class _NonFiniteSearch:
         self._calls += 1
         if phase in self.first or not tensor.is_floating_point() or bool(tensor.isfinite().all()):
             return
-        context, op = self._state.context, self._work.current_op
+        context, op = self._state.context, self._runner.current_op
         place = chunk * context.pp.size + context.pp.index
         micro_batch = -1 if op is None or phase in (0, 4) else op.micro_batch
         order = -place if phase == 3 else place
@@ -308,7 +308,7 @@ class _NonFiniteSearch:
 
 
 def find_first_non_finite(
-    state: TrainState, batches: Sequence[Batch], schedule: str, hooks: Sequence[StepHook] = ()
+    state: TrainState, batches: Sequence[MicroBatch], pipeline_schedule: str, hooks: Sequence[StepHook] = ()
 ) -> FirstNonFinite | None:
     """Recompute a step from the state before it with hooks on every module, and find its first non-finite number.
 
@@ -318,7 +318,7 @@ def find_first_non_finite(
     Forward passes precede backward passes; within these the order is micro-batch, place in the model, call. A
     non-finite number spreads to the ranks of the next collective, so that the first rank in this order is its origin.
     """
-    work = StageWork(
+    runner = MicroBatchRunner(
         state.chunks,
         iter(batches),
         state.context,
@@ -327,7 +327,7 @@ def find_first_non_finite(
         step=state.iteration + 1,
         hooks=hooks,
     )
-    search, gradients = _NonFiniteSearch(state, work), state.optimizer.gradients
+    search, gradients = _NonFiniteSearch(state, runner), state.optimizer.gradients
     with ExitStack() as stack:
         for chunk, module in enumerate(state.chunks):
             for name, submodule in module.named_modules():
@@ -339,9 +339,9 @@ def find_first_non_finite(
             gradients.flat.zero_()
         for box in state.optimizer.weight_boxes():
             search.check(0, f"the weight {box.name}", box.tensor)
-        run_pipeline(state, work, schedule, len(batches))
-    work.current_op = None
-    for number, sums in enumerate(work.loss_sums):
+        run_pipeline(state, runner, pipeline_schedule, len(batches))
+    runner.current_op = None
+    for number, sums in enumerate(runner.loss_sums):
         search.check(2, f"the loss of micro-batch {number}", sums)
     if isinstance(gradients, GradientBuffers):
         for name, grad in gradients.grads.items():

@@ -71,7 +71,7 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
     if state.wandb_run_id is not None:
         content.common[WANDB_RUN] = state.wandb_run_id
     if not settings.no_save_optim:
-        scalars, scheduler = state.optimizer.scalars(), state.schedule.state_dict(state.schedule_samples)
+        scalars, scheduler = state.optimizer.scalars(), state.schedule.state_dict(state.lr_schedule_samples)
         groups = with_rates(scalars["param_groups"], scheduler, vars(content.common["args"]))
         content.common["optimizer"] = optimizer_common(
             _groups(groups, state),
@@ -82,7 +82,7 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
         content.common["opt_param_scheduler"] = scheduler
     if not settings.no_save_rng:
         alike = sharing_a_key(state)
-        states = comm.all_gather_objects(state.streams.state(), alike)
+        states = comm.all_gather_objects(state.rng_streams.state(), alike)
         if alike.is_first:
             content.objects[rng_key(state)] = states
     return content

@@ -77,7 +77,7 @@ def restore(
         else:
             state.optimizer.reload_main_params()
         if schedule is not None:
-            state.schedule, state.schedule_samples = schedule.schedule, schedule.num_samples
+            state.schedule, state.lr_schedule_samples = schedule.schedule, schedule.num_samples
         notes = _load_streams(loaded, found, state, run) if with_streams else ()
         if not anew:
             state.iteration = int(loaded.common["iteration"])
@@ -149,9 +149,9 @@ def _load_streams(loaded: LoadedContent, found: FoundCheckpoint, state: TrainSta
     """
     states, replicas = loaded.objects.get(rng_key(state), ()), sharing_a_key(state)
     if len(states) == replicas.size:
-        state.streams.load_state(states[replicas.index])
+        state.rng_streams.load_state(states[replicas.index])
     elif len(states) == 1 and found.manifest is None:
-        state.streams.load_state(states[0])
+        state.rng_streams.load_state(states[0])
     elif run.model.hidden_dropout > 0.0 or run.model.attention_dropout > 0.0:
         seed = run.train.seed
         return (f"the random states of the checkpoint are those of another layout: dropout starts from --seed {seed}",)

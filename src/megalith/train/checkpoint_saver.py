@@ -100,7 +100,7 @@ class _UnderWay:
     stall: float
 
 
-class BackgroundSaver:
+class AsyncSaver:
     """Saves asynchronously, one checkpoint at a time."""
 
     def __init__(self, saver: CheckpointSaver) -> None:
@@ -127,9 +127,9 @@ class BackgroundSaver:
         return self._under_way is not None and self._under_way.pending.failed
 
     def schedule(self, state: TrainState, *, persistent: bool = True) -> ScheduledSave:
-        """Start copying the state, which may change after `settle`, and writing the copy; CheckpointError on failure.
+        """Start copying the state, which may change after `wait_for_copies`, and writing the copy.
 
-        No save is under way, and all ranks call it together.
+        No save is under way, and all ranks call it together. Raises CheckpointError on failure.
         """
         assert self._under_way is None, f"the save of iteration {self.scheduled} is still under way"
         began = time.perf_counter()
@@ -138,7 +138,7 @@ class BackgroundSaver:
         self._under_way = _UnderWay(state.iteration, pending, seconds)
         return ScheduledSave(state.iteration, self._saver.folder(persistent=persistent), seconds)
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until the state may change; no time is lost if that has been the case for some time."""
         if self._under_way is not None:
             began = time.perf_counter()

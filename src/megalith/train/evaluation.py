@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from megalith.train import step
 from megalith.train.faults import Probe, no_probe
 from megalith.train.results import Evaluation, Hook
 from megalith.train.state import TrainState
-from megalith.train.step import Batch, StageWork, Totals, mean_losses, run_pipeline, totals_of
+from megalith.train.step import MicroBatch, MicroBatchRunner, SumOverRanks, make_sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,18 @@ class EvaluationSet:
     """
 
     name: str
-    batches: Iterator[Batch]
+    batches: Iterator[MicroBatch]
     iterations: int
 
 
 def evaluate(
     state: TrainState,
-    held_out: EvaluationSet,
+    eval_set: EvaluationSet,
     num_micro_batches: int,
     *,
     final: bool = False,
     hook: Hook | None = None,
-    totals: Totals | None = None,
+    sum_over_ranks: SumOverRanks | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     probe: Probe = no_probe,
 ) -> Evaluation | None:
@@ -47,7 +48,7 @@ def evaluate(
         num_micro_batches: Of a global batch on this replica.
         final: It is an evaluation after the last step.
         hook: Is called before each global batch.
-        totals: As of `train_step`.
+        sum_over_ranks: As of `train_step`.
         should_stop: Asked after each global batch; the evaluation ends when it returns True.
         probe: Called before each global batch.
 
@@ -55,29 +56,29 @@ def evaluate(
     added to the running total.
     """
     started, hook = time.perf_counter(), hook or Hook()
-    num_samples, totals = 0, totals or totals_of(state)
+    num_samples, sum_over_ranks = 0, sum_over_ranks or make_sum_over_ranks(state)
     _, *further = state.model.loss_names
     total = torch.zeros(2 * len(further) + 2, device=state.context.device)
     for chunk in state.chunks:
         chunk.eval()
     try:
-        for number in range(1, held_out.iterations + 1):
+        for number in range(1, eval_set.iterations + 1):
             probe("eval", state.iteration)
-            hook.before_evaluation_iteration(number, held_out.iterations, final=final)
-            work = StageWork(state.chunks, held_out.batches, state.context, training=False)
-            run_pipeline(state, work, "forward", num_micro_batches)
-            total = total + totals(work.loss_totals())
-            num_samples += work.num_samples * state.context.dp.size
+            hook.before_evaluation_iteration(number, eval_set.iterations, final=final)
+            runner = MicroBatchRunner(state.chunks, eval_set.batches, state.context, training=False)
+            step.run_pipeline(state, runner, "forward", num_micro_batches)
+            total = total + sum_over_ranks(runner.loss_totals())
+            num_samples += runner.num_samples * state.context.dp.size
             if should_stop():
                 return None
     finally:
         for chunk in state.chunks:
             chunk.train()
-    loss, *others = mean_losses(total)
+    loss, *others = step.mean_losses(total)
     return Evaluation(
         iteration=state.iteration,
         consumed_samples=state.consumed_samples,
-        split=held_out.name,
+        split=eval_set.name,
         loss=loss,
         further_losses=dict(zip(further, others, strict=True)),
         num_samples=num_samples,

@@ -30,7 +30,7 @@ POINTS = (
 )
 
 Probe = Callable[[str, int], None]
-"""Called with the name of the point and the iteration (steps done before it)."""
+"""Called with the name of a point of the run and the iteration; unlike a `Hook` or `StepHook` it receives no data."""
 
 
 def no_probe(point: str, iteration: int) -> None:

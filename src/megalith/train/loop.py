@@ -6,6 +6,7 @@ do.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,23 +14,23 @@ from functools import cached_property, partial
 from itertools import chain, islice
 
 from megalith.errors import MegalithError
-from megalith.schedules.batch_size import BatchSizes
+from megalith.schedules.batch_size import BatchSizeSchedule
 from megalith.schedules.pipeline import default_schedule
 from megalith.train.anomalies import AnomalyPolicy, BadStepError, TakeStep
-from megalith.train.checkpoint_saver import BackgroundSaver, CheckpointSaver
+from megalith.train.checkpoint_saver import AsyncSaver, CheckpointSaver
 from megalith.train.consensus import NeverStop, RankConsensus
 from megalith.train.evaluation import EvaluationSet, evaluate
 from megalith.train.faults import Probe, no_probe
-from megalith.train.results import Ending, GradientNoise, Hook, Progress, StepResult, Window
+from megalith.train.results import ExitReason, GradientNoise, Hook, Progress, StepResult, Window
 from megalith.train.signals import StopSignals
 from megalith.train.state import TrainState
-from megalith.train.step import Batch, train_step
+from megalith.train.step import MicroBatch, train_step
 from megalith.train.step_hooks import BeforeUpdate, BlendCount, ProbeHook, StepHook
 from megalith.train.timers import Timers, gather_times
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoopConfig:
     """The lengths and intervals of a run."""
 
     train_iterations: int
@@ -39,23 +40,23 @@ class Plan:
     eval_interval: int
     eval_iterations: int  # global batches of one evaluation; 0 for no evaluation at all
     flops_per_step: float  # model FLOPs of one step on this device
-    peak_flops: float  # FLOP/s of its best matrix product, as measured
+    measured_peak_flops_per_s: float  # of the fastest matrix product of this device
     save_interval: int | None = None  # iterations between checkpoints; None for a single one at the end
-    ephemeral_save_interval: int | None = None  # iterations between checkpoints of which only the last is kept
+    ephemeral_save_interval: int | None = None  # iterations between ephemeral checkpoints; only the last is kept
     exit_interval: int | None = None
-    phase_ends: frozenset[int] = frozenset()  # save and stop at these iterations
+    phase_transition_iterations: frozenset[int] = frozenset()  # save and stop at these iterations
     exit_minutes: float | None = None
     log_params_norm: bool = False
-    pipeline_schedule: str | None = None  # order of the work of a pipeline; the usual one if None
-    batch_sizes: BatchSizes | None = None  # of steps that grow; the two sizes above are the last ones then
-    skipped: frozenset[int] = frozenset()  # numbers of done iterations after which the next one is passed over
+    pipeline_schedule: str | None = None  # name (schedules.pipeline); the default one if None
+    batch_size_schedule: BatchSizeSchedule | None = None  # batch-size ramp-up; both sizes above are then the final ones
+    iterations_to_skip: frozenset[int] = frozenset()  # skip the iteration that follows each of these
     log_noise: bool = False  # measure the gradient noise scale every `log_interval`
     skip_training: bool = False
-    first_evaluation: int = 0  # no evaluation in the course of the training before this iteration
+    eval_start_iteration: int = 0  # no validation during training before this iteration
     # samples and micro-batches of one iteration of an evaluation; as of a step if None
     eval_batch_size: int | None = None
     eval_micro_batches: int | None = None
-    datasheet_flops: float | None = None  # `peak_flops` by the datasheet; None where the device is not known
+    datasheet_flops_per_s: float | None = None  # peak according to the datasheet; None if the device is unknown
 
     @property
     def eval_samples(self) -> int:
@@ -64,7 +65,8 @@ class Plan:
 
     def micro_batches_after(self, consumed: int) -> int:
         """Return the number of micro-batches of the step that follows `consumed` samples."""
-        return self.num_micro_batches if self.batch_sizes is None else self.batch_sizes.num_micro_batches(consumed)
+        sizes = self.batch_size_schedule
+        return self.num_micro_batches if sizes is None else sizes.num_micro_batches(consumed)
 
     def samples_of(self, num_micro_batches: int) -> int:
         """Return the number of samples of a step with this many micro-batches, over all replicas."""
@@ -79,71 +81,73 @@ class Plan:
 class TrainingRun:
     """Everything that the loop uses. `valid` and `test` are None where the split is empty."""
 
-    plan: Plan
+    loop_config: LoopConfig
     state: TrainState
-    train: Iterator[Batch]
-    valid: Iterator[Batch] | None = None
-    test: Iterator[Batch] | None = None
+    train: Iterator[MicroBatch]
+    valid: Iterator[MicroBatch] | None = None
+    test: Iterator[MicroBatch] | None = None
     saver: CheckpointSaver | None = None
     hook: Hook = field(default_factory=Hook)
     stop: StopSignals | NeverStop = field(default_factory=NeverStop)
     probe: Probe = no_probe
     started: float = field(default_factory=time.monotonic)
-    ending: Ending | None = None  # why the loop ended; None while it runs
-    background: BackgroundSaver | None = None  # saves beside the training, but for the last save; None for none
+    exit_reason: ExitReason | None = None  # why the loop ended; None while it runs
+    async_saver: AsyncSaver | None = None  # saves asynchronously, except the final save; None if disabled
     timers: Timers = field(default_factory=Timers)
     valid_sets: Sequence[EvaluationSet] = ()  # in place of `valid`: several sets, or one evaluated in full
-    sources: Sequence[str] = ()  # names of the datasets of a blend that is trained on; none without a blend
-    # what is done about anomalous steps; the run stops at one by default
+    blend_dataset_names: Sequence[str] = ()  # of the training blend; empty without a blend
+    # what to do about anomalous steps; the run stops at the first by default
     anomalies: AnomalyPolicy = None  # type: ignore[assignment]
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
-        state, schedule = self.state, self.plan.pipeline_schedule
+        state, schedule = self.state, self.loop_config.pipeline_schedule
         self.anomalies = self.anomalies or AnomalyPolicy(state, schedule or default_schedule(len(state.chunks)))
         self.consensus = RankConsensus(
             self.stop,
             state.context,
-            counts=state.counts_losses,
-            writers=self.background,
-            is_late=lambda: _is_out_of_time(self),
+            contributes=state.contributes_losses,
+            async_saver=self.async_saver,
+            is_out_of_time=lambda: _is_out_of_time(self),
         )
 
     @cached_property
     def take_step(self) -> TakeStep:
         """Calls `train_step` with the options of this run."""
         hooks: list[StepHook] = [ProbeHook(self.probe), *self.anomalies.hooks]
-        if self.sources:
-            hooks.append(BlendCount(self.state, self.sources))
-        if self.background is not None:
-            hooks.append(BeforeUpdate(self.background.settle))
-        schedule, totals = self.plan.pipeline_schedule, self.consensus.totals
-        return partial(train_step, self.state, schedule=schedule, totals=totals, hooks=hooks, timers=self.timers)
+        if self.blend_dataset_names:
+            hooks.append(BlendCount(self.state, self.blend_dataset_names))
+        if self.async_saver is not None:
+            hooks.append(BeforeUpdate(self.async_saver.wait_for_copies))
+        schedule, sum_over_ranks = self.loop_config.pipeline_schedule, self.consensus.sum_over_ranks
+        step = partial(train_step, self.state, pipeline_schedule=schedule, sum_over_ranks=sum_over_ranks)
+        return partial(step, hooks=hooks, timers=self.timers)
 
     def close(self) -> None:
         """Cancel pending asynchronous saves. Safe to call after success or failure."""
-        if self.background is not None:
-            self.background.close()
+        if self.async_saver is not None:
+            self.async_saver.close()
 
 
 def train(run: TrainingRun) -> Iterator[StepResult]:
     """Run the remaining iterations, then the final save and evaluations; yield after each step.
 
-    When it stops early, the state is saved first. Either way `run.ending` says why.
+    When it stops early, the state is saved first. Either way `run.exit_reason` says why.
 
     Raises:
-        BadStepError: a loss or gradient is wrong, and this is to end the run.
+        BadStepError: anomalous loss or gradient and the policy is to stop.
     """
-    plan, state, window = run.plan, run.state, Window()
-    unsaved, size = False, plan.micro_batches_after(state.consumed_samples)
-    last = 0 if plan.skip_training else plan.train_iterations
-    while not _should_stop(run) and state.iteration < last:
-        if (grown := plan.micro_batches_after(state.consumed_samples)) != size:
-            run.hook.after_growth(plan.samples_of(size), plan.samples_of(grown))
+    config, state, window = run.loop_config, run.state, Window()
+    unsaved, size = False, config.micro_batches_after(state.consumed_samples)
+    final_iteration = 0 if config.skip_training else config.train_iterations
+    ephemeral_interval = config.ephemeral_save_interval
+    while not _should_stop(run) and state.iteration < final_iteration:
+        if (new_size := config.micro_batches_after(state.consumed_samples)) != size:
+            run.hook.on_batch_size_change(config.samples_of(size), config.samples_of(new_size))
             if unsaved:
                 _save(run)
-            unsaved, size = False, grown
-        if state.iteration in plan.skipped:
+            unsaved, size = False, new_size
+        if state.iteration in config.iterations_to_skip:
             _skip_iteration(run, size)
             continue
         result = _step(run)
@@ -153,85 +157,88 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
         window.add(result)
         run.progress.add(result)
         run.hook.after_step(result)
-        if state.iteration % plan.log_interval == 0:
+        if state.iteration % config.log_interval == 0:
             steps = len(window.results)
-            flops = plan.flops_of(sum(result.num_samples for result in window.results)) / steps
-            run.hook.after_window(window.close(plan.train_iterations, flops, plan.peak_flops, plan.datasheet_flops))
+            flops = config.flops_of(sum(result.num_samples for result in window.results)) / steps
+            peaks = config.measured_peak_flops_per_s, config.datasheet_flops_per_s
+            run.hook.after_window(window.close(config.train_iterations, flops, *peaks))
             if run.timers.level:
                 _report_times(run, run.timers.take(), steps=steps)
-        if run.consensus.failed or not run.consensus.busy:  # all ranks are done with a stage of the save under way
+        if run.consensus.save_failed or not run.consensus.save_in_progress:  # all ranks are done with its current stage
             _advance_save(run)
-        if state.iteration % plan.eval_interval == 0 and state.iteration >= plan.first_evaluation:
+        if state.iteration % config.eval_interval == 0 and state.iteration >= config.eval_start_iteration:
             _validate(run)
-        if plan.save_interval and state.iteration % plan.save_interval == 0:
+        if config.save_interval and state.iteration % config.save_interval == 0:
             _save(run)
             unsaved = False
-        elif (often := plan.ephemeral_save_interval) and state.iteration % often == 0 and state.iteration < last:
+        elif ephemeral_interval and state.iteration % ephemeral_interval == 0 and state.iteration < final_iteration:
             _save(run, persistent=False)
         yield result
-        run.ending = run.ending or _planned_exit(run)
-    if run.ending is None and not plan.skip_training:
+        run.exit_reason = run.exit_reason or _planned_exit(run)
+    if run.exit_reason is None and not config.skip_training:
         run.hook.after_training(state.iteration)
     if unsaved:
-        _save(run, last=True)
+        _save(run, final=True)
     _complete_save(run)
-    if run.ending is None:
-        _finish(run)
+    if run.exit_reason is None:
+        _final_evaluation(run)
     else:
-        run.hook.on_exit(run.ending)
+        run.hook.on_exit(run.exit_reason)
 
 
 def _step(run: TrainingRun) -> StepResult | None:
     """Take a step; None if a signal interrupted it, with the state as it was before.
 
-    A Ctrl-C in a terminal also reaches processes that work for this one, such as the compiler of `--compile`; their
-    death then comes as an exception out of the step, which is no failure of it.
+    A Ctrl-C in a terminal also kills child processes, such as the compiler of `--compile`; the resulting exception is
+    not a step failure and is treated as a stop request.
     """
-    plan, state = run.plan, run.state
-    iteration, streams, size = state.iteration, state.streams.state(), plan.micro_batches_after(state.consumed_samples)
-    logged = (iteration + 1) % plan.log_interval == 0
+    config, state = run.loop_config, run.state
+    iteration, rng_state = state.iteration, state.rng_streams.state()
+    size = config.micro_batches_after(state.consumed_samples)
+    logged = (iteration + 1) % config.log_interval == 0
     try:
-        batches, small = _small_step(run, size) if plan.log_noise and logged else (run.train, None)
+        batches, small_result = _small_batch_step(run, size) if config.log_noise and logged else (run.train, None)
         attempt = run.anomalies.begin(batches)
         result = run.take_step(attempt.batches, size, apply=attempt.apply)
-        result = run.anomalies.settle(attempt, result, run.take_step, run.hook.on_bad_step)
+        result = run.anomalies.resolve(attempt, result, run.take_step, run.hook.on_bad_step)
     except BadStepError:
         _complete_save(run)  # of an earlier step
         raise
     except Exception as error:
-        whole = state.iteration == iteration and not state.updating and run.consensus.alone
-        if isinstance(error, MegalithError) or not whole or not _should_stop(run):
+        state_intact = state.iteration == iteration and not state.updating and run.consensus.is_single_rank
+        if isinstance(error, MegalithError) or not state_intact or not _should_stop(run):
             raise
-        state.streams.load_state(streams)
+        state.rng_streams.load_state(rng_state)
         return None
-    if small is not None and small.grad_norm and result.grad_norm and not (small.anomaly or result.anomaly):
-        scale = state.noise.add(small.num_samples, small.grad_norm, result.num_samples, result.grad_norm)
-        sizes = small.num_samples, result.num_samples
-        run.hook.after_noise(GradientNoise(result.iteration, *sizes, small.grad_norm, result.grad_norm, scale))
-    state.flops += plan.flops_of(result.num_samples) * state.context.world.size
-    if plan.log_params_norm and logged:
+    if small_result is not None and not (small_result.anomaly or result.anomaly):
+        (small, small_norm), (large, large_norm) = ((r.num_samples, r.grad_norm) for r in (small_result, result))
+        if small_norm and large_norm:
+            scale = state.noise.add(small, small_norm, large, large_norm)
+            run.hook.after_noise(GradientNoise(result.iteration, small, large, small_norm, large_norm, scale))
+    state.flops += config.flops_of(result.num_samples) * state.context.world.size
+    if config.log_params_norm and logged:
         return replace(result, params_norm=state.optimizer.params_norm())
     return result
 
 
-def _small_step(run: TrainingRun, size: int) -> tuple[Iterator[Batch], StepResult | None]:
-    """Compute the gradient of the first micro-batches of a step alone, as many as its stages need.
+def _small_batch_step(run: TrainingRun, size: int) -> tuple[Iterator[MicroBatch], StepResult | None]:
+    """Compute the gradient of the first micro-batches of a step, the fewest the pipeline schedule accepts.
 
     Returns:
         The micro-batches of the whole step, and the result for the first of them; None if these are all there are.
     """
     state = run.state
-    fewest = state.context.pp.size if len(state.chunks) > 1 else 1
-    if fewest >= size:
+    min_micro_batches = state.context.pp.size if len(state.chunks) > 1 else 1
+    if min_micro_batches >= size:
         return run.train, None
-    before, ahead = state.snapshot(), list(islice(run.train, fewest))
-    small = run.take_step(iter(ahead), fewest, apply=False)
+    before, ahead = state.snapshot(), list(islice(run.train, min_micro_batches))
+    small_result = run.take_step(iter(ahead), min_micro_batches, apply=False)
     state.restore_snapshot(before)
-    return chain(ahead, run.train), small
+    return chain(ahead, run.train), small_result
 
 
 def _skip_iteration(run: TrainingRun, num_micro_batches: int) -> None:
-    """Skip an iteration (`--iterations-to-skip`): its samples are consumed without a line, evaluation or save."""
+    """Consume the samples of an iteration without training, logging, evaluating or saving (`--iterations-to-skip`)."""
     state = run.state
     field = state.model.tokens_field
     samples = sum(next(run.train)[field].shape[0] for _ in range(num_micro_batches)) * state.context.dp.size
@@ -241,83 +248,84 @@ def _skip_iteration(run: TrainingRun, num_micro_batches: int) -> None:
 
 
 def _should_stop(run: TrainingRun) -> bool:
-    """Return whether to stop now; a signal comes before the exits that the configuration asks for."""
+    """Return whether to stop now; a signal takes precedence over the exits that the configuration requests."""
     if requested := run.consensus.requested:
-        run.ending = Ending("signal", run.state.iteration, requested)
-    return run.ending is not None
+        run.exit_reason = ExitReason("signal", run.state.iteration, requested)
+    return run.exit_reason is not None
 
 
-def _planned_exit(run: TrainingRun) -> Ending | None:
-    """Return the exit that the configuration asks for after this step, or None."""
-    plan, iteration = run.plan, run.state.iteration
+def _planned_exit(run: TrainingRun) -> ExitReason | None:
+    """Return the exit that the configuration requests after this step, or None."""
+    config, iteration = run.loop_config, run.state.iteration
     if run.consensus.out_of_time:
-        return Ending("duration", iteration, str(_minutes(run)))
-    if (plan.exit_interval and iteration % plan.exit_interval == 0) or iteration in plan.phase_ends:
-        return Ending("interval", iteration)
+        return ExitReason("duration", iteration, str(_elapsed_minutes(run)))
+    at_exit_interval = config.exit_interval and iteration % config.exit_interval == 0
+    if at_exit_interval or iteration in config.phase_transition_iterations:
+        return ExitReason("interval", iteration)
     return None
 
 
-def _minutes(run: TrainingRun) -> float:
+def _elapsed_minutes(run: TrainingRun) -> float:
     return (time.monotonic() - run.started) / 60.0
 
 
 def _is_out_of_time(run: TrainingRun) -> bool:
     """Return whether `--exit-duration-in-mins` is over by the clock of this process."""
-    return bool(run.plan.exit_minutes) and _minutes(run) > (run.plan.exit_minutes or 0)
+    return _elapsed_minutes(run) > (run.loop_config.exit_minutes or math.inf)
 
 
 def _validate(run: TrainingRun) -> None:
-    """Evaluate in the middle of training. The samples count as consumed even if a signal cuts it short."""
+    """Evaluate during training. The samples count as consumed even if a signal interrupts the evaluation."""
     if not (sets := _validation_sets(run)):
         return
-    for held_out in sets:
-        if not _evaluate(run, held_out, final=False):
+    for eval_set in sets:
+        if not _evaluate(run, eval_set, final=False):
             break
-    run.state.consumed_valid_samples += run.plan.eval_iterations * run.plan.eval_samples
+    run.state.consumed_valid_samples += run.loop_config.eval_iterations * run.loop_config.eval_samples
 
 
 def _validation_sets(run: TrainingRun) -> Sequence[EvaluationSet]:
     """Return the validation sets; those read in full have their own lengths, whatever `--eval-iters`."""
     sets = run.valid_sets
     if run.valid is not None:
-        sets = (EvaluationSet("validation", run.valid, run.plan.eval_iterations),)
-    return [held_out for held_out in sets if held_out.iterations]
+        sets = (EvaluationSet("validation", run.valid, run.loop_config.eval_iterations),)
+    return [eval_set for eval_set in sets if eval_set.iterations]
 
 
-def _evaluate(run: TrainingRun, held_out: EvaluationSet, *, final: bool) -> bool:
-    """Evaluate and notify the hooks; False if a signal or `--exit-duration-in-mins` cut it short."""
-    plan = run.plan
-    run.hook.before_evaluation(held_out.name, held_out.iterations * plan.eval_samples, final=final)
+def _evaluate(run: TrainingRun, eval_set: EvaluationSet, *, final: bool) -> bool:
+    """Evaluate and notify the hooks; False if a signal or `--exit-duration-in-mins` interrupted it."""
+    config = run.loop_config
+    run.hook.before_evaluation(eval_set.name, eval_set.iterations * config.eval_samples, final=final)
     began = time.perf_counter()
     try:
         evaluation = evaluate(
             run.state,
-            held_out,
-            plan.eval_micro_batches or plan.num_micro_batches,
+            eval_set,
+            config.eval_micro_batches or config.num_micro_batches,
             final=final,
             hook=run.hook,
-            totals=run.consensus.totals,
+            sum_over_ranks=run.consensus.sum_over_ranks,
             should_stop=lambda: run.consensus.requested is not None or run.consensus.out_of_time,
             probe=run.probe,
         )
     except Exception as error:
-        if isinstance(error, MegalithError) or not run.consensus.alone or not run.consensus.requested:
+        if isinstance(error, MegalithError) or not run.consensus.is_single_rank or not run.consensus.requested:
             raise
-        return False  # broken off as a step can be, see `_step`
+        return False  # interrupted as a step can be, see `_step`
     if evaluation is not None:
         _report_times(run, {"evaluate": time.perf_counter() - began})
         run.hook.after_evaluation(evaluation)
     return evaluation is not None
 
 
-def _save(run: TrainingRun, *, persistent: bool = True, last: bool = False) -> None:
+def _save(run: TrainingRun, *, persistent: bool = True, final: bool = False) -> None:
     if run.saver is None:
         return
     _complete_save(run)
     run.hook.before_save(run.state.iteration, persistent=persistent)
     began = time.perf_counter()
-    if run.background is not None and not last:
-        run.hook.after_scheduling(run.background.schedule(run.state, persistent=persistent))
+    if run.async_saver is not None and not final:
+        run.hook.after_scheduling(run.async_saver.schedule(run.state, persistent=persistent))
     else:
         run.hook.after_save(run.saver.save(run.state, persistent=persistent))
     _report_times(run, {"save-checkpoint": time.perf_counter() - began})
@@ -331,28 +339,28 @@ def _report_times(run: TrainingRun, own: Mapping[str, float], *, steps: int = 1)
 
 def _complete_save(run: TrainingRun) -> None:
     """Wait for the asynchronous save, if any."""
-    while run.background is not None and run.background.scheduled is not None:
+    while run.async_saver is not None and run.async_saver.scheduled is not None:
         _advance_save(run)
 
 
 def _advance_save(run: TrainingRun) -> None:
     """Advance the asynchronous save, if there is one, by a stage; raises if a rank could not do its part."""
-    if run.background is None or run.background.scheduled is None:
+    if run.async_saver is None or run.async_saver.scheduled is None:
         return
-    saved = run.background.proceed(failed=run.consensus.failed)
+    saved = run.async_saver.proceed(failed=run.consensus.save_failed)
     if saved is not None:
         run.hook.after_save(saved)
 
 
-def _finish(run: TrainingRun) -> None:
-    """Evaluate on both held-out splits after the last iteration."""
-    lasting = run.plan.eval_iterations
-    test = [EvaluationSet("test", run.test, lasting)] if run.test is not None and lasting else []
-    for held_out in (*_validation_sets(run), *test):
-        if not _evaluate(run, held_out, final=True):
+def _final_evaluation(run: TrainingRun) -> None:
+    """Evaluate on the validation and test splits after the last iteration."""
+    eval_iterations = run.loop_config.eval_iterations
+    test = [EvaluationSet("test", run.test, eval_iterations)] if run.test is not None and eval_iterations else []
+    for eval_set in (*_validation_sets(run), *test):
+        if not _evaluate(run, eval_set, final=True):
             if not _should_stop(run):
-                run.ending = Ending("duration", run.state.iteration, str(_minutes(run)))
-            assert run.ending is not None
-            run.hook.on_exit(run.ending)
+                run.exit_reason = ExitReason("duration", run.state.iteration, str(_elapsed_minutes(run)))
+            assert run.exit_reason is not None
+            run.hook.on_exit(run.exit_reason)
             return
-    run.ending = Ending("finished", run.state.iteration)
+    run.exit_reason = ExitReason("finished", run.state.iteration)

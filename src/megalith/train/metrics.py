@@ -24,8 +24,8 @@ import torch
 
 from megalith.train.results import (
     BadStep,
-    Ending,
     Evaluation,
+    ExitReason,
     GradientNoise,
     Hook,
     SavedCheckpoint,
@@ -95,7 +95,7 @@ class MetricsWriter(Hook):
     def on_bad_step(self, bad: BadStep) -> None:
         self.event("bad step", **asdict(bad))
 
-    def after_growth(self, before: int, after: int) -> None:
+    def on_batch_size_change(self, before: int, after: int) -> None:
         self.event("batch size", before=before, after=after)
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
@@ -107,8 +107,8 @@ class MetricsWriter(Hook):
     def after_save(self, saved: SavedCheckpoint) -> None:
         self.event("save", **asdict(saved))
 
-    def on_exit(self, ending: Ending) -> None:
-        self.event("exit", **asdict(ending))
+    def on_exit(self, exit_reason: ExitReason) -> None:
+        self.event("exit", **asdict(exit_reason))
 
     def close(self) -> None:
         file, self._file = self._file, None

@@ -17,7 +17,7 @@ from megalith.train.state import TrainState
 from megalith.train.step_hooks import StepHook
 
 if TYPE_CHECKING:
-    from megalith.train.step import StageWork
+    from megalith.train.step import MicroBatchRunner
 
 
 class MoEHook(StepHook):
@@ -28,17 +28,17 @@ class MoEHook(StepHook):
         self._names = loss_names(self._model)
         self._auxiliary, self._load_LE = list[float](), list[list[float]]()
 
-    def begin(self, work: StageWork) -> None:
+    def begin(self, runner: MicroBatchRunner) -> None:
         per_token = self._model.calculate_per_token_loss
-        begin_step(work.chunks, work.loss_scale / (1 if per_token else work.num_micro_batches))
+        begin_step(runner.chunks, runner.loss_scale / (1 if per_token else runner.num_micro_batches))
 
-    def sums(self, work: StageWork) -> Tensor:
+    def values_to_reduce(self, runner: MicroBatchRunner) -> Tensor:
         chunks, context = self._state.chunks, self._state.context
-        auxiliary = auxiliary_losses(chunks, self._names, work.num_micro_batches, context)
+        auxiliary = auxiliary_losses(chunks, self._names, runner.num_micro_batches, context)
         load_LE = expert_load(chunks, context)
         return torch.cat([auxiliary, load_LE.flatten()])
 
-    def on_sums(self, sums: Tensor) -> None:
+    def on_reduced(self, sums: Tensor) -> None:
         auxiliary, load = sums.split((len(self._names), sums.numel() - len(self._names)))
         self._auxiliary, self._load_LE = auxiliary.tolist(), load.view(-1, self._model.num_experts or 1).tolist()
 

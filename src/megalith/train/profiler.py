@@ -10,7 +10,7 @@ import torch
 
 from megalith.config.groups import LogConfig
 from megalith.kernels.torch_private import dump_memory_history, record_memory_history
-from megalith.train.results import Ending, Hook, StepResult
+from megalith.train.results import ExitReason, Hook, StepResult
 
 _ROWS = 40  # of the table
 
@@ -93,7 +93,7 @@ class Profile(Hook):
     def after_training(self, iteration: int) -> None:
         self._finish()
 
-    def on_exit(self, ending: Ending) -> None:
+    def on_exit(self, exit_reason: ExitReason) -> None:
         self._finish()
 
     def _begin(self) -> None:

@@ -167,7 +167,7 @@ class SavedCheckpoint:
     seconds: float  # from the begin of the save until it was complete
     num_bytes: int
     stall_seconds: float = 0.0  # how long the training stood still for it, over all
-    waited_seconds: float = 0.0  # the part of that in which the writers of a background save were waited for
+    waited_seconds: float = 0.0  # the part of that spent waiting for the writers of an asynchronous save
     # bytes of all ranks over the time of the slowest writer; 0 where nothing is written
     gigabytes_per_second: float = 0.0
 
@@ -178,7 +178,7 @@ class SavedCheckpoint:
 
 
 @dataclass(frozen=True)
-class Ending:
+class ExitReason:
     """Why a run ended."""
 
     # "finished", "signal", "interval" (`--exit-interval`, or the end of a phase), "duration"
@@ -228,9 +228,9 @@ class Window:
         self.results.append(result)
 
     def close(
-        self, train_iterations: int, flops_per_step: float, peak_flops: float, datasheet_flops: float | None = None
+        self, train_iterations: int, flops_per_step: float, measured_peak: float, datasheet_peak: float | None = None
     ) -> WindowReport:
-        """Return the report on the steps and start a new window."""
+        """Return the report on the steps and start a new window; both peaks in FLOP/s."""
         results, self.results = self.results, []
         last, applied = results[-1], [result for result in results if result.applied]
         seconds = sum(result.seconds for result in results)
@@ -242,8 +242,8 @@ class Window:
             seconds_per_step=seconds / len(results),
             teraflops=achieved / 1e12,
             tokens_per_second=sum(result.num_tokens for result in results) / seconds,
-            mfu_measured=achieved / peak_flops,
-            mfu_datasheet=achieved / datasheet_flops if datasheet_flops else None,
+            mfu_measured=achieved / measured_peak,
+            mfu_datasheet=achieved / datasheet_peak if datasheet_peak else None,
             learning_rate=last.learning_rate,
             global_batch_size=last.num_samples,
             loss=_mean_in_single_precision([result.loss for result in applied]),
@@ -276,7 +276,10 @@ def _mean_in_single_precision(losses: list[float]) -> float | None:
 
 
 class Hook:
-    """A listener with a method for each event of a run; each does nothing unless overridden."""
+    """An observer that receives the events of a run as plain values; each method does nothing by default.
+
+    Code inside a step, which may change losses, is a `step_hooks.StepHook`; fault injection is a `faults.Probe`.
+    """
 
     def after_step(self, result: StepResult) -> None:
         """Receive the result of every optimizer step, applied or skipped."""
@@ -290,7 +293,7 @@ class Hook:
     def on_bad_step(self, bad: BadStep) -> None:
         """Receive the report of an anomalous or outlying step, before the action."""
 
-    def after_growth(self, before: int, after: int) -> None:
+    def on_batch_size_change(self, before: int, after: int) -> None:
         """Receive a change of the global batch size of the next steps, from `before` to `after` samples."""
 
     def after_timing(self, iteration: int, times: Times) -> None:
@@ -317,7 +320,7 @@ class Hook:
     def after_training(self, iteration: int) -> None:
         """Run after the last iteration, before the final save and evaluations."""
 
-    def on_exit(self, ending: Ending) -> None:
+    def on_exit(self, exit_reason: ExitReason) -> None:
         """Run when the run ends before its last iteration, its state saved."""
 
     def close(self) -> None:

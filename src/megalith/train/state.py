@@ -45,7 +45,7 @@ class StepCheck:
         return f"the loss is {loss:.6g}, {_times(loss, self.losses)}," if loss > limit else ""
 
     @property
-    def largest_norm(self) -> float:
+    def reject_norm_above(self) -> float:
         """Gradient norm above which a step is anomalous."""
         return _limit(self.norms) if self.large_norm else math.inf
 
@@ -55,7 +55,7 @@ class StepCheck:
             return "a gradient is not finite" if self.not_finite else ""
         if not math.isfinite(norm):
             return f"the gradient norm is {norm}" if self.not_finite else ""
-        return f"the gradient norm is {norm:.6g}, {_times(norm, self.norms)}," if norm > self.largest_norm else ""
+        return f"the gradient norm is {norm:.6g}, {_times(norm, self.norms)}," if norm > self.reject_norm_above else ""
 
     def alarm(self, loss: float) -> str:
         """Return a warning about a loss that stands out though the step is applied; empty where it does not."""
@@ -140,8 +140,8 @@ class Snapshot:
 
     iteration: int
     consumed_samples: int
-    schedule_samples: int
-    streams: dict[str, Any]
+    lr_schedule_samples: int
+    rng_state: dict[str, Any]
     scaler: dict[str, float | int]
 
 
@@ -152,12 +152,12 @@ class TrainState:
     # the parts of the model that are computed here, in the order of the layers; one but with virtual stages
     chunks: Sequence[LanguageModel]
     optimizer: Optimizer
-    streams: RandomStreams
+    rng_streams: RandomStreams
     schedule: ParameterSchedule
     iteration: int = 0  # optimizer steps done, skipped ones included
     consumed_samples: int = 0  # samples drawn from the training data
     consumed_valid_samples: int = 0  # samples drawn from the validation data
-    schedule_samples: int = 0  # samples of applied steps: where the schedule stands
+    lr_schedule_samples: int = 0  # samples of applied steps: position in the LR and weight decay schedules
     flops: float = 0.0  # model FLOPs spent so far
     updating: bool = False  # an update of the weights is under way, so that the state is between two iterations
     context: ParallelContext = field(default_factory=ParallelContext.solo)
@@ -177,8 +177,8 @@ class TrainState:
         return self.chunks[0]
 
     @property
-    def counts_losses(self) -> bool:
-        """True if this rank's losses count: of the ranks with the same losses, one counts."""
+    def contributes_losses(self) -> bool:
+        """True if this rank's losses enter the sum over ranks: of the ranks with the same losses, one contributes."""
         return self.chunks[-1].stage.is_last and self.context.tp.is_first
 
     def snapshot(self) -> Snapshot:
@@ -186,30 +186,30 @@ class TrainState:
         return Snapshot(
             self.iteration,
             self.consumed_samples,
-            self.schedule_samples,
-            self.streams.state(),
+            self.lr_schedule_samples,
+            self.rng_streams.state(),
             self.optimizer.scaler.state(),
         )
 
     def restore_snapshot(self, snapshot: Snapshot) -> None:
         """Restore a snapshot. No update may have been applied since."""
         self.iteration, self.consumed_samples = snapshot.iteration, snapshot.consumed_samples
-        self.schedule_samples = snapshot.schedule_samples
-        self.streams.load_state(snapshot.streams)
+        self.lr_schedule_samples = snapshot.lr_schedule_samples
+        self.rng_streams.load_state(snapshot.rng_state)
         self.optimizer.scaler.load_state(snapshot.scaler)
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
-        return self.lr_scale * self.schedule.learning_rate.lr(self.schedule_samples)
+        return self.lr_scale * self.schedule.learning_rate.lr(self.lr_schedule_samples)
 
     @property
     def decoupled_lr(self) -> float | None:
         """Learning rate of the word embeddings and the output layer in the next step; None if it is the same."""
         decoupled = self.schedule.decoupled
-        return None if decoupled is None else self.lr_scale * decoupled.lr(self.schedule_samples)
+        return None if decoupled is None else self.lr_scale * decoupled.lr(self.lr_schedule_samples)
 
     @property
     def weight_decay(self) -> float:
         """Weight decay of the next step."""
-        return self.schedule.weight_decay.weight_decay(self.schedule_samples)
+        return self.schedule.weight_decay.weight_decay(self.lr_schedule_samples)

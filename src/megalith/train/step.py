@@ -1,6 +1,6 @@
 """One optimizer step: accumulate gradients over micro-batches, check the step, apply and report it.
 
-Reading order: `train_step` -> `StageWork.forward` -> `models.gpt.GPT.losses`. A run without pipeline parallelism
+Reading order: `train_step` -> `MicroBatchRunner.forward` -> `models.gpt.GPT.losses`. A run without pipeline parallelism
 computes its micro-batches one after the other; a pipeline runs its schedule (`run_pipeline`).
 """
 
@@ -28,78 +28,77 @@ from megalith.train.state import TrainState
 from megalith.train.step_hooks import StepHook
 from megalith.train.timers import Timers
 
-Batch = Mapping[str, Tensor]
-"""One micro-batch: the fields of its samples, [B, ...] each; the model family defines which.
+MicroBatch = Mapping[str, Tensor]
+"""Fields of the samples of one micro-batch, [B, ...] each; the model family defines which.
 
 A loss_mask [B, S] is among them. GPT's are tokens, labels, position_ids [B, S] int64; attention stays inside documents
 if it has document_ids [B, S] int32. Samples are counted by dataset if it has dataset_id [B] int64.
 """
 
-Totals = Callable[[Tensor], Tensor]
-"""Sums the numbers of this rank over all ranks: losses, their terms, and those of step hooks."""
-
-REJECT_ALL = -1.0  # every gradient norm is above it
+SumOverRanks = Callable[[Tensor], Tensor]
+"""All-reduces (sum) loss sums, token counts and hook statistics."""
 
 
-def totals_of(state: TrainState) -> Totals:
-    """Return the sum over all ranks of a run that counts each token once; all ranks call it together."""
-    return RankConsensus(NeverStop(), state.context, counts=state.counts_losses).totals
+def make_sum_over_ranks(state: TrainState) -> SumOverRanks:
+    """Return a function that sums over all ranks and counts each token once; all ranks call it together."""
+    return RankConsensus(NeverStop(), state.context, contributes=state.contributes_losses).sum_over_ranks
 
 
 def train_step(
     state: TrainState,
-    batches: Iterator[Batch],
+    batches: Iterator[MicroBatch],
     num_micro_batches: int,
     *,
-    schedule: str | None = None,
-    totals: Totals | None = None,
+    pipeline_schedule: str | None = None,
+    sum_over_ranks: SumOverRanks | None = None,
     hooks: Sequence[StepHook] = (),
     timers: Timers | None = None,
     apply: bool = True,
 ) -> StepResult:
     """Accumulate the gradients of the next `num_micro_batches` micro-batches, and update the weights.
 
-    The gradient is that of the average over micro-batches of each one's mean loss per unmasked token, or under
-    --calculate-per-token-loss that of the mean over all unmasked tokens of all micro-batches and replicas. The reported
-    loss weighs all tokens of the step alike. A step that the loss scaler skips or `state.check` finds anomalous is not
-    applied: it consumes its samples but does not advance the schedule.
+    By default the loss is averaged over the unmasked tokens of each micro-batch, then over micro-batches. With
+    --calculate-per-token-loss it is averaged over all unmasked tokens of the step. The reported loss is always the
+    average over all tokens of the step. A step that the loss scaler skips or `state.check` finds anomalous is not
+    applied: it consumes its samples but does not advance the learning rate and weight decay schedules.
 
     Args:
-        state: Of the run; all ranks take the step together.
+        state: Of the run; all ranks call `train_step` together.
         batches: The micro-batches of this replica.
-        schedule: Name of the pipeline schedule (schedules.pipeline); the default one if None.
-        totals: Sums over all ranks (`RankConsensus.totals`); `totals_of(state)` if None.
+        pipeline_schedule: Name of the pipeline schedule (schedules.pipeline); the default one if None.
+        sum_over_ranks: `RankConsensus.sum_over_ranks` of the run; `make_sum_over_ranks(state)` if None.
         hooks: Code to run inside the step, before that of the model's own MoE layers.
         timers: Measure the parts of the step.
-        apply: Whether to update the weights.
+        apply: Whether to update the weights. `state.iteration` and `consumed_samples` advance either way.
 
     Source: docs/reference/training.md#optimizers, docs/reference/training.md#loss.
     """
     started, timers = time.perf_counter(), timers or Timers()
-    work = _begin(state, batches, num_micro_batches, hooks, timers)
+    runner = _begin(state, batches, num_micro_batches, hooks, timers)
     with timers.time("forward-backward", level=1):
         if state.context.pp.size == len(state.chunks) == 1 and state.deferred is None:
             for micro_batch in range(num_micro_batches):
-                work.prepare(Op("F", 0, micro_batch))
+                runner.prepare(Op("F", 0, micro_batch))
                 with timers.time("forward-compute", level=2):
-                    loss = work.forward(0, micro_batch, None)
-                work.prepare(Op("B", 0, micro_batch))
+                    loss = runner.forward(0, micro_batch, None)
+                runner.prepare(Op("B", 0, micro_batch))
                 with timers.time("backward-compute", level=2):
                     loss.backward()
-                work.release(micro_batch)
+                runner.release(micro_batch)
                 del loss  # and what its graph still holds
         else:
-            run_pipeline(state, work, schedule or default_schedule(len(state.chunks)), num_micro_batches, timers)
-    decision = _decide(state, work, totals or totals_of(state))
-    update = _apply(state, work, decision, apply=apply)
-    return _report(state, work, decision, update, time.perf_counter() - started)
+            schedule = pipeline_schedule or default_schedule(len(state.chunks))
+            run_pipeline(state, runner, schedule, num_micro_batches, timers)
+    reduced = _reduce_losses(state, runner, sum_over_ranks or make_sum_over_ranks(state))
+    update = _apply(state, runner, reduced, apply=apply)
+    return _report(state, runner, reduced, update, time.perf_counter() - started)
 
 
 def _begin(
-    state: TrainState, batches: Iterator[Batch], num_micro_batches: int, hooks: Sequence[StepHook], timers: Timers
-) -> StageWork:
+    state: TrainState, batches: Iterator[MicroBatch], num_micro_batches: int, hooks: Sequence[StepHook], timers: Timers
+) -> MicroBatchRunner:
     """Prepare model, gradients and hooks for a step."""
-    work = StageWork(
+    runner = MicroBatchRunner(
         state.chunks,
         batches,
         state.context,
@@ -112,14 +111,14 @@ def _begin(
     for chunk in state.chunks:
         chunk.train()
     state.optimizer.zero_grad(num_micro_batches)
-    for hook in work.hooks:
-        hook.begin(work)
-    return work
+    for hook in runner.hooks:
+        hook.begin(runner)
+    return runner
 
 
 @dataclass(frozen=True)
-class _Decision:
-    """The losses of a step over all ranks, their anomaly, and the schedule's values for the update."""
+class _ReducedStep:
+    """The losses of a step over all ranks, their anomaly, and the learning rates and weight decay of its update."""
 
     losses: list[float]
     anomaly: str  # empty for none
@@ -128,65 +127,68 @@ class _Decision:
     weight_decay: float
 
 
-def _decide(state: TrainState, work: StageWork, totals: Totals) -> _Decision:
-    """Sum the losses and the hooks' numbers over all ranks in one collective, and check the loss."""
+def _reduce_losses(state: TrainState, runner: MicroBatchRunner, sum_over_ranks: SumOverRanks) -> _ReducedStep:
+    """Sum the losses and the hooks' values over all ranks in one collective, and check the loss."""
     if state.model.config.calculate_per_token_loss:
-        divide_by_tokens(state, work)
-    local = work.loss_totals()
-    of_hooks = [(hook, sums.to(local)) for hook in work.hooks if (sums := hook.sums(work)) is not None]
-    lengths = [len(local), *(len(sums) for _, sums in of_hooks)]
-    loss_sums, *hook_sums = totals(torch.cat([local, *(sums for _, sums in of_hooks)])).split(lengths)
+        normalize_grads_per_token(state, runner)
+    local = runner.loss_totals()
+    of_hooks = [(hook, own.to(local)) for hook in runner.hooks if (own := hook.values_to_reduce(runner)) is not None]
+    lengths = [len(local), *(len(own) for _, own in of_hooks)]
+    loss_sums, *hook_sums = sum_over_ranks(torch.cat([local, *(own for _, own in of_hooks)])).split(lengths)
     for (hook, _), sums in zip(of_hooks, hook_sums, strict=True):
-        hook.on_sums(sums)
+        hook.on_reduced(sums)
     losses = mean_losses(loss_sums)
-    return _Decision(
+    return _ReducedStep(
         losses, state.check.loss_anomaly(sum(losses)), state.learning_rate, state.decoupled_lr, state.weight_decay
     )
 
 
-def _apply(state: TrainState, work: StageWork, decision: _Decision, *, apply: bool) -> StepOutcome:
-    """Update the weights, unless the step is anomalous or is not to be applied, and advance the counters."""
-    for hook in work.hooks:
-        hook.at("opt", work.step)
+def _apply(state: TrainState, runner: MicroBatchRunner, reduced: _ReducedStep, *, apply: bool) -> StepOutcome:
+    """Update the weights if `apply` is set and the step is not anomalous, and advance the counters."""
+    for hook in runner.hooks:
+        hook.on_phase("opt", runner.step)
         hook.before_update()
     state.updating = True
-    with work.timers.time("optimizer", level=1):
+    with runner.timers.time("optimizer", level=1):
         update = state.optimizer.step(
-            decision.learning_rate,
-            decision.weight_decay,
-            decoupled_lr=decision.decoupled_lr,
-            largest_norm=state.check.largest_norm if apply and not decision.anomaly else REJECT_ALL,
+            reduced.learning_rate,
+            reduced.weight_decay,
+            decoupled_lr=reduced.decoupled_lr,
+            reject_norm_above=state.check.reject_norm_above,
+            apply=apply and not reduced.anomaly,
         )
-    num_samples = work.num_samples * state.context.dp.size
-    state.iteration = work.step
+    num_samples = runner.num_samples * state.context.dp.size
+    state.iteration = runner.step
     state.consumed_samples += num_samples
     if update.applied:
-        state.schedule_samples += num_samples
-        for hook in work.hooks:
+        state.lr_schedule_samples += num_samples
+        for hook in runner.hooks:
             hook.after_update()
     state.updating = False
     return update
 
 
-def _report(state: TrainState, work: StageWork, decision: _Decision, update: StepOutcome, seconds: float) -> StepResult:
+def _report(
+    state: TrainState, runner: MicroBatchRunner, reduced: _ReducedStep, update: StepOutcome, seconds: float
+) -> StepResult:
     replicas = state.context.dp.size
-    (loss, *further), (_, *names) = decision.losses, state.model.loss_names
-    fields = [field for hook in work.hooks for field in hook.report().items()]
+    (loss, *further), (_, *names) = reduced.losses, state.model.loss_names
+    fields = [field for hook in runner.hooks for field in hook.report().items()]
     return StepResult(
         iteration=state.iteration,
         loss=loss,
         applied=update.applied,
         learning_rate=state.learning_rate,
-        weight_decay=decision.weight_decay,
+        weight_decay=reduced.weight_decay,
         loss_scale=state.optimizer.loss_scale,
         grad_norm=update.grad_norm,
         num_zeros=update.num_zeros,
         params_norm=None,
         consumed_samples=state.consumed_samples,
-        num_samples=work.num_samples * replicas,
-        num_tokens=work.num_tokens * replicas,
+        num_samples=runner.num_samples * replicas,
+        num_tokens=runner.num_tokens * replicas,
         seconds=seconds,
-        anomaly=decision.anomaly or state.check.norm_anomaly(update.grad_norm),
+        anomaly=reduced.anomaly or state.check.norm_anomaly(update.grad_norm),
         decoupled_lr=state.decoupled_lr,
         skipped_samples=state.skipped_samples,
         further_losses=dict(zip(names, further, strict=True)),
@@ -195,104 +197,104 @@ def _report(state: TrainState, work: StageWork, decision: _Decision, update: Ste
 
 
 @torch.no_grad()
-def divide_by_tokens(state: TrainState, work: StageWork) -> None:
+def normalize_grads_per_token(state: TrainState, runner: MicroBatchRunner) -> None:
     """Scale the mean over replicas of summed gradients to the gradient of the mean over all unmasked tokens."""
     state.optimizer.gradients.finish()
-    factor = state.context.dp.size / work.unmasked_tokens().clamp(min=1.0)
+    factor = state.context.dp.size / runner.unmasked_tokens().clamp(min=1.0)
     for gradient in state.optimizer.gradients.grad_shards.values():
         gradient.mul_(factor)
 
 
 def run_pipeline(
-    state: TrainState, work: StageWork, schedule: str, num_micro_batches: int, timers: Timers | None = None
+    state: TrainState, runner: MicroBatchRunner, schedule: str, num_micro_batches: int, timers: Timers | None = None
 ) -> None:
     """Run the micro-batches of a step or an evaluation through the stages, in the order of a schedule."""
     context = state.context
     order = make_schedule(schedule, context.pp.size, len(state.chunks), num_micro_batches)
     timed = pipeline.no_timer if timers is None else partial(timers.time, level=2)
-    pipeline.run(order.program(context.pp.index), work, context.p2p_channels, state.deferred, timed)
+    pipeline.run(order.program(context.pp.index), runner, context.p2p_channels, state.deferred, timed)
 
 
 def mean_losses(loss_sums: Tensor) -> list[float]:
-    """Return each mean loss from [sum, number of terms] of each, in the dtype of the sums; waits for the device."""
-    summed, counts = loss_sums.view(-1, 2).unbind(dim=1)
-    means: list[float] = (summed / counts.clamp(min=1.0)).tolist()
+    """Return the mean of each loss from interleaved (sum, count) [2 * num_losses]; synchronises with the device."""
+    summed, denominators = loss_sums.view(-1, 2).unbind(dim=1)
+    means: list[float] = (summed / denominators.clamp(min=1.0)).tolist()
     return means
 
 
 @dataclass(eq=False)
-class StageWork:
+class MicroBatchRunner:
     """Forward passes of this rank's chunks over the micro-batches of a step; a `pipeline.StageRunner`."""
 
     chunks: Sequence[LanguageModel]
-    batches: Iterator[Batch]  # micro-batches in order, each held from its first use on this rank to its last
+    batches: Iterator[MicroBatch]  # micro-batches in order, each held from its first use on this rank to its last
     context: ParallelContext
     _: KW_ONLY
-    # num_micro_batches, loss_scale: the loss is divided by the one and multiplied by the other
-    num_micro_batches: int = 1
-    loss_scale: float = 1.0
-    training: bool = True  # whether the loss is to be differentiated
+    num_micro_batches: int = 1  # divides the loss
+    loss_scale: float = 1.0  # multiplies the loss
+    training: bool = True  # False for an evaluation, which calls no hooks
     hooks: Sequence[StepHook] = ()
     step: int = 0
     timers: Timers = field(default_factory=Timers)
     current_op: Op | None = field(default=None, init=False)
-    # of each micro-batch whose losses were computed on this rank the sum and number of terms of each, [2 x losses]
+    # per micro-batch: interleaved (sum, count) of each loss, shape [2 * num_losses]; empty on ranks without the loss
     loss_sums: list[Tensor] = field(default_factory=list, init=False)
     num_samples: int = field(default=0, init=False)
     num_tokens: int = field(default=0, init=False)
-    _held: dict[int, Inputs] = field(default_factory=dict, init=False)
-    _drawn: int = field(default=0, init=False)
+    _inputs: dict[int, Inputs] = field(default_factory=dict, init=False)
+    _num_loaded: int = field(default=0, init=False)
     _unmasked_counts: list[Tensor] = field(default_factory=list, init=False)
 
     def activation_shape(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
         """Return shape [S, B, D] and dtype of the hidden states that go from stage to stage."""
-        return self.chunks[0].activation_shape(self._batch(micro_batch))
+        return self.chunks[0].activation_shape(self._load_up_to(micro_batch))
 
     def prepare(self, op: Op) -> None:
-        """Draw the data of a forward pass, and call the hooks of that point of the step."""
+        """Load the micro-batch of a forward pass, and call the hooks of that phase of the step."""
         if not self.training:
             return
         self.current_op = op
         if op.kind == "F":
             self._call_hooks("data")
-            self._batch(op.micro_batch)
+            self._load_up_to(op.micro_batch)
             self._call_hooks("fwd")
         elif op.kind == "B":
             self._call_hooks("bwd")
 
-    def _call_hooks(self, point: str) -> None:
+    def _call_hooks(self, phase: str) -> None:
         for hook in self.hooks:
-            hook.at(point, self.step)
+            hook.on_phase(phase, self.step)
 
     def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         """Return the hidden states for the next chunk, or the loss to differentiate.
 
-        The loss is the sum of the weighted losses, each a mean over its terms in the micro-batch (GPT's: unmasked
-        tokens), those of other context-parallel ranks included, over the number of micro-batches, times the loss scale;
-        the gradients of these ranks add up. Under --calculate-per-token-loss it is the sum over these terms times the
-        loss scale (see `train_step`).
+        The loss is the weighted sum of the model's losses, divided by the number of micro-batches and multiplied by
+        the loss scale. Each loss is the mean over its terms (GPT's: unmasked tokens) in the micro-batch on all
+        context-parallel ranks, whose gradients add up. With --calculate-per-token-loss it is the sum over these terms,
+        and not divided by the number of micro-batches (see `train_step`).
         """
-        inputs, model = self._batch(micro_batch), self.chunks[chunk]
+        inputs, model = self._load_up_to(micro_batch), self.chunks[chunk]
         if not model.stage.is_last:
             return model.forward_stage(inputs, hidden)
         losses = model.losses(inputs, hidden)
-        summed, counts = torch.stack([loss.summed for loss in losses]), torch.stack([loss.count for loss in losses])
+        summed = torch.stack([loss.summed for loss in losses])
+        denominators = torch.stack([loss.count for loss in losses])
         for hook in self.hooks:
             summed = hook.on_losses(micro_batch, summed)
-        reported, terms = summed.detach(), counts
+        reported, count = summed.detach(), denominators
         if model.reports_means:
-            reported, terms = reported / terms.clamp(min=1.0), torch.ones_like(terms)
-        self.loss_sums.append(torch.stack((reported, terms), dim=1).flatten())
+            reported, count = reported / count.clamp(min=1.0), torch.ones_like(count)
+        self.loss_sums.append(torch.stack((reported, count), dim=1).flatten())
         summed = summed * summed.new_tensor([loss.weight for loss in losses])
         if model.config.calculate_per_token_loss:
             return summed.sum() * self.loss_scale
         if self.context.cp.size > 1:
-            counts = comm.all_reduce(counts, self.context.cp)
-        return (summed / counts.clamp(min=1.0)).sum() / self.num_micro_batches * self.loss_scale
+            denominators = comm.all_reduce(denominators, self.context.cp)
+        return (summed / denominators.clamp(min=1.0)).sum() / self.num_micro_batches * self.loss_scale
 
     def release(self, micro_batch: int) -> None:
         """Free the inputs of a micro-batch after its last use on this rank."""
-        del self._held[micro_batch]
+        del self._inputs[micro_batch]
 
     def loss_totals(self) -> Tensor:
         """Return the sum of `loss_sums`; zeros on a stage that computes no losses."""
@@ -305,8 +307,8 @@ class StageWork:
         """Return the number of unmasked tokens of the step, over all replicas; all their ranks call it together."""
         return comm.all_reduce(torch.stack(self._unmasked_counts).sum(), self.context.flatten_axes("cp", "dp"))
 
-    def _batch(self, micro_batch: int) -> Inputs:
-        while self._drawn <= micro_batch:
+    def _load_up_to(self, micro_batch: int) -> Inputs:
+        while self._num_loaded <= micro_batch:
             with self.timers.time("batch-generator", level=2):
                 batch = next(self.batches)
             model, fields = self.chunks[0], dict(batch)
@@ -316,15 +318,15 @@ class StageWork:
                 hook.on_batch(batch)
             fields.pop("dataset_id", None)
             inputs = model.prepare(fields)
-            inputs = replace(inputs, tensors=on_device(inputs.tensors, model.device))
-            self._held[self._drawn] = inputs
+            inputs = replace(inputs, tensors=to_device(inputs.tensors, model.device))
+            self._inputs[self._num_loaded] = inputs
             self._unmasked_counts.append(inputs.tensors["loss_mask"].sum())
-            self._drawn += 1
-        return self._held[micro_batch]
+            self._num_loaded += 1
+        return self._inputs[micro_batch]
 
 
-def on_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to the device of the model; to a GPU through pinned memory, asynchronously."""
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Copy a micro-batch to a device; to a GPU asynchronously, through pinned memory."""
     if device.type == "cuda":
         return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
     return {name: tensor.to(device) for name, tensor in batch.items()}

@@ -16,19 +16,19 @@ from megalith.train.faults import Probe
 from megalith.train.state import TrainState
 
 if TYPE_CHECKING:
-    from megalith.train.step import StageWork
+    from megalith.train.step import MicroBatchRunner
 
 
 class StepHook:
-    """Code that runs at fixed points of `train_step`; each method does nothing unless overridden.
+    """Code that runs inside `train_step` and sees its tensors; each method does nothing by default.
 
-    All ranks pass the same hooks in the same order, because their sums are reduced together.
+    All ranks pass the same hooks in the same order, because their values are reduced together. See also `results.Hook`.
     """
 
-    def at(self, point: str, step: int) -> None:
-        """Run at a point of the step that makes iteration `step`: "data", "fwd", "bwd" (each micro-batch), "opt"."""
+    def on_phase(self, phase: str, step: int) -> None:
+        """Run before a phase of the step that makes iteration `step`: "data", "fwd", "bwd" (per micro-batch), "opt"."""
 
-    def begin(self, work: StageWork) -> None:
+    def begin(self, runner: MicroBatchRunner) -> None:
         """Run before the first micro-batch."""
 
     def on_batch(self, batch: Mapping[str, Tensor]) -> None:
@@ -38,12 +38,12 @@ class StepHook:
         """Return the sum over terms of each loss of a micro-batch [losses], which is then differentiated."""
         return sums
 
-    def sums(self, work: StageWork) -> Tensor | None:
-        """Return numbers [n] to sum over all ranks, together with the losses, once all gradients are computed."""
+    def values_to_reduce(self, runner: MicroBatchRunner) -> Tensor | None:
+        """Return values [n] to sum over all ranks, together with the losses, once all gradients are computed."""
         return None
 
-    def on_sums(self, sums: Tensor) -> None:
-        """Receive the sums over all ranks [n] of what `sums` returned."""
+    def on_reduced(self, sums: Tensor) -> None:
+        """Receive the sums over all ranks [n] of what `values_to_reduce` returned."""
 
     def before_update(self) -> None:
         """Run before anything that a checkpoint holds changes."""
@@ -67,7 +67,7 @@ class BlendCount(StepHook):
         self._context, self._names, self._tokens_field = state.context, names, state.model.tokens_field
         self._samples, self._sample_tokens, self._totals = Counter[int](), 0, list[float]()
 
-    def begin(self, work: StageWork) -> None:
+    def begin(self, runner: MicroBatchRunner) -> None:
         self._samples.clear()
 
     def on_batch(self, batch: Mapping[str, Tensor]) -> None:
@@ -75,12 +75,12 @@ class BlendCount(StepHook):
         tokens = batch[self._tokens_field]
         self._sample_tokens = tokens.numel() // tokens.shape[0]
 
-    def sums(self, work: StageWork) -> Tensor:
+    def values_to_reduce(self, runner: MicroBatchRunner) -> Tensor:
         # Context-parallel ranks have parts of the same samples, which the first of them counts.
         counts = [float(self._samples[number]) * self._context.cp.is_first for number in range(len(self._names))]
         return torch.tensor(counts, dtype=torch.float64, device=self._context.device)
 
-    def on_sums(self, sums: Tensor) -> None:
+    def on_reduced(self, sums: Tensor) -> None:
         self._totals = sums.tolist()
 
     def report(self) -> dict[str, Any]:
@@ -89,17 +89,17 @@ class BlendCount(StepHook):
 
 
 class ProbeHook(StepHook):
-    """Calls the probe of a run at each point of a step."""
+    """Calls the probe of a run at each phase of a step."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
 
-    def at(self, point: str, step: int) -> None:
-        self._probe(point, step)
+    def on_phase(self, phase: str, step: int) -> None:
+        self._probe(phase, step)
 
 
 class BeforeUpdate(StepHook):
-    """Calls a function before anything that a checkpoint holds changes, such as `BackgroundSaver.settle`."""
+    """Calls a function before anything that a checkpoint holds changes, such as `AsyncSaver.wait_for_copies`."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self.before_update = act  # type: ignore[method-assign]

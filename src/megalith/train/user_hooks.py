@@ -13,7 +13,7 @@ from megalith.config import RunConfig
 from megalith.distributed import comm
 from megalith.errors import ConfigError
 from megalith.registry import HOOK, Registered
-from megalith.train.results import Ending, Evaluation, Hook, SavedCheckpoint, StepResult
+from megalith.train.results import Evaluation, ExitReason, Hook, SavedCheckpoint, StepResult
 
 if TYPE_CHECKING:
     from megalith.train.loop import TrainingRun
@@ -107,8 +107,8 @@ class UserHooks(Hook):
                 "the same on all"
             )
         state.lr_scale = scale
-        if control.stop_reason is not None and self._run.ending is None:
-            self._run.ending = Ending("hook", state.iteration, control.stop_reason)
+        if control.stop_reason is not None and self._run.exit_reason is None:
+            self._run.exit_reason = ExitReason("hook", state.iteration, control.stop_reason)
 
 
 def registered_hooks(config: RunConfig) -> list[UserHook]:

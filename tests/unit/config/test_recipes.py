@@ -9,7 +9,7 @@ import pytest
 
 from megalith.config import RunConfig, load
 from megalith.config.render import note_lines
-from megalith.schedules.batch_size import BatchSizes
+from megalith.schedules.batch_size import BatchSizeSchedule
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
 MILLIONS = {"124m": 124, "345m": 355, "857m": 355, "1.3b": 1316, "8b": 8030, "175b": 174_600}
@@ -53,5 +53,5 @@ def test_a_recipe_is_sound_and_of_its_size(path: Path) -> None:
 def test_the_batch_of_the_175b_recipe_grows() -> None:
     (path,) = [path for path in RECIPES if "175b" in path.name]
     run = load(["--config", str(path)], {"RANK": "0", "WORLD_SIZE": "128"}, files=False)
-    sizes: BatchSizes = run.batch_sizes
+    sizes: BatchSizeSchedule = run.batch_sizes
     assert (sizes.stages[0].size, sizes.final) == (16, 1536)

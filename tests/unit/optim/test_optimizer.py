@@ -377,7 +377,7 @@ def test_a_norm_above_the_limit_is_not_applied() -> None:
     optimizer.zero_grad()
     _backward(model)
     before = model[0].weight.detach().clone()
-    outcome = optimizer.step(0.01, 0.1, largest_norm=1e-3)
+    outcome = optimizer.step(0.01, 0.1, reject_norm_above=1e-3)
     assert not outcome.applied and outcome.grad_norm is not None and outcome.grad_norm > 1e-3
     assert torch.equal(before, model[0].weight)
 

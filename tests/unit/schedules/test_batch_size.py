@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from megalith.schedules.batch_size import BatchSizes, Stage, constant, ramped, read_steps, stepped
+from megalith.schedules.batch_size import BatchSizeSchedule, Stage, constant, ramped, read_steps, stepped
 
 
-def _by_walking(sizes: BatchSizes, iterations: int, consumed: int) -> int:
+def _by_walking(sizes: BatchSizeSchedule, iterations: int, consumed: int) -> int:
     for _ in range(iterations):
         consumed += sizes.nominal_size(consumed)
     return consumed

@@ -13,9 +13,9 @@ from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.optim import build_optimizer
 from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedule, WeightDecaySchedule
-from megalith.train.loop import Plan
+from megalith.train.loop import LoopConfig
 from megalith.train.state import TrainState
-from megalith.train.step import Batch
+from megalith.train.step import MicroBatch
 
 VOCABULARY, SEQUENCE, MICRO_BATCH = 64, 16, 2
 
@@ -41,7 +41,7 @@ def make_state(
     return TrainState((model,), build_optimizer(model, OptimizerConfig(), precision), streams, schedule)
 
 
-def batches(seed: int = 0, masked: bool = False) -> Iterator[Batch]:
+def batches(seed: int = 0, masked: bool = False) -> Iterator[MicroBatch]:
     generator = torch.Generator().manual_seed(seed)
     while True:
         ids = torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE + 1), generator=generator)
@@ -53,8 +53,8 @@ def batches(seed: int = 0, masked: bool = False) -> Iterator[Batch]:
 
 
 @pytest.fixture
-def make_plan() -> Callable[..., Plan]:
-    def make(**changes: object) -> Plan:
+def make_loop_config() -> Callable[..., LoopConfig]:
+    def make(**changes: object) -> LoopConfig:
         values: dict[str, object] = {
             "train_iterations": 6,
             "global_batch_size": 2 * MICRO_BATCH,
@@ -63,8 +63,8 @@ def make_plan() -> Callable[..., Plan]:
             "eval_interval": 3,
             "eval_iterations": 2,
             "flops_per_step": 1e6,
-            "peak_flops": 1e12,
+            "measured_peak_flops_per_s": 1e12,
         }
-        return Plan(**(values | changes))  # type: ignore[arg-type]
+        return LoopConfig(**(values | changes))  # type: ignore[arg-type]
 
     return make

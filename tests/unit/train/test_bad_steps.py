@@ -12,7 +12,7 @@ import torch
 
 from megalith.config import PrecisionConfig
 from megalith.train.anomalies import AnomalyPolicy, BadStepError
-from megalith.train.loop import Plan, TrainingRun, train
+from megalith.train.loop import LoopConfig, TrainingRun, train
 from megalith.train.records import Records
 from megalith.train.results import BadStep, StepResult
 from megalith.train.state import REMEMBERED, StepCheck
@@ -42,7 +42,7 @@ def _run(
         for _ in range(steps):
             attempt = policy.begin(stream)
             result = take(attempt.batches, 2, apply=attempt.apply)
-            results.append(policy.settle(attempt, result, take, told.append))
+            results.append(policy.resolve(attempt, result, take, told.append))
     return results, told, policy
 
 
@@ -63,9 +63,9 @@ def test_a_loss_is_judged_by_those_before() -> None:
     assert check.loss_anomaly(40.0) == ""
     assert check.loss_anomaly(41.0) == "the loss is 41, 10.2 times the largest of the last 40 steps,"
     assert check.norm_anomaly(9.9) == "" and "the gradient norm is 10.1" in check.norm_anomaly(10.1)
-    assert check.largest_norm == 10.0
+    assert check.reject_norm_above == 10.0
     quiet = _filled()
-    assert quiet.loss_anomaly(41.0) == "" and quiet.largest_norm == math.inf
+    assert quiet.loss_anomaly(41.0) == "" and quiet.reject_norm_above == math.inf
     assert "the loss is 41, where the mean" in quiet.alarm(41.0)
     assert quiet.alarm(4.5) == ""
     assert StepCheck(spiky_loss=True).loss_anomaly(1e9) == "", "nothing to compare with yet"
@@ -99,7 +99,7 @@ def test_a_skipped_step_is_as_if_its_samples_had_not_been() -> None:
     assert [result.anomaly != "" for result in results] == [False, True, False, False]
     (bad,) = told
     assert (bad.iteration, bad.first_sample, bad.last_sample, bad.number) == (2, 6, 7, 1)
-    assert (policy.state.iteration, policy.state.consumed_samples, policy.state.schedule_samples) == (4, 16, 12)
+    assert (policy.state.iteration, policy.state.consumed_samples, policy.state.lr_schedule_samples) == (4, 16, 12)
     assert policy.state.optimizer.step_count == 3
 
 
@@ -199,14 +199,16 @@ def test_every_step_twice_changes_nothing() -> None:
     assert policy.summary().startswith("1 of 4 steps") and "two computations differ for the 1. time" in told[0].reason
 
 
-def test_iterations_are_passed_over(make_plan: Callable[..., Plan]) -> None:
+def test_iterations_are_passed_over(make_loop_config: Callable[..., LoopConfig]) -> None:
     recorder, state = Recorder(), make_state()
-    run = TrainingRun(make_plan(skipped=frozenset({1, 4}), log_interval=1), state, batches(), hook=recorder)
+    run = TrainingRun(
+        make_loop_config(iterations_to_skip=frozenset({1, 4}), log_interval=1), state, batches(), hook=recorder
+    )
     results = list(train(run))
     assert [result.iteration for result in results] == [1, 3, 4, 6]
     assert [result.consumed_samples for result in results] == [4, 12, 16, 24]
     assert state.skipped_samples == 8 and recorder.windows[-1].skipped_samples == 8
-    assert state.schedule_samples == 16
+    assert state.lr_schedule_samples == 16
 
 
 def test_the_curves_show_what_was_passed_over_and_the_decoupled_rate() -> None:

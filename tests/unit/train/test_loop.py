@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megalith.errors import MegalithError
-from megalith.train.loop import Plan, TrainingRun, train
-from megalith.train.results import Ending, Evaluation, Hook, SavedCheckpoint, StepResult, Times, WindowReport
+from megalith.train.loop import LoopConfig, TrainingRun, train
+from megalith.train.results import Evaluation, ExitReason, Hook, SavedCheckpoint, StepResult, Times, WindowReport
 from megalith.train.state import TrainState
 from megalith.train.timers import Timers
 
@@ -41,8 +41,8 @@ class Recorder(Hook):
     def after_training(self, iteration: int) -> None:
         self.moments.append("done")
 
-    def on_exit(self, ending: Ending) -> None:
-        self.moments.append(f"exit {ending.kind}")
+    def on_exit(self, exit_reason: ExitReason) -> None:
+        self.moments.append(f"exit {exit_reason.kind}")
 
 
 class MemorySaver:
@@ -65,10 +65,10 @@ class StopLater:
         return self.requested_by if self.looks < 0 else None
 
 
-def make_run(plan: Plan, **parts: object) -> tuple[TrainingRun, Recorder]:
+def make_run(loop_config: LoopConfig, **parts: object) -> tuple[TrainingRun, Recorder]:
     recorder = Recorder()
     run = TrainingRun(
-        plan,
+        loop_config,
         make_state(),
         batches(),
         batches(1),
@@ -80,19 +80,19 @@ def make_run(plan: Plan, **parts: object) -> tuple[TrainingRun, Recorder]:
     return run, recorder
 
 
-def test_the_order_of_a_run(make_plan: Callable[..., Plan]) -> None:
-    run, recorder = make_run(make_plan(save_interval=4))
+def test_the_order_of_a_run(make_loop_config: Callable[..., LoopConfig]) -> None:
+    run, recorder = make_run(make_loop_config(save_interval=4))
     assert [result.iteration for result in train(run)] == [1, 2, 3, 4, 5, 6]
     assert recorder.moments == [
         *("step 1", "step 2", "step 3", "validation", "step 4", "save 4", "step 5", "step 6", "validation"),
         *("done", "save 6", "final validation", "final test"),
     ]
-    assert run.ending == Ending("finished", 6)
+    assert run.exit_reason == ExitReason("finished", 6)
     assert run.state.consumed_valid_samples == 2 * 2 * 4
 
 
-def test_each_window_is_of_its_own_steps(make_plan: Callable[..., Plan]) -> None:
-    run, recorder = make_run(make_plan())
+def test_each_window_is_of_its_own_steps(make_loop_config: Callable[..., LoopConfig]) -> None:
+    run, recorder = make_run(make_loop_config())
     losses = [result.loss for result in train(run)]
     assert [window.iteration for window in recorder.windows] == [2, 4, 6]
     for window, pair in zip(recorder.windows, (losses[:2], losses[2:4], losses[4:]), strict=True):
@@ -100,36 +100,38 @@ def test_each_window_is_of_its_own_steps(make_plan: Callable[..., Plan]) -> None
         assert 0 < window.mfu_measured <= 1 and window.mfu_datasheet is None
 
 
-def test_utilisation_is_of_each_peak(make_plan: Callable[..., Plan]) -> None:
-    run, recorder = make_run(make_plan(peak_flops=1e6, datasheet_flops=4e6))
+def test_utilisation_is_of_each_peak(make_loop_config: Callable[..., LoopConfig]) -> None:
+    run, recorder = make_run(make_loop_config(measured_peak_flops_per_s=1e6, datasheet_flops_per_s=4e6))
     list(train(run))
     for window in recorder.windows:
         assert window.mfu_measured == pytest.approx(window.teraflops * 1e6)
         assert window.mfu_datasheet == pytest.approx(window.mfu_measured / 4)
 
 
-def test_a_signal_ends_the_run_after_the_step_and_saves(make_plan: Callable[..., Plan]) -> None:
-    run, recorder = make_run(make_plan(eval_interval=100), stop=StopLater(2))
+def test_a_signal_ends_the_run_after_the_step_and_saves(make_loop_config: Callable[..., LoopConfig]) -> None:
+    run, recorder = make_run(make_loop_config(eval_interval=100), stop=StopLater(2))
     assert len(list(train(run))) == 2
     assert recorder.moments == ["step 1", "step 2", "save 2", "exit signal"]
-    assert run.ending == Ending("signal", 2, "SIGTERM")
+    assert run.exit_reason == ExitReason("signal", 2, "SIGTERM")
 
 
-def test_a_signal_before_the_first_step_saves_nothing(make_plan: Callable[..., Plan]) -> None:
-    run, recorder = make_run(make_plan(), stop=StopLater(0))
+def test_a_signal_before_the_first_step_saves_nothing(make_loop_config: Callable[..., LoopConfig]) -> None:
+    run, recorder = make_run(make_loop_config(), stop=StopLater(0))
     assert list(train(run)) == []
     assert recorder.moments == ["exit signal"]
 
 
-def test_a_signal_in_an_evaluation_gives_it_up_but_counts_its_samples(make_plan: Callable[..., Plan]) -> None:
-    run, recorder = make_run(make_plan(eval_interval=1), stop=StopLater(1))
+def test_a_signal_in_an_evaluation_gives_it_up_but_counts_its_samples(
+    make_loop_config: Callable[..., LoopConfig],
+) -> None:
+    run, recorder = make_run(make_loop_config(eval_interval=1), stop=StopLater(1))
     list(train(run))
     assert recorder.moments == ["step 1", "save 1", "exit signal"]
     assert run.state.consumed_valid_samples == 2 * 4
 
 
-def test_exit_interval(make_plan: Callable[..., Plan]) -> None:
-    run, recorder = make_run(make_plan(exit_interval=2, save_interval=2))
+def test_exit_interval(make_loop_config: Callable[..., LoopConfig]) -> None:
+    run, recorder = make_run(make_loop_config(exit_interval=2, save_interval=2))
     list(train(run))
     assert recorder.moments == ["step 1", "step 2", "save 2", "exit interval"]
     # The same command again goes on to the next multiple instead of stopping where it stands.
@@ -137,21 +139,21 @@ def test_exit_interval(make_plan: Callable[..., Plan]) -> None:
 
 
 def run_again(run: TrainingRun) -> TrainingRun:
-    run.ending = None
+    run.exit_reason = None
     return run
 
 
-def test_exit_duration(make_plan: Callable[..., Plan]) -> None:
-    run, recorder = make_run(make_plan(exit_minutes=1), started=-1e9)
+def test_exit_duration(make_loop_config: Callable[..., LoopConfig]) -> None:
+    run, recorder = make_run(make_loop_config(exit_minutes=1), started=-1e9)
     list(train(run))
     assert recorder.moments == ["step 1", "save 1", "exit duration"]
 
 
-def test_exit_duration_ends_an_evaluation(make_plan: Callable[..., Plan]) -> None:
-    run, recorder = make_run(make_plan(exit_minutes=1, eval_interval=1), started=-1e9)
+def test_exit_duration_ends_an_evaluation(make_loop_config: Callable[..., LoopConfig]) -> None:
+    run, recorder = make_run(make_loop_config(exit_minutes=1, eval_interval=1), started=-1e9)
     list(train(run))
     assert recorder.moments == ["step 1", "save 1", "exit duration"]
-    finished, moments = make_run(make_plan(exit_minutes=1), started=-1e9)
+    finished, moments = make_run(make_loop_config(exit_minutes=1), started=-1e9)
     finished.state.iteration = 6
     list(train(finished))
     assert moments.moments == ["done", "exit duration"]
@@ -172,28 +174,30 @@ class Breaks:
             raise RuntimeError("the compiler was killed")
 
 
-def test_a_step_that_a_signal_breaks_off_is_as_if_it_had_not_begun(make_plan: Callable[..., Plan]) -> None:
+def test_a_step_that_a_signal_breaks_off_is_as_if_it_had_not_begun(make_loop_config: Callable[..., LoopConfig]) -> None:
     probe = Breaks("bwd", asked=True)
-    run, recorder = make_run(make_plan(eval_interval=100), probe=probe, stop=probe)
+    run, recorder = make_run(make_loop_config(eval_interval=100), probe=probe, stop=probe)
     streams = []
     for _ in train(run):
-        streams.append(run.state.streams.state()["torch_rng_state"])
+        streams.append(run.state.rng_streams.state()["torch_rng_state"])
     assert recorder.moments == ["step 1", "step 2", "save 2", "exit signal"]
-    assert run.ending == Ending("signal", 2, "SIGINT")
-    assert torch.equal(run.state.streams.state()["torch_rng_state"], streams[-1])
+    assert run.exit_reason == ExitReason("signal", 2, "SIGINT")
+    assert torch.equal(run.state.rng_streams.state()["torch_rng_state"], streams[-1])
 
 
-def test_a_step_that_breaks_by_itself_is_an_error(make_plan: Callable[..., Plan]) -> None:
+def test_a_step_that_breaks_by_itself_is_an_error(make_loop_config: Callable[..., LoopConfig]) -> None:
     probe = Breaks("bwd", asked=False)
-    run, recorder = make_run(make_plan(eval_interval=100), probe=probe, stop=probe)
+    run, recorder = make_run(make_loop_config(eval_interval=100), probe=probe, stop=probe)
     with pytest.raises(RuntimeError, match="compiler was killed"):
         list(train(run))
     assert recorder.moments == ["step 1", "step 2"]
 
 
-def test_an_update_that_breaks_is_never_saved(make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_breaks_is_never_saved(
+    make_loop_config: Callable[..., LoopConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     probe = Breaks("never", asked=True, requested=None)
-    run, recorder = make_run(make_plan(), probe=probe, stop=probe)
+    run, recorder = make_run(make_loop_config(), probe=probe, stop=probe)
 
     def broken(*_: float, **__: float | None) -> None:
         probe.requested = "SIGINT"
@@ -205,15 +209,15 @@ def test_an_update_that_breaks_is_never_saved(make_plan: Callable[..., Plan], mo
     assert recorder.moments == []
 
 
-def test_a_finished_run_only_evaluates(make_plan: Callable[..., Plan]) -> None:
-    run, recorder = make_run(make_plan())
+def test_a_finished_run_only_evaluates(make_loop_config: Callable[..., LoopConfig]) -> None:
+    run, recorder = make_run(make_loop_config())
     run.state.iteration = 6
     assert list(train(run)) == []
     assert recorder.moments == ["done", "final validation", "final test"]
 
 
-def test_an_evaluation_is_the_mean_over_tokens_without_dropout(make_plan: Callable[..., Plan]) -> None:
-    run, recorder = make_run(make_plan(train_iterations=3))
+def test_an_evaluation_is_the_mean_over_tokens_without_dropout(make_loop_config: Callable[..., LoopConfig]) -> None:
+    run, recorder = make_run(make_loop_config(train_iterations=3))
     list(train(run))
     final, again = recorder.evaluations[-2], batches(1)
     for _ in range(4):  # the validation in the middle drew these
@@ -228,8 +232,8 @@ def test_an_evaluation_is_the_mean_over_tokens_without_dropout(make_plan: Callab
     assert final.num_samples == 8
 
 
-def test_a_loss_that_is_not_finite_stops_before_it_is_saved(make_plan: Callable[..., Plan]) -> None:
-    run, recorder = make_run(make_plan(save_interval=1))
+def test_a_loss_that_is_not_finite_stops_before_it_is_saved(make_loop_config: Callable[..., LoopConfig]) -> None:
+    run, recorder = make_run(make_loop_config(save_interval=1))
     with torch.no_grad():
         run.state.model.output_weight[0, 0] = float("nan")
     found = r"loss is nan at iteration 1: .* weight embedding\.word_embeddings\.weight .* samples 0 to 3"
@@ -238,24 +242,24 @@ def test_a_loss_that_is_not_finite_stops_before_it_is_saved(make_plan: Callable[
     assert recorder.moments == []
 
 
-def test_skip_train_only_evaluates(make_plan: Callable[..., Plan]) -> None:
-    run, recorder = make_run(make_plan(train_iterations=6, save_interval=2, skip_training=True))
+def test_skip_train_only_evaluates(make_loop_config: Callable[..., LoopConfig]) -> None:
+    run, recorder = make_run(make_loop_config(train_iterations=6, save_interval=2, skip_training=True))
     assert list(train(run)) == []
     assert recorder.moments == ["final validation", "final test"]
-    assert run.ending == Ending("finished", 0)
+    assert run.exit_reason == ExitReason("finished", 0)
 
 
-def test_no_evaluation_before_the_first(make_plan: Callable[..., Plan]) -> None:
-    run, recorder = make_run(make_plan(train_iterations=6, eval_interval=2, first_evaluation=4))
+def test_no_evaluation_before_the_first(make_loop_config: Callable[..., LoopConfig]) -> None:
+    run, recorder = make_run(make_loop_config(train_iterations=6, eval_interval=2, eval_start_iteration=4))
     list(train(run))
     assert [evaluation.iteration for evaluation in recorder.evaluations] == [4, 6, 6, 6]
 
 
-def test_times_are_told_by_their_level(make_plan: Callable[..., Plan]) -> None:
+def test_times_are_told_by_their_level(make_loop_config: Callable[..., LoopConfig]) -> None:
     """At level 0 those of evaluations and saves, above it those of the parts of the steps of a window, too."""
     at_level = {}
     for level in range(3):
-        run, _ = make_run(make_plan(train_iterations=2, log_interval=2, eval_interval=2, save_interval=2))
+        run, _ = make_run(make_loop_config(train_iterations=2, log_interval=2, eval_interval=2, save_interval=2))
         run.timers = Timers(level)
         names: list[str] = []
         run.hook = TimesOnly(names)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megalith.train.loop import Plan, TrainingRun, train
+from megalith.train.loop import LoopConfig, TrainingRun, train
 from megalith.train.results import GradientNoise, Hook
 from megalith.train.state import NoiseScale
 
@@ -34,7 +34,7 @@ def test_norms_that_are_no_numbers_are_left_out(norm: float) -> None:
     assert found == NoiseScale(2.0, 3.0)
 
 
-def test_a_run_reports_it_and_is_not_changed_by_it(make_plan: Callable[..., Plan]) -> None:
+def test_a_run_reports_it_and_is_not_changed_by_it(make_loop_config: Callable[..., LoopConfig]) -> None:
     class Reports(Hook):
         def __init__(self) -> None:
             self.found: list[GradientNoise] = []
@@ -44,8 +44,8 @@ def test_a_run_reports_it_and_is_not_changed_by_it(make_plan: Callable[..., Plan
 
     curves, reports = [], Reports()
     for log_noise in (False, True):
-        plan = make_plan(log_noise=log_noise)
-        run = TrainingRun(plan, make_state(), batches(), hook=reports)
+        loop_config = make_loop_config(log_noise=log_noise)
+        run = TrainingRun(loop_config, make_state(), batches(), hook=reports)
         curves.append([(result.loss, result.grad_norm) for result in train(run)])
     assert curves[0] == curves[1]
     assert [(noise.iteration, noise.small, noise.large) for noise in reports.found] == [(2, 2, 4), (4, 2, 4), (6, 2, 4)]

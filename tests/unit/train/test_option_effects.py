@@ -21,7 +21,7 @@ from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.train.checkpoint_content import content_of
 from megalith.train.state import TrainState
-from megalith.train.step import Batch, train_step
+from megalith.train.step import MicroBatch, train_step
 
 STEPS = 4
 BASE = (
@@ -133,7 +133,7 @@ EFFECTS = [
 ]
 
 
-def _batches() -> Iterator[Batch]:
+def _batches() -> Iterator[MicroBatch]:
     generator = torch.Generator().manual_seed(3)
     positions = torch.arange(8).expand(2, 8)
     for number in range(100):

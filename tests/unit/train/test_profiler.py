@@ -12,7 +12,7 @@ import torch
 from megalith.config.groups import LogConfig
 from megalith.train.profiler import Profile, TorchProfiler, build_profiler
 from megalith.train.records import ProgressLog
-from megalith.train.results import Ending, SavedCheckpoint, StepResult
+from megalith.train.results import ExitReason, SavedCheckpoint, StepResult
 
 
 class Notes:
@@ -41,7 +41,7 @@ def moments(start: int, end: int, first: int, last: int) -> tuple[list[str], lis
     for iteration in range(first + 1, last + 1):
         notes.moments.append(str(iteration))
         profile.after_step(step(iteration))
-    profile.on_exit(Ending("signal", last))
+    profile.on_exit(ExitReason("signal", last))
     return notes.moments, said
 
 

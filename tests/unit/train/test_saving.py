@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megalith.errors import CheckpointError, MegalithError
-from megalith.train.loop import Plan, TrainingRun, train
-from megalith.train.results import Ending, Hook, SavedCheckpoint, ScheduledSave, StepResult
+from megalith.train.loop import LoopConfig, TrainingRun, train
+from megalith.train.results import ExitReason, Hook, SavedCheckpoint, ScheduledSave, StepResult
 from megalith.train.state import TrainState
 
 from .conftest import batches, make_state
@@ -31,8 +31,8 @@ class Recorder(Hook):
     def after_save(self, saved: SavedCheckpoint) -> None:
         self.moments.append(f"{saved.path} {saved.iteration}")
 
-    def on_exit(self, ending: Ending) -> None:
-        self.moments.append(f"exit {ending.kind}")
+    def on_exit(self, exit_reason: ExitReason) -> None:
+        self.moments.append(f"exit {exit_reason.kind}")
 
 
 class Writer:
@@ -47,7 +47,7 @@ class Writer:
         self.looks, self.fails_at = looks, fails_at
         self.scheduled: int | None = None
         self.closed = False
-        self.unchanged: dict[int, list[bool]] = {}  # iteration -> whether the weights were as saved, at each `settle`
+        self.unchanged: dict[int, list[bool]] = {}  # iteration -> weights as saved, at each wait
         self._stage, self._left, self._kind = 0, 0, ""
 
     def save(self, state: TrainState, *, persistent: bool = True) -> SavedCheckpoint:
@@ -61,7 +61,7 @@ class Writer:
         self._state, self.saved = state, state.model.output_weight.detach().clone()
         return ScheduledSave(state.iteration, self._kind, 0.0)
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         if self.scheduled is not None:
             same = torch.equal(self.saved, self._state.model.output_weight)
             self.unchanged.setdefault(self.scheduled, []).append(same)
@@ -91,77 +91,77 @@ class Writer:
         self.closed = True
 
 
-def make_run(plan: Plan, writer: Writer, **parts: object) -> tuple[TrainingRun, Recorder]:
+def make_run(loop_config: LoopConfig, writer: Writer, **parts: object) -> tuple[TrainingRun, Recorder]:
     recorder = Recorder()
     run = TrainingRun(
-        plan,
+        loop_config,
         make_state(),
         batches(),
         saver=writer,
         hook=recorder,
-        background=writer,
+        async_saver=writer,
         **parts,  # type: ignore[arg-type]
     )
     return run, recorder
 
 
 @pytest.fixture
-def plan(make_plan: Callable[..., Plan]) -> Plan:
-    return make_plan(eval_iterations=0, save_interval=4, train_iterations=10)
+def loop_config(make_loop_config: Callable[..., LoopConfig]) -> LoopConfig:
+    return make_loop_config(eval_iterations=0, save_interval=4, train_iterations=10)
 
 
-def test_stages_pass_at_the_ends_of_steps(plan: Plan) -> None:
-    run, recorder = make_run(plan, Writer(looks=1))
+def test_stages_pass_at_the_ends_of_steps(loop_config: LoopConfig) -> None:
+    run, recorder = make_run(loop_config, Writer(looks=1))
     list(train(run))
     assert recorder.moments == [
         *("step 1", "step 2", "step 3", "step 4", "scheduled 4", "step 5", "step 6", "step 7", "step 8", "kept 4"),
         *("scheduled 8", "step 9", "step 10", "kept 8", "kept 10"),
     ]
-    assert run.ending == Ending("finished", 10)
+    assert run.exit_reason == ExitReason("finished", 10)
 
 
-def test_what_is_saved_changes_only_after_the_copies_are_waited_for(plan: Plan) -> None:
+def test_what_is_saved_changes_only_after_the_copies_are_waited_for(loop_config: LoopConfig) -> None:
     writer = Writer(looks=1)
-    run, _ = make_run(plan, writer)
+    run, _ = make_run(loop_config, writer)
     list(train(run))
     assert writer.unchanged == {4: [True, False, False, False], 8: [True, False]}
 
 
-def test_a_second_save_waits_for_the_first(plan: Plan) -> None:
-    run, recorder = make_run(replace(plan, save_interval=1, train_iterations=3), Writer(looks=100))
+def test_a_second_save_waits_for_the_first(loop_config: LoopConfig) -> None:
+    run, recorder = make_run(replace(loop_config, save_interval=1, train_iterations=3), Writer(looks=100))
     list(train(run))
     assert recorder.moments == [
         *("step 1", "scheduled 1", "step 2", "kept 1", "scheduled 2", "step 3", "kept 2", "scheduled 3", "kept 3"),
     ]
 
 
-def test_the_last_save_is_written_at_once(plan: Plan) -> None:
-    run, recorder = make_run(replace(plan, save_interval=100), Writer())
+def test_the_last_save_is_written_at_once(loop_config: LoopConfig) -> None:
+    run, recorder = make_run(replace(loop_config, save_interval=100), Writer())
     list(train(run))
     assert recorder.moments[-2:] == ["step 10", "kept 10"]
 
 
-def test_a_stop_waits_for_the_save_under_way(plan: Plan) -> None:
-    run, recorder = make_run(replace(plan, exit_interval=5), Writer(looks=100))
+def test_a_stop_waits_for_the_save_under_way(loop_config: LoopConfig) -> None:
+    run, recorder = make_run(replace(loop_config, exit_interval=5), Writer(looks=100))
     list(train(run))
     assert recorder.moments[-5:] == ["scheduled 4", "step 5", "kept 4", "kept 5", "exit interval"]
-    run, recorder = make_run(replace(plan, exit_interval=4), Writer(looks=100))
+    run, recorder = make_run(replace(loop_config, exit_interval=4), Writer(looks=100))
     list(train(run))
     assert recorder.moments[-3:] == ["scheduled 4", "kept 4", "exit interval"]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_failure_ends_the_run_as_that_of_a_save_at_once_does(plan: Plan, stage: int) -> None:
-    run, recorder = make_run(plan, Writer(fails_at=stage))
+def test_a_failure_ends_the_run_as_that_of_a_save_at_once_does(loop_config: LoopConfig, stage: int) -> None:
+    run, recorder = make_run(loop_config, Writer(fails_at=stage))
     with pytest.raises(CheckpointError, match="disk is full"):
         list(train(run))
     assert recorder.moments[-1] == f"step {5 + stage}"
     run.close()
-    assert run.background is not None and run.background.closed  # type: ignore[attr-defined]
+    assert run.async_saver is not None and run.async_saver.closed  # type: ignore[attr-defined]
 
 
-def test_a_loss_that_is_not_finite_does_not_cost_the_save_under_way(plan: Plan) -> None:
-    run, recorder = make_run(plan, Writer(looks=100))
+def test_a_loss_that_is_not_finite_does_not_cost_the_save_under_way(loop_config: LoopConfig) -> None:
+    run, recorder = make_run(loop_config, Writer(looks=100))
     with pytest.raises(MegalithError, match="nan at iteration 5"):
         for result in train(run):
             if result.iteration == 4:
@@ -171,10 +171,10 @@ def test_a_loss_that_is_not_finite_does_not_cost_the_save_under_way(plan: Plan) 
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_passing_checkpoints_come_between_the_others(plan: Plan, beside: bool) -> None:
-    run, recorder = make_run(replace(plan, ephemeral_save_interval=2, train_iterations=6), Writer())
+def test_passing_checkpoints_come_between_the_others(loop_config: LoopConfig, beside: bool) -> None:
+    run, recorder = make_run(replace(loop_config, ephemeral_save_interval=2, train_iterations=6), Writer())
     if not beside:
-        run.background = None
+        run.async_saver = None
     list(train(run))
     assert [moment for moment in recorder.moments if moment[:4] in ("pass", "kept")] == [
         "passing 2",

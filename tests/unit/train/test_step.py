@@ -48,7 +48,7 @@ def test_the_first_step_uses_the_rate_of_the_warm_up_s_start() -> None:
     result = train_step(state, batches(), 2)
     # Rate 0: nothing moves, yet the step counts and the rate printed is already that of the next step.
     assert all(torch.equal(value, before[name]) for name, value in state.model.named_parameters())
-    assert result.applied and state.schedule_samples == 4
+    assert result.applied and state.lr_schedule_samples == 4
     assert result.learning_rate == pytest.approx(1e-3 * 4 / 12)
     train_step(state, batches(), 2)
     assert any(not torch.equal(value, before[name]) for name, value in state.model.named_parameters())
@@ -60,7 +60,7 @@ def test_an_overflow_consumes_samples_but_leaves_schedule_and_weights() -> None:
     before = {name: value.clone() for name, value in state.model.named_parameters()}
     result = train_step(state, batches(), 2)
     assert not result.applied and result.grad_norm is None
-    assert (state.iteration, state.consumed_samples, state.schedule_samples) == (1, 4, 0)
+    assert (state.iteration, state.consumed_samples, state.lr_schedule_samples) == (1, 4, 0)
     assert result.loss_scale == 2.0**126
     assert all(torch.equal(value, before[name]) for name, value in state.model.named_parameters())
 

@@ -48,7 +48,7 @@ def test_a_hook_is_told_and_stops_the_run(tmp_path: Path) -> None:
     hook = Told(stop=3)
     with training(run_of(tmp_path / "a"), hooks=[hook]) as run:
         results = list(train(run))
-        assert run.ending is not None and (run.ending.kind, run.ending.detail) == ("hook", "enough")
+        assert run.exit_reason is not None and (run.exit_reason.kind, run.exit_reason.detail) == ("hook", "enough")
     assert len(results) == 3
     assert hook.told == ["start 0 1.0", "step 1", "step 2", "step 3", "save 3", "end"]
 

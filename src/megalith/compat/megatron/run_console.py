@@ -14,8 +14,8 @@ from megalith.compat.megatron import console_lines
 from megalith.layout import Layout
 from megalith.train.results import (
     BadStep,
-    Ending,
     Evaluation,
+    ExitReason,
     GradientNoise,
     Hook,
     SavedCheckpoint,
@@ -133,7 +133,7 @@ class MegatronConsole(Hook):
         done = {"alarm": "", "skip": "; the step is skipped", "rerun": "; the run goes on", "stop": "; the run stops"}
         self.console.warn(f"WARNING: {bad}{done[bad.action]}")
 
-    def after_growth(self, before: int, after: int) -> None:
+    def on_batch_size_change(self, before: int, after: int) -> None:
         self.console.print(console_lines.growth_line(before, after))
 
     def after_timing(self, iteration: int, times: Times) -> None:
@@ -177,16 +177,16 @@ class MegatronConsole(Hook):
     def after_training(self, iteration: int) -> None:
         self.console.print(console_lines.milestone_line("after training is done", datetime.now()))
 
-    def on_exit(self, ending: Ending) -> None:
+    def on_exit(self, exit_reason: ExitReason) -> None:
         now = datetime.now()
-        if ending.kind == "interval":
-            self.console.print(console_lines.exit_at_iteration_line(ending.iteration, now))
-        elif ending.kind == "duration":
-            self.console.print(console_lines.exit_after_minutes_line(ending.detail, now))
-        elif ending.kind == "hook":
-            self.console.print(f"a hook ends the run: {ending.detail}")
+        if exit_reason.kind == "interval":
+            self.console.print(console_lines.exit_at_iteration_line(exit_reason.iteration, now))
+        elif exit_reason.kind == "duration":
+            self.console.print(console_lines.exit_after_minutes_line(exit_reason.detail, now))
+        elif exit_reason.kind == "hook":
+            self.console.print(f"a hook ends the run: {exit_reason.detail}")
         else:
-            self.console.print(console_lines.exit_on_signal_line(ending.detail, now))
+            self.console.print(console_lines.exit_on_signal_line(exit_reason.detail, now))
 
 
 def speed_line(report: WindowReport) -> str:

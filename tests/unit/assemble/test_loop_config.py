@@ -1,4 +1,4 @@
-"""What flags of the control of a run become in its plan; what the plan does is tested with the loop."""
+"""What flags of the control of a run become in its loop config; its effect is tested with the loop."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ BASE = (
 @pytest.mark.parametrize(
     ("flags", "name", "without", "value"),
     [
-        ("--start-eval-at-iter 7", "first_evaluation", 0, 7),
+        ("--start-eval-at-iter 7", "eval_start_iteration", 0, 7),
         ("--exit-duration-in-mins 3", "exit_minutes", None, 3),
         ("--log-params-norm", "log_params_norm", False, True),
         ("--log-gradient-noise-scale", "log_noise", False, True),
     ],
 )
-def test_flags_reach_the_plan(
+def test_flags_reach_the_loop_config(
     flags: str, name: str, without: object, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "measure_peak", lambda *_: 1.0)
     model: Any = SimpleNamespace(vocab_size=128)
 
-    def planned(more: str) -> object:
+    def configured(more: str) -> object:
         run = load(f"{BASE} {more}".split(), {}, files=False)
-        return getattr(training.build_plan(run, [model], ParallelContext.solo(), StartObserver()), name)
+        return getattr(training.build_loop_config(run, [model], ParallelContext.solo(), StartObserver()), name)
 
-    assert (planned(""), planned(flags)) == (without, value)
+    assert (configured(""), configured(flags)) == (without, value)
