@@ -25,7 +25,7 @@ import torch
 from megalith.checkpoint import CheckpointContent
 from megalith.checkpoint.convert import ConversionOptions, convert
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, LocalTensor, optimizer_common, weight_chunks
-from megalith.checkpoint.model_space import model_space_of
+from megalith.checkpoint.global_parameters import GlobalParameters
 from megalith.checkpoint.sources.source import Contents, StoredTensor
 from megalith.checkpoint.writers.torch_dist import write_torch_dist
 
@@ -54,11 +54,11 @@ class Drawn:
     format = "drawn"
 
     def __init__(self, args: dict[str, Any]) -> None:
-        self._args, space = args, model_space_of(args, "the benchmark")
-        boxes = [LocalTensor(name, torch.empty(shape, device="meta")) for name, shape in space.shapes.items()]
+        self._args, params = args, GlobalParameters.from_args(args, "the benchmark")
+        boxes = [LocalTensor(name, torch.empty(shape, device="meta")) for name, shape in params.shapes.items()]
         self.weights = {
             chunk.key: StoredTensor(chunk.global_shape, torch.float32)
-            for chunk in weight_chunks(boxes, space.placements, space.stacking)
+            for chunk in weight_chunks(boxes, params.placements, params.stacking)
         }
 
     def contents(self) -> Contents:

@@ -96,7 +96,7 @@ class Layout:
         return " x ".join(parts) or "one process"
 
 
-def cut(extent: int, parts: int, index: int) -> tuple[int, int]:
+def shard_range(extent: int, parts: int, index: int) -> tuple[int, int]:
     """[start, stop) of the index-th of `parts` nearly equal parts of `extent`; the first ones are longer by one."""
     size, longer = divmod(extent, parts)
     start = index * size + min(index, longer)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore, Staging
 from megalith.checkpoint.formats.torch_dist import LocalTensor, weight_chunks
-from megalith.checkpoint.model_space import model_space_of
+from megalith.checkpoint.global_parameters import GlobalParameters
 from megalith.distributed.context import ParallelContext
 from megalith.layout import Layout
 
@@ -40,9 +40,9 @@ def half_of_a_tensor(rank, number):
 def half_of_a_model(rank, number):
     args = dict(num_layers=1, hidden_size=4, num_attention_heads=1, seq_length=4, max_position_embeddings=4)
     args |= dict(padded_vocab_size=8, params_dtype="float32")
-    space = model_space_of(args, "test")
-    boxes = [LocalTensor(name, torch.full(shape, float(number))) for name, shape in space.shapes.items()]
-    chunks = weight_chunks(boxes[rank::2], space.placements, space.stacking)
+    params = GlobalParameters.from_args(args, "test")
+    boxes = [LocalTensor(name, torch.full(shape, float(number))) for name, shape in params.shapes.items()]
+    chunks = weight_chunks(boxes[rank::2], params.placements, params.stacking)
     return CheckpointContent(chunks, {}, {"args": Namespace(**args)})
 
 def save(rank, folder, rendezvous, number, point, killed, way):

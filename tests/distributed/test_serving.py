@@ -21,7 +21,7 @@ from megalith.assemble.model import copy_shared_weight
 from megalith.config import ModelConfig
 from megalith.distributed.context import ParallelContext
 from megalith.errors import LayoutError, PeerError
-from megalith.layout import Layout, cut
+from megalith.layout import Layout, shard_range
 from megalith.models.families import model_class
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
@@ -122,7 +122,9 @@ def _engine(runner: ModelRunner | RankRunner, style: str) -> Engine:
 
 def _model(style: str, context: ParallelContext) -> GPT | T5:
     config, pipeline = STYLES[style], context.pp
-    stage = Stage(range(*cut(config.num_layers, pipeline.size, pipeline.index)), pipeline.is_first, pipeline.is_last)
+    stage = Stage(
+        range(*shard_range(config.num_layers, pipeline.size, pipeline.index)), pipeline.is_first, pipeline.is_last
+    )
     region = TensorParallel(context.tp) if context.tp.size > 1 else None
     model = model_class(config)(config, PADDED, region=region, stage=stage, dtype=torch.float64)
     initialise(model, 3)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from megalith.assemble.huggingface import compare_logits
 from megalith.assemble.trained import load_trained
 from megalith.checkpoint.convert import ConversionOptions, convert
-from megalith.checkpoint.model_space import model_space_of
+from megalith.checkpoint.global_parameters import GlobalParameters
 from megalith.checkpoint.sources.adapters import args_of
 from megalith.checkpoint.sources.source import open_source
 from megalith.checkpoint.writers.huggingface import ExportOptions, Weights, export
@@ -75,8 +75,8 @@ def test_there_and_back(tmp_path: Path, kind: str, changes: dict[str, Any]) -> N
         orders = trained.model.order_logits(hidden)
         torch.testing.assert_close(orders, wanted.seq_relationship_logits, rtol=1e-5, atol=1e-5)
     source = open_source(made)
-    space = model_space_of(args_of(source.common()), str(made))
-    difference = compare_logits(snapshot, Weights(source), space, len(VOCABULARY)).difference
+    params = GlobalParameters.from_args(args_of(source.common()), str(made))
+    difference = compare_logits(snapshot, Weights(source), params, len(VOCABULARY)).difference
     assert difference is not None and difference <= 1e-5
     back = export(made, tmp_path / "back", ExportOptions())
     assert back.architecture == kind and back.vocab_size == len(VOCABULARY)
@@ -96,12 +96,12 @@ def test_the_names_of_tensorflow_are_read(tmp_path: Path) -> None:
     save_file(tensors, file.resolve(), metadata={"format": "pt"})
     made = convert(snapshot, tmp_path / "ours", ConversionOptions(release=True)).path
     source = open_source(made)
-    space = model_space_of(args_of(source.common()), str(made))
-    assert space.vocab_size == 128, "two tokens more than in the files, and padding"
-    bias = Weights(source).read("output_layer.bias", (128,), space)
+    params = GlobalParameters.from_args(args_of(source.common()), str(made))
+    assert params.vocab_size == 128, "two tokens more than in the files, and padding"
+    bias = Weights(source).read("output_layer.bias", (128,), params)
     assert (bias[len(VOCABULARY) :] == -1e4).all(), "what is no token takes no part in the loss"
     save_file(load_file(file), file.resolve(), metadata={"format": "pt"})
-    difference = compare_logits(snapshot, Weights(source), space, len(VOCABULARY)).difference
+    difference = compare_logits(snapshot, Weights(source), params, len(VOCABULARY)).difference
     assert difference is not None and difference <= 1e-5
 
 

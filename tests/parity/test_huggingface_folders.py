@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from megalith.assemble.huggingface import TOLERANCE, Comparison, compare_logits
 from megalith.checkpoint.convert import ConversionOptions, convert
-from megalith.checkpoint.model_space import ModelSpace, model_space_of
+from megalith.checkpoint.global_parameters import GlobalParameters
 from megalith.checkpoint.sources.adapters import Upcycling, args_of
 from megalith.checkpoint.sources.huggingface import HuggingFaceSource
 from megalith.checkpoint.sources.source import open_source
@@ -166,8 +166,8 @@ def test_layers_of_multi_token_prediction_come_back(build: Build) -> None:
     out = _there_and_back(folder)
     _assert_same_files(folder, out)
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 1
-    space = _space(folder)
-    assert space.model.predictions == 1 and space.shapes["mtp.layers.0.eh_proj.weight"] == (24, 48)
+    params = _params_of(folder)
+    assert params.model.predictions == 1 and params.shapes["mtp.layers.0.eh_proj.weight"] == (24, 48)
     assert _difference(folder, folder.parent / "saved/release") <= TOLERANCE
 
 
@@ -186,7 +186,7 @@ def test_layers_of_prediction_that_are_said_and_not_there(build: Build) -> None:
     folder = build("deepseek")
     config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
-    assert _space(folder).model.predictions == 0
+    assert _params_of(folder).model.predictions == 0
     assert json.loads((_there_and_back(folder) / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
@@ -223,13 +223,13 @@ def _assert_same_files(one: Path, other: Path) -> None:
     assert different == []
 
 
-def _space(folder: Path) -> ModelSpace:
-    return model_space_of(args_of(HuggingFaceSource(folder).common()), "")
+def _params_of(folder: Path) -> GlobalParameters:
+    return GlobalParameters.from_args(args_of(HuggingFaceSource(folder).common()), "")
 
 
 def _difference(folder: Path, checkpoint: Path) -> float:
-    space = _space(folder)
-    compared = compare_logits(folder, Weights(open_source(checkpoint)), space, space.vocab_size)
+    params = _params_of(folder)
+    compared = compare_logits(folder, Weights(open_source(checkpoint)), params, params.vocab_size)
     assert compared.difference is not None
     return compared.difference
 
@@ -255,11 +255,11 @@ def test_a_mixture_of_copies_computes_what_the_dense_model_does(
     tokens = torch.randint(0, 67, (2, 20), generator=torch.Generator().manual_seed(1))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     saved = open_source(folder.parent / "saved" / "release")
-    weights, space = Weights(saved), model_space_of(args_of(saved.common()), "")
-    ours = GPT(space.model, space.vocab_size).eval()
+    weights, params = Weights(saved), GlobalParameters.from_args(args_of(saved.common()), "")
+    ours = GPT(params.model, params.vocab_size).eval()
     with torch.no_grad():
         for parameter, weight in ours.named_parameters():
-            weight.copy_(weights.read(parameter, weight.shape, space))
+            weight.copy_(weights.read(parameter, weight.shape, params))
         assert any("local_experts.3." in parameter for parameter, _ in ours.named_parameters())
         wanted = theirs(tokens).logits
         assert float((ours(tokens) - wanted).abs().max() / wanted.abs().max()) < 1e-5
@@ -345,7 +345,7 @@ def test_another_model_is_refused(build: Build) -> None:
     """The comparison finds a single pair of exchanged heads."""
     folder = build("llama")
     convert(folder, folder.parent / "saved", ConversionOptions(release=True))
-    weights, space = Weights(open_source(folder.parent / "saved/release")), _space(folder)
+    weights, params = Weights(open_source(folder.parent / "saved/release")), _params_of(folder)
     original = weights.read
 
     def exchanged(name: str, *rest: Any) -> torch.Tensor:
@@ -356,16 +356,16 @@ def test_another_model_is_refused(build: Build) -> None:
 
     weights.read = exchanged  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match=str(folder)):
-        compare_logits(folder, weights, space, space.vocab_size)
+        compare_logits(folder, weights, params, params.vocab_size)
 
 
 def test_a_folder_that_transformers_cannot_load(build: Build) -> None:
     folder = build("llama")
-    weights, space = Weights(HuggingFaceSource(folder)), _space(folder)
+    weights, params = Weights(HuggingFaceSource(folder)), _params_of(folder)
     broken = shutil.copytree(folder, folder.parent / "broken")
     (broken / "config.json").write_text(json.dumps({"model_type": "no such model"}))
     with pytest.raises(CheckpointError, match="cannot load"):
-        compare_logits(broken, weights, space, space.vocab_size)
+        compare_logits(broken, weights, params, params.vocab_size)
 
 
 def test_the_commands(build: Build, capsys: pytest.CaptureFixture[str]) -> None:

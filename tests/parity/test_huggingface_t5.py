@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megalith.assemble.huggingface import compare_logits
 from megalith.checkpoint.convert import ConversionOptions, convert
-from megalith.checkpoint.model_space import ModelSpace, model_space_of
+from megalith.checkpoint.global_parameters import GlobalParameters
 from megalith.checkpoint.sources.adapters import args_of
 from megalith.checkpoint.sources.source import open_source
 from megalith.checkpoint.writers.huggingface import ExportOptions, Weights, export
@@ -56,12 +56,12 @@ def _folder(
     return path
 
 
-def _difference(folder: Path, made: Path) -> tuple[float, ModelSpace]:
+def _difference(folder: Path, made: Path) -> tuple[float, GlobalParameters]:
     source = open_source(made)
-    space = model_space_of(args_of(source.common()), str(made))
-    difference = compare_logits(folder, Weights(source), space, ROWS).difference
+    params = GlobalParameters.from_args(args_of(source.common()), str(made))
+    difference = compare_logits(folder, Weights(source), params, ROWS).difference
     assert difference is not None
-    return difference, space
+    return difference, params
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def _difference(folder: Path, made: Path) -> tuple[float, ModelSpace]:
 def test_there_and_back(tmp_path: Path, options: dict[str, Any], own_output: bool, scaled: bool) -> None:
     folder = _folder(tmp_path / "theirs", **options)
     made = convert(folder, tmp_path / "ours", ConversionOptions(release=True)).path
-    difference, space = _difference(folder, made)
+    difference, params = _difference(folder, made)
     assert difference <= 1e-5
-    assert (space.model.untie_embeddings_and_output_weights, space.model.t5_scaled_logits) == (own_output, scaled)
+    assert (params.model.untie_embeddings_and_output_weights, params.model.t5_scaled_logits) == (own_output, scaled)
     back = export(made, tmp_path / "back", ExportOptions(max_shard_size="20KB"))
     assert back.architecture == f"{options.get('kind', 'T5')}ForConditionalGeneration" and back.shards > 1
     assert (back.path / "config.json").read_bytes() == (folder / "config.json").read_bytes()
@@ -99,7 +99,7 @@ def test_a_config_of_our_own_is_read_alike_by_both(tmp_path: Path, options: dict
     """Without the original the config.json is written anew; transformers computes the same from it."""
     folder = _folder(tmp_path / "theirs", **options)
     made = convert(folder, tmp_path / "ours", ConversionOptions(release=True)).path
-    model = model_space_of(args_of(open_source(made).common()), str(made)).model
+    model = GlobalParameters.from_args(args_of(open_source(made).common()), str(made)).model
     config = config_of_model(family_for(model), model, ROWS, "float32", special={"pad": 0, "eos": 1})
     assert (config["decoder_start_token_id"], config["eos_token_id"]) == (0, 1)
     (folder / "config.json").write_text(json.dumps(config))
@@ -170,11 +170,11 @@ def test_answers_are_those_of_generate(tmp_path: Path, options: dict[str, Any]) 
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(folder).eval().double()
     made = convert(folder, tmp_path / "ours", ConversionOptions(release=True)).path
     source = open_source(made)
-    space = model_space_of(args_of(source.common()), str(made))
-    ours = T5(space.model, space.vocab_size, dtype=torch.float64)
+    params = GlobalParameters.from_args(args_of(source.common()), str(made))
+    ours = T5(params.model, params.vocab_size, dtype=torch.float64)
     with torch.no_grad():
         for name, tensor, _ in saved_tensors(ours):
-            tensor.copy_(Weights(source).read(name, tensor.shape, space))
+            tensor.copy_(Weights(source).read(name, tensor.shape, params))
     tokenizer = SimpleNamespace(vocab_size=ROWS, eod=1, decode=lambda ids: "".join(f"<{token}>" for token in ids))
     engine = Engine(
         ModelRunner(ours, 60, 4),

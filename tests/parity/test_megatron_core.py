@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
-from megalith.checkpoint.model_space import ModelSpace, model_space_of
+from megalith.checkpoint.global_parameters import GlobalParameters
 from megalith.nn.placement import local_part
 
 from ..e2e.warm import WarmProcess, free_port
@@ -126,7 +126,7 @@ def whole_tensors(store: DirectoryStore, iteration: int) -> dict[str, torch.Tens
     return tensors
 
 
-def expected(space: ModelSpace, whole: dict[str, torch.Tensor], name: str, layers: list[int], place: Any) -> Any:
+def expected(params: GlobalParameters, whole: dict[str, torch.Tensor], name: str, layers: list[int], place: Any) -> Any:
     """Our part of what a rank calls `name`, its layers counted from 0 in its stage."""
     kind, _, rest = name.partition(".")
     prefix = f"optimizer.state.{kind}." if kind in ("exp_avg", "exp_avg_sq", "fp32_param") else ""
@@ -134,12 +134,12 @@ def expected(space: ModelSpace, whole: dict[str, torch.Tensor], name: str, layer
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(layers[int(parts[2])])
     ours = ".".join(parts)
-    if ours not in space.shapes:  # the second copy of a tied embedding
-        assert ours == "output_layer.weight" and space.tied
+    if ours not in params.shapes:  # the second copy of a tied embedding
+        assert ours == "output_layer.weight" and params.tied
         ours = "embedding.word_embeddings.weight"
-    slot = space.stacking.slot(ours)
+    slot = params.stacking.slot(ours)
     tensor = whole[prefix + slot.key][slot.index]
-    return local_part(tensor, space.placements[ours], *place)
+    return local_part(tensor, params.placements[ours], *place)
 
 
 def config_of(flags: tuple[Any, ...], *, llama: bool) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def test_megatron_loads_what_is_saved_here(
     assert all(end.code == 0 for end in ended), ended[0].text
     store = DirectoryStore(tmp_path / "c")
     whole, args = whole_tensors(store, 3), vars(store.common(3)["args"])
-    space = model_space_of(args, "ours")
+    params = GlobalParameters.from_args(args, "ours")
     tp, pp = READERS[reader]
     request = {
         "folder": str(store.folder(3)),
@@ -179,7 +179,7 @@ def test_megatron_loads_what_is_saved_here(
     for rank, result in enumerate(read_by_megatron(core, tmp_path / "read", READERS[reader], request)):
         assert result["common"] in ({}, {"iteration": 3, "checkpoint_version": 3.0})
         for name, tensor in result["held"].items():
-            wanted = expected(space, whole, name, result["layers"], (tp, rank % tp))
+            wanted = expected(params, whole, name, result["layers"], (tp, rank % tp))
             assert torch.equal(tensor, wanted), f"rank {rank}: {name}"
             compared.add(name.partition(".")[0])
     assert {"embedding", "decoder", "exp_avg", "exp_avg_sq"} <= compared
@@ -213,7 +213,7 @@ def test_megatron_loads_per_rank_files(case: str, core: Path, tmp_path: Path, wa
     store = DirectoryStore(tmp_path / "c")
     assert store.format(3) == "torch"
     whole, args = whole_tensors(store, 3), vars(store.common(3)["args"])
-    space = model_space_of(args, "ours")
+    params = GlobalParameters.from_args(args, "ours")
     request = {
         "folder": str(store.folder(3)),
         "config": {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, **config_of(flags, llama=llama)},
@@ -231,7 +231,7 @@ def test_megatron_loads_per_rank_files(case: str, core: Path, tmp_path: Path, wa
     for rank, result in enumerate(read_by_megatron(core, tmp_path / "read", (tp, pp), request)):
         assert result["common"] == {"iteration": 3, "checkpoint_version": 3.0}
         for name, tensor in result["held"].items():
-            wanted = expected(space, whole, name, result["layers"], (tp, rank % tp))
+            wanted = expected(params, whole, name, result["layers"], (tp, rank % tp))
             assert torch.equal(tensor, wanted), f"rank {rank}: {name}"
             compared.add(name.partition(".")[0])
     assert {"embedding", "decoder", "exp_avg", "exp_avg_sq"} <= compared

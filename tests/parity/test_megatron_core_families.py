@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megalith.checkpoint.model_space import model_space_of
+from megalith.checkpoint.global_parameters import GlobalParameters
 from megalith.checkpoint.sources.adapters import args_of
 from megalith.checkpoint.sources.source import open_source
 from megalith.checkpoint.writers.huggingface import Weights
@@ -74,10 +74,10 @@ def test_every_weight_is_found(core: Path, tmp_path: Path) -> None:  # noqa: F81
     for number, (family, options) in enumerate(CASES):
         place = tmp_path / str(number) / "iter_0000005"
         source = open_source(place)
-        space = model_space_of(args_of(source.common()), str(place))
-        assert space.model.model_family == family and space.vocab_size == VOCABULARY
-        model = (Bert if family == "bert" else T5)(space.model, space.vocab_size)
+        params = GlobalParameters.from_args(args_of(source.common()), str(place))
+        assert params.model.model_family == family and params.vocab_size == VOCABULARY
+        model = (Bert if family == "bert" else T5)(params.model, params.vocab_size)
         wanted = load_file(tmp_path / f"{number}.safetensors")
         assert {name for name, _, _ in saved_tensors(model)} == set(wanted), options
         for name, tensor, _ in saved_tensors(model):
-            assert torch.equal(Weights(source).read(name, tensor.shape, space), wanted[name]), (number, name)
+            assert torch.equal(Weights(source).read(name, tensor.shape, params), wanted[name]), (number, name)

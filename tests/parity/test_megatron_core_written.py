@@ -25,7 +25,7 @@ import torch
 from megalith.checkpoint import DirectoryStore
 from megalith.checkpoint.formats.megatron_names import parse_name
 from megalith.checkpoint.formats.torch_dist import LocalTensor, read_optimizer_common, weight_chunks
-from megalith.checkpoint.model_space import model_space_of, parallel_layout
+from megalith.checkpoint.global_parameters import GlobalParameters, parallel_layout
 from megalith.config.load import load
 from megalith.config.saved_args import megatron_args
 
@@ -125,19 +125,19 @@ def _text_of(process: subprocess.Popen[str], others: Sequence[subprocess.Popen[s
 
 def expected_tensors(args: dict[str, Any], *, main: bool, states: bool) -> dict[str, torch.Tensor]:
     """Every tensor of the checkpoint in model space, put together from what each tensor-parallel rank had."""
-    space, tp = model_space_of(args, "request"), int(args["tensor_model_parallel_size"])
+    params, tp = GlobalParameters.from_args(args, "request"), int(args["tensor_model_parallel_size"])
     found: dict[str, torch.Tensor] = {}
     kinds = ["", *(["exp_avg", "exp_avg_sq"] if states else []), *(["fp32_param"] if main else [])]
-    for name in space.shapes:
+    for name in params.shapes:
         size = tp if parse_name(name).expert is None else int(args.get("expert_tensor_parallel_size") or tp)
         for rank in range(size):
-            local = space.local_shape(name, size, rank)
-            whole = local == space.shapes[name]
+            local = params.local_shape(name, size, rank)
+            whole = local == params.shapes[name]
             count = int(torch.Size(local).numel())
             drawn = values(name, 0 if whole else rank, 0, count).view(local)
             for kind in kinds:
                 box = LocalTensor(name, drawn + SHIFTS.get(kind, 0.0))
-                for chunk in weight_chunks([box], space.placements, space.stacking, rank=rank, size=size):
+                for chunk in weight_chunks([box], params.placements, params.stacking, rank=rank, size=size):
                     key = f"optimizer.state.{kind}.{chunk.key}" if kind else chunk.key
                     target = found.setdefault(key, torch.full(chunk.global_shape, -1.0))
                     place = tuple(slice(at, at + n) for at, n in zip(chunk.offset, chunk.tensor.shape, strict=True))

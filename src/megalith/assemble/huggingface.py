@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.model_space import ModelSpace
+from megalith.checkpoint.global_parameters import GlobalParameters
 from megalith.checkpoint.writers.huggingface import Weights
 from megalith.config.families import Objective
 from megalith.errors import CheckpointError, install_command
@@ -38,7 +38,7 @@ class Comparison:
         return f"logits equal those of transformers: largest difference {self.difference:.1e} of the largest logit"
 
 
-def compare_logits(folder: Path, weights: Weights, space: ModelSpace, rows: int) -> Comparison:
+def compare_logits(folder: Path, weights: Weights, params: GlobalParameters, rows: int) -> Comparison:
     """Compute the logits of a fixed prompt with both models, one after the other, and compare `rows` of the vocabulary.
 
     Raises:
@@ -46,10 +46,10 @@ def compare_logits(folder: Path, weights: Weights, space: ModelSpace, rows: int)
     """
     if find_spec("transformers") is None:
         return Comparison(None)
-    length = min(_PROMPT_LENGTH, space.model.max_position_embeddings)
+    length = min(_PROMPT_LENGTH, params.model.max_position_embeddings)
     tokens_BS = (torch.arange(1, length + 1) * _STRIDE % rows)[None]
-    prompt = _prompts(tokens_BS)[space.model.family.objective]
-    ours = _our_logits(tokens_BS, prompt.ours, weights, space)[..., :rows]
+    prompt = _prompts(tokens_BS)[params.model.family.objective]
+    ours = _our_logits(tokens_BS, prompt.ours, weights, params)[..., :rows]
     theirs = _their_logits(tokens_BS, prompt, folder)
     if theirs.shape != ours.shape:
         raise CheckpointError(
@@ -87,10 +87,10 @@ def _prompts(tokens_BS: Tensor) -> dict[Objective, _Prompt]:
 
 
 @torch.no_grad()
-def _our_logits(tokens_BS: Tensor, more: Mapping[str, Tensor], weights: Weights, space: ModelSpace) -> Tensor:
-    model = model_class(space.model)(space.model, space.vocab_size)
+def _our_logits(tokens_BS: Tensor, more: Mapping[str, Tensor], weights: Weights, params: GlobalParameters) -> Tensor:
+    model = model_class(params.model)(params.model, params.vocab_size)
     for name, tensor, _ in saved_tensors(model):
-        tensor.copy_(weights.read(name, tensor.shape, space))
+        tensor.copy_(weights.read(name, tensor.shape, params))
     logits: Tensor = model.eval()(tokens_BS, **more)
     return logits
 

@@ -13,7 +13,7 @@ from megalith.checkpoint.files.folder import damaged
 from megalith.checkpoint.store.store import nothing_in
 from megalith.config import ModelConfig, RunConfig, all_settings, from_values
 from megalith.config.families import Objective
-from megalith.config.foreign_args import model_of
+from megalith.config.megatron_args import model_from_args
 from megalith.errors import CheckpointError, ConfigError, NewerFormatError, OtherModelError
 from megalith.registry import EMPTY, Registry
 
@@ -53,7 +53,7 @@ def model_in(args: Mapping[str, Any], checkpoint: Path, registry: Registry = EMP
         CheckpointError: arguments are missing, or the architecture is not implemented.
     """
     try:
-        return model_of(args, registry)
+        return model_from_args(args, registry)
     except KeyError as error:
         raise CheckpointError(f"{checkpoint}: its args have no {error}, so that its model cannot be known") from error
 

@@ -19,11 +19,11 @@ from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, model_chunks
 from megalith.checkpoint.sources.source import listing
 from megalith.checkpoint.store.store import nothing_in
 from megalith.config import ModelConfig
-from megalith.config.foreign_args import model_of, precision_of, tokenizer_of
 from megalith.config.groups import TokenizerConfig
+from megalith.config.megatron_args import model_from_args, precision_from_args, tokenizer_from_args
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError, LayoutError
-from megalith.layout import cut
+from megalith.layout import shard_range
 from megalith.models.families import model_class
 from megalith.models.language_model import GenerativeModel, LanguageModel, Stage
 from megalith.models.plain import PlainModel
@@ -120,8 +120,8 @@ def _trained(
 ) -> Trained:
     """Load the checkpoint `found`; DamagedCheckpointError if a tensor file fails verification."""
     args = vars(store.common(found).get("args", Namespace()))
-    precision = precision_of(args)
-    saved_config = replace(model_of(args, registry), mtp_num_layers=None)  # these layers are for training only
+    precision = precision_from_args(args)
+    saved_config = replace(model_from_args(args, registry), mtp_num_layers=None)  # these layers are for training only
     model_config, about_experts = _for_any_batch(saved_config)
     model = model_class(model_config)(
         model_config,
@@ -152,7 +152,7 @@ def _trained(
 
 def _own_tokenizer(folder: Path, args: Mapping[str, Any], registry: Registry) -> Tokenizer:
     """Build the tokenizer of a checkpoint: its own copy, or the files that its args name; DataError if missing."""
-    config = tokenizer_of(args, registry)
+    config = tokenizer_from_args(args, registry)
     try:
         return build_tokenizer(with_files_in(folder, config))
     except DataError as error:
@@ -186,7 +186,7 @@ def _stage(num_layers: int, context: ParallelContext) -> Stage:
             f"{num_layers} layers cannot form {pipeline.size} pipeline stages; use --pipeline-model-parallel-size "
             f"{num_layers} or less"
         )
-    part = range(*cut(num_layers, pipeline.size, pipeline.index))
+    part = range(*shard_range(num_layers, pipeline.size, pipeline.index))
     return Stage(part, is_first=pipeline.is_first, is_last=pipeline.is_last)
 
 

@@ -28,7 +28,7 @@ from megalith.checkpoint.formats.torch_dist import (
     WORD_EMBEDDINGS,
     is_rng_object,
 )
-from megalith.checkpoint.model_space import model_space_of
+from megalith.checkpoint.global_parameters import GlobalParameters
 from megalith.checkpoint.sources.adapters import (
     InPrecision,
     Repadded,
@@ -45,7 +45,7 @@ from megalith.checkpoint.sources.source import Source
 from megalith.checkpoint.store.store import RELEASE, TRACKER_FILE, facts_of, locate
 from megalith.checkpoint.writers.torch_dist import no_check, rng_keys, write_torch, write_torch_dist
 from megalith.config import ModelConfig
-from megalith.config.foreign_args import refuse_registered_parts
+from megalith.config.megatron_args import refuse_registered_parts
 from megalith.errors import CheckpointError, ConfigError, LayoutError
 from megalith.layout import Layout
 from megalith.registry import EMPTY, Registry
@@ -264,7 +264,7 @@ def adapt(
         if wanted.optimizer:
             why = "files of format torch hold the state of AdamW only; use torch_dist, or --no-optim"
             refuse_registered_parts(args, where, why, group="optimizer")
-    model = model_space_of(args, where, wanted.registry).model
+    model = GlobalParameters.from_args(args, where, wanted.registry).model
     if wanted.upcycling is not None:
         source = Upcycled(WeightsOnly(source), wanted.upcycling, model, where)
         notes.append("experts are copies, and routers are new: the result is weights only")

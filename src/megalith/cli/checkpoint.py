@@ -330,7 +330,7 @@ def _print_list(head: str, lines: list[str], shown: int | None) -> None:
 
 def _architecture(args: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the architecture settings that the args determine."""
-    from megalith.config.foreign_args import model_of
+    from megalith.config.megatron_args import model_from_args
     from megalith.config.saved_args import REGISTERED
     from megalith.errors import CheckpointError
     from megalith.train.checkpoint_fit import ARCHITECTURE, architecture
@@ -338,6 +338,6 @@ def _architecture(args: Mapping[str, Any]) -> Mapping[str, Any]:
     if of_user := args.get(REGISTERED):  # compared by names and settings, for which no code of theirs is run
         return {name: args.get(name) for name in ARCHITECTURE} | dict(of_user.get("settings", {}))
     try:
-        return architecture(model_of(args))
+        return architecture(model_from_args(args))
     except (CheckpointError, KeyError):
         return {name: args.get(name) for name in ("num_layers", "hidden_size", "num_attention_heads")}

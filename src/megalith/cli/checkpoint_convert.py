@@ -152,15 +152,15 @@ def run_import(options: argparse.Namespace) -> int:
 
 def _compare(made: Path, folder: Path) -> Comparison:
     from megalith.assemble.huggingface import compare_logits
-    from megalith.checkpoint.model_space import model_space_of
+    from megalith.checkpoint.global_parameters import GlobalParameters
     from megalith.checkpoint.sources.adapters import args_of
     from megalith.checkpoint.sources.huggingface import HuggingFaceSource
     from megalith.checkpoint.sources.source import open_source
     from megalith.checkpoint.writers.huggingface import Weights
 
     source = open_source(made)
-    space = model_space_of(args_of(source.common()), str(made))
-    return compare_logits(folder, Weights(source), space, HuggingFaceSource(folder).about.vocab_size)
+    params = GlobalParameters.from_args(args_of(source.common()), str(made))
+    return compare_logits(folder, Weights(source), params, HuggingFaceSource(folder).about.vocab_size)
 
 
 def run_export(options: argparse.Namespace) -> int:
@@ -226,10 +226,10 @@ def convert_instead(config: RunConfig) -> int:
 
 def _check_architecture(config: RunConfig, args: Mapping[str, Any], found: Path) -> None:
     """Raise CheckpointError if the checkpoint's architecture differs from the command line's."""
-    from megalith.config.foreign_args import model_of
+    from megalith.config.megatron_args import model_from_args
     from megalith.train.checkpoint_fit import ARCHITECTURE, architecture
 
-    was, now = architecture(model_of(args, config.registry)), architecture(config.model)
+    was, now = architecture(model_from_args(args, config.registry)), architecture(config.model)
     lines = [
         f"{flag}: {was[name]} in the checkpoint, {now[name]} on the command line"
         for name, flag in ARCHITECTURE.items()

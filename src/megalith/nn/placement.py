@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import LayoutError
-from megalith.layout import cut
+from megalith.layout import shard_range
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def shard(extent: int, size: int, index: int, *, even: bool = True, share: bool 
         return Shard(start, start + 1, size // extent)
     if extent < size or (even and extent % size):
         raise LayoutError(f"{extent} does not divide over {size} tensor-parallel ranks")
-    return Shard(*cut(extent, size, index))
+    return Shard(*shard_range(extent, size, index))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from torch import Tensor
 from megalith.distributed import comm
 from megalith.distributed.context import Axis, ParallelContext
 from megalith.errors import LayoutError
-from megalith.layout import cut
+from megalith.layout import shard_range
 from megalith.nn.moe.balance import Peers
 from megalith.nn.moe.dispatch import LOCAL_DISPATCHER, DispatchedTokens, Dispatcher
 from megalith.nn.moe.permutation import Order, from_experts, order_by_expert, to_experts
@@ -50,7 +50,7 @@ class _ExpertParallelDispatcher(Dispatcher):
             raise LayoutError(
                 f"--num-experts {experts} is not divisible by --expert-model-parallel-size {self._axis.size}"
             )
-        return range(*cut(experts, self._axis.size, self._axis.index))
+        return range(*shard_range(experts, self._axis.size, self._axis.index))
 
 
 class AllGather(_ExpertParallelDispatcher):

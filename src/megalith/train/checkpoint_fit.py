@@ -12,7 +12,7 @@ import torch
 
 from megalith.checkpoint import DirectoryStore
 from megalith.config import ModelConfig, RunConfig
-from megalith.config.foreign_args import MODEL_SETTINGS, model_of
+from megalith.config.megatron_args import MODEL_SETTINGS, model_from_args
 from megalith.config.run import all_settings
 from megalith.config.saved_args import REGISTERED
 from megalith.errors import CheckpointError
@@ -98,7 +98,7 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
             data; names every difference.
     """
     with reading(found.iteration):
-        was, now = architecture(model_of(found.args, run.registry)), architecture(run.model)
+        was, now = architecture(model_from_args(found.args, run.registry)), architecture(run.model)
     model = [
         f"{flag}: {_as_given(name, was[name])} in the checkpoint, {_as_given(name, now[name])} here"
         for name, flag in ARCHITECTURE.items()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megalith.checkpoint.formats.megatron_names import parse_name
-from megalith.checkpoint.model_space import model_space
+from megalith.checkpoint.global_parameters import GlobalParameters
 from megalith.config import ModelConfig
 from megalith.datasheet import find_accelerator
 from megalith.distributed import comm
@@ -89,8 +89,8 @@ def registered_flops(
         built_in["normalization"] = "RMSNorm"
     if isinstance(config.position_embedding_type, Registered):
         built_in["position_embedding_type"] = "rope" if config.rotary_kind else "none"
-    space = model_space(replace(config, **built_in), chunks[0].vocab_size)
-    usual = sum(math.prod(shape) for name, shape in space.shapes.items() if parse_name(name).expert is None)
+    params = GlobalParameters.from_config(replace(config, **built_in), chunks[0].vocab_size)
+    usual = sum(math.prod(shape) for name, shape in params.shapes.items() if parse_name(name).expert is None)
     return of_built_in + 6.0 * tokens * (own.item() - usual)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalith.checkpoint import CheckpointContent
 from megalith.checkpoint.content import Chunk, check_filled, fill
 from megalith.checkpoint.formats.torch_dist import LocalTensor, optimizer_chunks, optimizer_common, weight_chunks
-from megalith.checkpoint.model_space import model_space_of
+from megalith.checkpoint.global_parameters import GlobalParameters
 from megalith.checkpoint.sources.source import Contents, StoredTensor
 from megalith.registry import EMPTY, Registry
 
@@ -84,17 +84,17 @@ def model_source(
 ) -> MemorySource:
     """A model of random numbers with Adam's state, in the dtype that its args say."""
     generator = torch.Generator().manual_seed(seed)
-    space = model_space_of(args, "the test", registry)
+    params = GlobalParameters.from_args(args, "the test", registry)
     dtype = getattr(torch, args["params_dtype"])
 
     def boxes(prefix: str) -> list[LocalTensor]:
         return [
-            LocalTensor(prefix + name, torch.randn(shape, generator=generator)) for name, shape in space.shapes.items()
+            LocalTensor(prefix + name, torch.randn(shape, generator=generator)) for name, shape in params.shapes.items()
         ]
 
-    chunks = weight_chunks(boxes(""), space.placements, space.stacking)
+    chunks = weight_chunks(boxes(""), params.placements, params.stacking)
     for state in (["exp_avg", "exp_avg_sq"] + ["fp32_param"] * (dtype != torch.float32)) if states else []:
-        chunks += optimizer_chunks(boxes(f"{state}."), space.placements, space.stacking)
+        chunks += optimizer_chunks(boxes(f"{state}."), params.placements, params.stacking)
     tensors: dict[str, Tensor] = {}
     for chunk in chunks:
         whole = tensors.setdefault(chunk.key, torch.empty(chunk.global_shape))

@@ -16,7 +16,7 @@ import torch
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
 from megalith.checkpoint.formats.megatron_names import parse_name
 from megalith.checkpoint.formats.torch_dist import LocalTensor, model_chunks, read_optimizer_common, weight_chunks
-from megalith.checkpoint.model_space import ModelSpace, model_space_of, parallel_layout
+from megalith.checkpoint.global_parameters import GlobalParameters, parallel_layout
 from megalith.checkpoint.sources.bucket_space import registration_order
 from megalith.errors import CheckpointError
 from megalith.nn.placement import local_part
@@ -36,10 +36,10 @@ ARGS: dict[str, Any] = {
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 
-def state_of(space: ModelSpace) -> dict[str, torch.Tensor]:
+def state_of(params: GlobalParameters) -> dict[str, torch.Tensor]:
     """Every parameter's state, each element with a value of its own."""
     found, first = {}, 0
-    for name, shape in space.shapes.items():
+    for name, shape in params.shapes.items():
         count = int(torch.Size(shape).numel())
         found[name] = torch.arange(first, first + count, dtype=torch.float32).view(shape)
         first += count
@@ -59,13 +59,13 @@ def save(folder: Path, *, tp: int, pp: int, ep: int, etp: int, scale: float | No
     """What Megatron writes of that layout; without `expert_tensor_parallel_size` among `args` as before core 0.10."""
     sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
     args = {**ARGS, **sizes, **args}
-    space = model_space_of(args, "test")
-    division, state = parallel_layout(args, space.num_layers, "test"), state_of(space)
-    weights = [(name, tensor, space.placements[name]) for name, tensor in state.items()]
-    chunks, objects = model_chunks(weights, space.stacking), dict[str, Any]()
+    params = GlobalParameters.from_args(args, "test")
+    layout, state = parallel_layout(args, params.num_layers, "test"), state_of(params)
+    weights = [(name, tensor, params.placements[name]) for name, tensor in state.items()]
+    chunks, objects = model_chunks(weights, params.stacking), dict[str, Any]()
 
-    def moved(stage: int, expert: int) -> list[str]:
-        return [name for name in space.names_of(division, stage, expert)[0] if name not in space.buffers]
+    def moved(stage: int, ep_rank: int) -> list[str]:
+        return [name for name in params.names_of(layout, stage, ep_rank)[0] if name not in params.buffers]
 
     def write(prefix: str, names: list[str], size: int, rank: int) -> None:
         order = registration_order(
@@ -74,7 +74,7 @@ def save(folder: Path, *, tp: int, pp: int, ep: int, etp: int, scale: float | No
             grouped=bool(args.get("moe_grouped_gemm")),
             keys=(),
         )
-        flat = packed([local_part(state[name], space.placements[name], size, rank) for name in order])
+        flat = packed([local_part(state[name], params.placements[name], size, rank) for name in order])
         for number, kind in enumerate(KINDS):
             key = f"{prefix}.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0.{kind}"
             chunks.append(Chunk(key, flat + 1000 * number, (0,), (len(flat),)))
@@ -102,11 +102,11 @@ def save(folder: Path, *, tp: int, pp: int, ep: int, etp: int, scale: float | No
 
 
 def check(folder: Path, *, verify: bool = True, **args: Any) -> DirectoryStore:
-    store, space = DirectoryStore(folder), model_space_of({**ARGS, **args}, "test")
+    store, params = DirectoryStore(folder), GlobalParameters.from_args({**ARGS, **args}, "test")
     wanted, found = [], []
-    for name, tensor in state_of(space).items():
+    for name, tensor in state_of(params).items():
         for number, kind in enumerate(("fp32_param", "exp_avg", "exp_avg_sq")):
-            (like,) = weight_chunks([LocalTensor(name, tensor)], space.placements, space.stacking)
+            (like,) = weight_chunks([LocalTensor(name, tensor)], params.placements, params.stacking)
             key = f"optimizer.state.{kind}.{like.key}"
             found.append(Chunk(key, torch.full_like(like.tensor, -1.0), like.offset, like.global_shape))
             wanted.append(like.tensor + 1000 * number)

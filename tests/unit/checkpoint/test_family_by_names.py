@@ -15,7 +15,7 @@ from megalith.checkpoint.formats.megatron_names import with_family
 from megalith.checkpoint.formats.torch_dist import model_chunks, stacking_of
 from megalith.config import ModelConfig, PrecisionConfig, TokenizerConfig
 from megalith.config.families import FAMILIES, Family
-from megalith.config.foreign_args import model_of
+from megalith.config.megatron_args import model_from_args
 from megalith.config.saved_args import weights_args
 from megalith.models.families import model_class
 from megalith.models.initialise import initialise
@@ -71,7 +71,7 @@ def test_the_weights_say_it(tmp_path: Path, kind: str, save: Any) -> None:
     model = model_class(config)(config, ROWS)
     initialise(model, 1)
     save(tmp_path, model)
-    found = model_of(saved_args(tmp_path))
+    found = model_from_args(saved_args(tmp_path))
     assert found.model_family == config.model_family
     assert found.final_layernorm == config.final_layernorm
     assert found.stacks == config.stacks

@@ -18,7 +18,7 @@ from megalith.checkpoint.formats.torch_dist import model_chunks, stacking_of
 from megalith.checkpoint.sources.huggingface import HuggingFaceSource
 from megalith.checkpoint.sources.source import open_source
 from megalith.config import ModelConfig
-from megalith.config.foreign_args import model_of
+from megalith.config.megatron_args import model_from_args
 from megalith.errors import CheckpointError
 from megalith.models.gpt import GPT
 from megalith.models.language_model import named_placements
@@ -32,7 +32,7 @@ def _load(folder: Path) -> dict[str, Tensor]:
     source = open_source(folder)
     assert source.problems() == []
     args = vars(source.common()["args"])
-    model = GPT(model_of(args), args["padded_vocab_size"])
+    model = GPT(model_from_args(args), args["padded_vocab_size"])
     chunks = model_chunks(named_placements(model), stacking_of(model.config))
     assert (
         CheckpointFolder(folder).open(CheckpointContent(chunks), [chunk.key for chunk in chunks]).load({}).objects == {}

@@ -22,7 +22,7 @@ from megalith.checkpoint.formats.torch_dist import (
     rng_object_key,
     weight_chunks,
 )
-from megalith.checkpoint.model_space import model_space_of
+from megalith.checkpoint.global_parameters import GlobalParameters
 from megalith.errors import CheckpointError
 
 ARGS: dict[str, Any] = {
@@ -45,18 +45,18 @@ MODEL = "mp_rank_00/model_optim_rng.pt"
 def content_of(number: int, **args: Any) -> CheckpointContent:
     """A model whose every number is `number`, with its optimizer and random states."""
     known = {**ARGS, **args}
-    space = model_space_of(known, "test")
-    weights = [LocalTensor(name, torch.full(shape, float(number))) for name, shape in space.shapes.items()]
+    params = GlobalParameters.from_args(known, "test")
+    weights = [LocalTensor(name, torch.full(shape, float(number))) for name, shape in params.shapes.items()]
     kinds = ["exp_avg", "exp_avg_sq"] + (["fp32_param"] if known["params_dtype"] != "float32" else [])
     states = [
         LocalTensor(f"{kind}.{name}", torch.full(shape, number + 0.5))
         for kind in kinds
-        for name, shape in space.shapes.items()
+        for name, shape in params.shapes.items()
     ]
     dtype = getattr(torch, known["params_dtype"])
     weights = [LocalTensor(box.name, box.tensor.to(dtype)) for box in weights]
     return CheckpointContent(
-        weight_chunks(weights, space.placements, dense(2)) + optimizer_chunks(states, space.placements, dense(2)),
+        weight_chunks(weights, params.placements, dense(2)) + optimizer_chunks(states, params.placements, dense(2)),
         {rng_object_key(): [{"torch_rng_state": torch.arange(8, dtype=torch.uint8)}]},
         {
             "args": Namespace(**known),

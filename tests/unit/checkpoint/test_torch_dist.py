@@ -48,7 +48,7 @@ NAMES = [
 def test_names_map_to_places(name: str, key: str, layer: int | None) -> None:
     slot = dense(12).slot(name)
     assert (slot.key, slot.index) == (key, () if layer is None else (layer,))
-    assert len(slot.extents) == parse_name(key).stacked_axes
+    assert len(slot.leading_dims) == parse_name(key).stacked_axes
 
 
 EXPERT = "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"
@@ -59,12 +59,12 @@ def test_experts_are_stacked_in_their_layer() -> None:
         Stacking({"decoder": (4, 4)}).slot(EXPERT),
         Stacking({"decoder": (0, 4)}, non_homogeneous=True).slot(EXPERT),
     )
-    assert (alike.key, alike.index, alike.extents) == (
+    assert (alike.key, alike.index, alike.leading_dims) == (
         "decoder.layers.mlp.experts.experts.linear_fc1.weight",
         (1, 2),
         (2, 4),
     )
-    assert (apart.key, apart.index, apart.extents) == (
+    assert (apart.key, apart.index, apart.leading_dims) == (
         "decoder.layers.1.mlp.experts.experts.linear_fc1.weight",
         (2,),
         (4,),

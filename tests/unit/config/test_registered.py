@@ -13,8 +13,8 @@ from megalith.assemble.schedule import build_schedule
 from megalith.config import RunConfig, from_values, load, megatron_args
 from megalith.config.changes import changes_since
 from megalith.config.fields import settings_of
-from megalith.config.foreign_args import model_of, refuse_registered_parts
 from megalith.config.load import imported
+from megalith.config.megatron_args import model_from_args, refuse_registered_parts
 from megalith.config.render import recipe_text
 from megalith.errors import CheckpointError, ConfigError
 from megalith.registry import EMPTY, Entry, Registered, Registry, collect, mark
@@ -219,8 +219,8 @@ def test_a_checkpoint_says_which_import_is_missing(module: str) -> None:
     args = megatron_args(run)
     assert type(args["normalization"]) is str and set(args["megalith_registered"]["imports"]) == {module}
     with pytest.raises(CheckpointError, match=f"--import {module}"):
-        model_of(args)
-    found = model_of(args, run.registry).normalization
+        model_from_args(args)
+    found = model_from_args(args, run.registry).normalization
     assert isinstance(found, Registered) and found.entry.thing.__name__ == "Norm"
 
 

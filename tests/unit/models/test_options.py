@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalith.config import ModelConfig, load
-from megalith.config.foreign_args import model_of
+from megalith.config.megatron_args import model_from_args
 from megalith.config.saved_args import megatron_args
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
@@ -225,7 +225,7 @@ def test_every_setting_of_a_new_model_is_saved_and_read_again() -> None:
     assert args["window_size"] == (4, 0) and args["window_attn_skip_freq"] == [1, 0, 1, 0]
     assert args["no_rope_freq"] == 2 and args["layernorm_zero_centered_gamma"] is True
     assert args["yarn_rotary_scaling_factor"] == 4 and args["yarn_mscale"] == 1
-    again = model_of(args)
-    assert model_of({**args, "yarn_rotary_scaling_factor": 8.0}).rotary_scaling_factor == 8
+    again = model_from_args(args)
+    assert model_from_args({**args, "yarn_rotary_scaling_factor": 8.0}).rotary_scaling_factor == 8
     changes = {"kv_channels": 16, "ffn_hidden_size": 64, "window_attn_skip_freq": "[1, 0, 1, 0]"}
     assert again == dataclasses.replace(run.model, **changes)

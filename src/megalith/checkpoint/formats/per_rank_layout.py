@@ -39,7 +39,7 @@ from megalith.checkpoint.formats.torch_dist import (
     weight_chunks,
     weight_of,
 )
-from megalith.checkpoint.model_space import Coordinates, ModelSpace, ParallelLayout, model_space_of, parallel_layout
+from megalith.checkpoint.global_parameters import GlobalParameters, ParallelLayout, RankCoordinates, parallel_layout
 from megalith.checkpoint.sources.source import listing
 from megalith.errors import CheckpointError
 
@@ -51,11 +51,10 @@ _ENTRY_OVERHEAD = 512  # bytes of an archive around one tensor
 _FIXED_OVERHEAD = 2**17
 
 
-def folder_name(place: Coordinates, layout: ParallelLayout) -> str:
+def folder_name(coords: RankCoordinates, layout: ParallelLayout) -> str:
     """Return the name of a rank's folder; pipeline and experts count only where they are divided."""
-    tensor, pipeline, expert = place
-    parts = [f"{pipeline:03d}"] * (layout.pp > 1) + [f"{expert:03d}"] * (layout.ep > 1)
-    return "_".join([f"mp_rank_{tensor:02d}", *parts])
+    parts = [f"{coords.pp:03d}"] * (layout.pp > 1) + [f"{coords.ep:03d}"] * (layout.ep > 1)
+    return "_".join([f"mp_rank_{coords.tp:02d}", *parts])
 
 
 def model_key(chunk: int, num_chunks: int) -> str:
@@ -67,7 +66,7 @@ def model_key(chunk: int, num_chunks: int) -> str:
 class Target(ParallelLayout):
     """Model, layout and state of a checkpoint to be written."""
 
-    space: ModelSpace  # the model
+    params: GlobalParameters  # the model
     dtype: torch.dtype  # of the weights
     common: Mapping[str, Any]  # the state that all ranks share, as `common.pt` has it
     objects: Mapping[str, Any]  # key -> random states, of the places that have them here
@@ -80,19 +79,19 @@ class Target(ParallelLayout):
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield at least a part of every layer and expert of every tensor in model space that the files hold."""
-        for stage, expert in product(range(self.pp), range(self.ep)):
-            for held in RankFiles(self, 0, stage, expert).tensors:
+        for stage, ep_rank in product(range(self.pp), range(self.ep)):
+            for held in RankFiles(self, 0, stage, ep_rank).tensors:
                 yield from held.chunks
 
-    def ranks_holding(self, chunks: Iterable[Chunk]) -> list[Coordinates]:
+    def ranks_holding(self, chunks: Iterable[Chunk]) -> list[RankCoordinates]:
         """Return the coordinates of the ranks whose files may hold something of given chunks."""
         rows = {layer_index_of(chunk) for chunk in chunks}
         held: dict[tuple[int, int], set[LayerIndex]] = {}
-        for stage, expert in product(range(self.pp), range(self.ep)):
-            names = {name for part in self.space.names_of(self, stage, expert) for name in part}
-            slots = (self.space.stacking.slot(self.space.stored_name(name)) for name in names)
-            held[stage, expert] = {(slot.key, slot.index) for slot in slots}
-        return [place for place in self.ranks if rows & held[place[1:]]]
+        for stage, ep_rank in product(range(self.pp), range(self.ep)):
+            names = {name for part in self.params.names_of(self, stage, ep_rank) for name in part}
+            slots = (self.params.stacking.slot(self.params.stored_name(name)) for name in names)
+            held[stage, ep_rank] = {(slot.key, slot.index) for slot in slots}
+        return [coords for coords in self.ranks if rows & held[coords.pp, coords.ep]]
 
 
 LayerIndex = tuple[str, tuple[int, ...]]
@@ -115,12 +114,12 @@ def target_of(
 ) -> Target:
     """Return the layout and model of a checkpoint to be written by its args; `where` names it in errors."""
     args = vars(common["args"])
-    space = model_space_of(args, where)
+    params = GlobalParameters.from_args(args, where)
     check_expert_tensor_size(args, where)
     if names != CORE:
-        _check_legacy(space, names, where)
-    layout, distributed = parallel_layout(args, space.num_layers, where), bool(args.get("use_distributed_optimizer"))
-    return Target(layout.tp, layout.ep, layout.stages, space, dtype, common, objects, distributed, names)
+        _check_legacy(params, names, where)
+    layout, distributed = parallel_layout(args, params.num_layers, where), bool(args.get("use_distributed_optimizer"))
+    return Target(layout.tp, layout.ep, layout.stages, params, dtype, common, objects, distributed, names)
 
 
 OWN_KEYS = "megalith_"
@@ -138,10 +137,10 @@ def check_expert_tensor_size(args: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _check_legacy(space: ModelSpace, generation: str, where: str) -> None:
+def _check_legacy(params: GlobalParameters, generation: str, where: str) -> None:
     """Refuse a model that was not before core."""
-    layers = range(space.num_layers)
-    unknown = [name for name in space.shapes if legacy_path(name, layers, generation, tied=space.tied) is None]
+    layers = range(params.num_layers)
+    unknown = [name for name in params.shapes if legacy_path(name, layers, generation, tied=params.tied) is None]
     if unknown:
         raise CheckpointError(
             listing(
@@ -164,9 +163,9 @@ class RankFiles:
     def __init__(self, target: Target, tp: int, pp: int, ep: int) -> None:
         self._target, self.tp, self.pp, self.ep = target, tp, pp, ep
         self.tensors: list[FileTensor] = []
-        self._first_expert = target.experts(ep, target.space.model.num_experts or 0).start
-        self._names = target.space.names_of(target, pp, ep)
-        moved = [[name for name in names if name not in target.space.buffers] for names in self._names]
+        self._first_expert = target.experts(ep, target.params.model.num_experts or 0).start
+        self._names = target.params.names_of(target, pp, ep)
+        moved = [[name for name in names if name not in target.params.buffers] for names in self._names]
         self._shapes = [{name: self._shape(name) for name in names} for names in moved]
         self.bodies: dict[str, Any] = {MODEL_FILE: self._model_body()}
         if target.has_optimizer and target.distributed:
@@ -174,7 +173,7 @@ class RankFiles:
 
     @property
     def folder(self) -> str:
-        return folder_name((self.tp, self.pp, self.ep), self._target)
+        return folder_name(RankCoordinates(self.tp, self.pp, self.ep), self._target)
 
     @property
     def names(self) -> list[str]:
@@ -188,8 +187,8 @@ class RankFiles:
         return sum(tensor.numel() * tensor.element_size() + _ENTRY_OVERHEAD for tensor in tensors) + _FIXED_OVERHEAD
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        space = self._target.space
-        return space.local_shape(name, self._target.tp, self.tp)
+        params = self._target.params
+        return params.local_shape(name, self._target.tp, self.tp)
 
     def _tensor(self, name: str, dtype: torch.dtype, prefix: str = "") -> Tensor:
         """Add an empty tensor of the local shape of a parameter; `prefix` stands before its key."""
@@ -199,9 +198,9 @@ class RankFiles:
 
     def _add(self, name: str, tensor: Tensor, view: Tensor, prefix: str) -> None:
         """Record that `view` of `tensor` holds what this rank has of a parameter, or of its state."""
-        space = self._target.space
-        box = LocalTensor(space.stored_name(name), view)
-        found = weight_chunks([box], space.placements, space.stacking, rank=self.tp, size=self._target.tp)
+        params = self._target.params
+        box = LocalTensor(params.stored_name(name), view)
+        found = weight_chunks([box], params.placements, params.stacking, rank=self.tp, size=self._target.tp)
         chunks = [Chunk(prefix + part.key, part.tensor, part.offset, part.global_shape) for part in found]
         self.tensors.append(FileTensor(tensor, chunks))
 
@@ -231,8 +230,8 @@ class RankFiles:
     def _model(self, chunk: int) -> dict[str, Tensor | None]:
         stages, target = self._target.stages, self._target
         last = self.pp == len(stages) - 1 and chunk == len(stages[self.pp]) - 1
-        dtypes = dict.fromkeys(target.space.buffers, torch.float32)
-        layers = target.space.layers_in(stages[self.pp][chunk])
+        dtypes = dict.fromkeys(target.params.buffers, torch.float32)
+        layers = target.params.layers_in(stages[self.pp][chunk])
         return OrderedDict(
             (raw, None if name is None else self._tensor(name, dtypes.get(name, target.dtype)))
             for raw, name in entries(self._names[chunk], layers, self._first_expert, last=last)
@@ -241,7 +240,7 @@ class RankFiles:
     def _legacy_model(self, chunk: int) -> dict[str, Any]:
         target, model = self._target, dict[str, Any]()
         for name in self._names[chunk]:
-            path = legacy_path(name, target.stages[self.pp][chunk], target.names, tied=target.space.tied)
+            path = legacy_path(name, target.stages[self.pp][chunk], target.names, tied=target.params.tied)
             assert path is not None, f"{name} was to be refused before"
             inside = model
             for key in path[:-1]:

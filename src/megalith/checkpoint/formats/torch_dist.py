@@ -43,7 +43,7 @@ class Slot:
 
     key: str  # of the tensor that it stands in
     index: tuple[int, ...] = ()  # on the leading axes of that, which the parameter itself does not have
-    extents: tuple[int, ...] = ()  # of those axes
+    leading_dims: tuple[int, ...] = ()  # sizes of those axes: layers, experts
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class Stacking:
         if found.layer >= len(experts):
             flag = "--mtp-num-layers" if ahead else "--num-layers"
             raise LayoutError(f"{name} is outside a model of {len(experts)} layers; pass the whole model's {flag}")
-        prefix, index, extents = (found.prefix, (), ()) if ahead else self._of_layer(found.stack, found.layer)
+        prefix, index, leading_dims = (found.prefix, (), ()) if ahead else self._of_layer(found.stack, found.layer)
         if found.expert is None or not experts[found.layer]:  # as a dense layer of a user may have modules of that name
-            return Slot(model_space_key(prefix + name.removeprefix(found.prefix)), index, extents)
+            return Slot(model_space_key(prefix + name.removeprefix(found.prefix)), index, leading_dims)
         key = f"{prefix}mlp.experts.experts.{found.path}"
-        return Slot(key, (*index, found.expert), (*extents, experts[found.layer]))
+        return Slot(key, (*index, found.expert), (*leading_dims, experts[found.layer]))
 
     def _experts_of(self, stack: str) -> tuple[int, ...]:
         """Return the number of experts of each layer of a stack, 0 where it is dense; none of a stack that is not."""
@@ -133,26 +133,26 @@ class Stacking:
         return dict.fromkeys(keys)
 
     def _extra_states(
-        self, prefix: str, index: tuple[int, ...], extents: tuple[int, ...], experts: int, *, across: bool = False
+        self, prefix: str, index: tuple[int, ...], leading_dims: tuple[int, ...], experts: int, *, across: bool = False
     ) -> Iterator[str]:
         own = (f"self_attention.{linear}" for linear in self.attention)
         for linear in (*own, *(_ACROSS if across and len(self.stacks) > 1 else ())):
-            yield _object_key(prefix + linear, index, extents)
+            yield _object_key(prefix + linear, index, leading_dims)
         for linear in _OF_FEED_FORWARD:
             if not experts:
-                yield _object_key(f"{prefix}mlp.{linear}", index, extents)
+                yield _object_key(f"{prefix}mlp.{linear}", index, leading_dims)
             for expert in range(experts):
                 name = f"{prefix}mlp.experts.experts.{linear}"
-                yield _object_key(name, (*index, expert), (*extents, experts))
+                yield _object_key(name, (*index, expert), (*leading_dims, experts))
             if experts and self.projected:
-                yield _object_key(f"{prefix}mlp.{linear.removeprefix('linear_')}_latent_proj", index, extents)
+                yield _object_key(f"{prefix}mlp.{linear.removeprefix('linear_')}_latent_proj", index, leading_dims)
             if experts and self.shared:
-                yield _object_key(f"{prefix}mlp.shared_experts.{linear}", index, extents)
+                yield _object_key(f"{prefix}mlp.shared_experts.{linear}", index, leading_dims)
 
 
-def _object_key(module: str, index: tuple[int, ...], extents: tuple[int, ...]) -> str:
+def _object_key(module: str, index: tuple[int, ...], leading_dims: tuple[int, ...]) -> str:
     # Megatron calls an object that is not stacked shard 0 of 1.
-    at, of = (".".join(map(str, values)) for values in (index or (0,), extents or (1,)))
+    at, of = (".".join(map(str, values)) for values in (index or (0,), leading_dims or (1,)))
     return f"{module}._extra_state/shard_{at}_{of}"
 
 
@@ -307,7 +307,7 @@ def _chunks(
             part = box.tensor.narrow(dim, start - first, stop - start)
             part = part.view(*(1 for _ in slot.index), *part.shape)
             offset = (*box.offset[:dim], piece.whole + start - piece.local, *box.offset[dim + 1 :])
-            yield Chunk(prefix + slot.key, part, (*slot.index, *offset), (*slot.extents, *extent))
+            yield Chunk(prefix + slot.key, part, (*slot.index, *offset), (*slot.leading_dims, *extent))
 
 
 def weight_of(key: str) -> str:

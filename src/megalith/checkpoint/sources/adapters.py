@@ -29,7 +29,7 @@ from megalith.checkpoint.formats.torch_dist import (
     weight_of,
     with_expert_groups,
 )
-from megalith.checkpoint.model_space import OUTPUT_LAYER
+from megalith.checkpoint.global_parameters import OUTPUT_LAYER
 from megalith.checkpoint.sources.source import (
     HALF_PRECISION,
     MAIN_PREFIX,

@@ -38,7 +38,7 @@ from megalith.checkpoint.formats.megatron_optimizer import (
     coalesced_ranges,
 )
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, LocalTensor, weight_chunks
-from megalith.checkpoint.model_space import model_space_of, parallel_layout
+from megalith.checkpoint.global_parameters import GlobalParameters, parallel_layout
 from megalith.checkpoint.sources.source import Contents, StoredTensor
 from megalith.errors import CheckpointError
 
@@ -86,9 +86,9 @@ class BucketSpace:
     def __init__(self, path: Path, metadata: Metadata, stored: Contents, args: Mapping[str, Any]) -> None:
         self._path, self._metadata, self._stored, self._args = path, metadata, stored, args
         where = str(path)
-        self._space = model_space_of(args, where)
-        self._division = parallel_layout(args, self._space.num_layers, where)
-        self._tp, self._ep = self._division.tp, self._division.ep
+        self._params = GlobalParameters.from_args(args, where)
+        self._layout = parallel_layout(args, self._params.num_layers, where)
+        self._tp, self._ep = self._layout.tp, self._layout.ep
         self._etp = int(args.get("expert_tensor_parallel_size") or self._tp)
         self._check_experts()
         self._keys: dict[tuple[str, int, int, str], str] = {}
@@ -121,10 +121,10 @@ class BucketSpace:
 
     def _check_experts(self) -> None:
         """Refuse where the order of the parameters or their places is not known."""
-        model, args = self._space.model, self._args
+        model, args = self._params.model, self._args
         if not model.mixture:
             return
-        legacy = not self._space.stacking.fused or args.get("moe_use_legacy_grouped_gemm")
+        legacy = not self._params.stacking.fused or args.get("moe_use_legacy_grouped_gemm")
         if args.get("moe_grouped_gemm") and legacy:
             raise self._unreadable("is of --moe-use-legacy-grouped-gemm, all experts of a layer in one parameter")
         if self._ep == 1 and self._etp != self._tp:
@@ -143,23 +143,23 @@ class BucketSpace:
             return _OptimizerShard(prefix, stage, rank, self._tp, own)
         if "expert_tensor_parallel_size" in self._args:
             rest, rank = divmod(index, self._etp)
-            stage, expert = divmod(rest, self._ep)
+            stage, ep_rank = divmod(rest, self._ep)
         else:
             rest, rank = divmod(index, self._tp)
-            expert, stage = divmod(rest, self._division.pp)
-        own = self._names(stage, expert)
+            ep_rank, stage = divmod(rest, self._layout.pp)
+        own = self._names(stage, ep_rank)
         experts = [[name for name in names if parse_name(name).routed] for names in own]
         return _OptimizerShard(prefix, stage, rank, self._etp, [names for names in experts if names])
 
-    def _names(self, stage: int, expert: int) -> list[list[str]]:
+    def _names(self, stage: int, ep_rank: int) -> list[list[str]]:
         """List the parameters of each virtual chunk that have state, in the order in which they were registered."""
-        if stage >= self._division.pp:
-            raise self._unreadable(f"has buffers of stage {stage} where the args say {self._division.pp} stages")
-        space, grouped = self._space, bool(self._args.get("moe_grouped_gemm"))
-        parts = space.names_of(self._division, stage, expert)
-        moved = [[name for name in names if name not in space.buffers] for names in parts]
+        if stage >= self._layout.pp:
+            raise self._unreadable(f"has buffers of stage {stage} where the args say {self._layout.pp} stages")
+        params, grouped = self._params, bool(self._args.get("moe_grouped_gemm"))
+        parts = params.names_of(self._layout, stage, ep_rank)
+        moved = [[name for name in names if name not in params.buffers] for names in parts]
         keys = self._stored.tensors
-        return [registration_order(names, fused=space.stacking.fused, grouped=grouped, keys=keys) for names in moved]
+        return [registration_order(names, fused=params.stacking.fused, grouped=grouped, keys=keys) for names in moved]
 
     def _lay_out(self, owner: _OptimizerShard) -> list[_ParameterRange]:
         """List the parameter ranges of an optimizer shard that no shard before it has too."""
@@ -172,19 +172,19 @@ class BucketSpace:
         for buffer, names in enumerate(owner.buffers):
             for name, place in self._places(owner, buffer, names, sizes[buffer]).items():
                 part = _ParameterRange(name, owner, buffer, place)
-                if not self._space.is_copy(name, owner.stage) and self._like(part):
+                if not self._params.is_embedding_copy(name, owner.stage) and self._like(part):
                     found.append(part)
         return found
 
     def _places(
         self, owner: _OptimizerShard, buffer: int, names: Sequence[str], sizes: Sequence[int]
     ) -> dict[str, BufferRange]:
-        space, stages, where = self._space, self._division.stages, str(self._path)
-        shapes = {name: space.local_shape(name, owner.size, owner.rank) for name in names}
+        params, stages, where = self._params, self._layout.stages, str(self._path)
+        shapes = {name: params.local_shape(name, owner.size, owner.rank) for name in names}
         try:
             if owner.prefix not in self._gathered:
                 return buffer_ranges(shapes, sizes, where)
-            alone = [name for name in names if space.is_shared(name, stages, owner.stage, buffer)]
+            alone = [name for name in names if params.is_shared(name, stages, owner.stage, buffer)]
             return coalesced_ranges(shapes, sizes[0], bucket_limits(self._args), alone, where)
         except CheckpointError as error:
             raise UnreadableState(f"{error}; {_WITHOUT}") from error
@@ -238,9 +238,9 @@ class BucketSpace:
 
     def _chunks(self, part: _ParameterRange, tensor: torch.Tensor) -> list[Chunk]:
         """Return a range's local tensor in model space, under the keys of weights; not what a rank before has too."""
-        space, owner = self._space, part.owner
+        params, owner = self._params, part.owner
         box = LocalTensor(part.name, tensor)
-        return weight_chunks([box], space.placements, space.stacking, rank=owner.rank, size=owner.size, dedup=True)
+        return weight_chunks([box], params.placements, params.stacking, rank=owner.rank, size=owner.size, dedup=True)
 
     def scalars(self) -> dict[Any, Any]:
         """Build the common state of the optimizers (`optimizer_common`) from the objects of the first shard of each."""

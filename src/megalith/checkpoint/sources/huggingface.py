@@ -24,7 +24,7 @@ from torch import Tensor
 from megalith.checkpoint.content import CheckpointContent, Chunk, check_filled, fill
 from megalith.checkpoint.files.hashing import require_file
 from megalith.checkpoint.formats.torch_dist import CHECKPOINT_VERSION, WORD_EMBEDDINGS
-from megalith.checkpoint.model_space import ModelSpace, model_space
+from megalith.checkpoint.global_parameters import GlobalParameters
 from megalith.checkpoint.sources.source import Contents, StoredTensor, listing, short
 from megalith.config.families import Objective
 from megalith.config.groups import PrecisionConfig, TokenizerConfig
@@ -117,8 +117,8 @@ class HuggingFaceSource:
         return self.about.family.rows(self.about.vocab_size)
 
     @cached_property
-    def _space(self) -> ModelSpace:
-        return model_space(self.about.model, self.vocab_size)
+    def _params(self) -> GlobalParameters:
+        return GlobalParameters.from_config(self.about.model, self.vocab_size)
 
     @cached_property
     def _stored(self) -> dict[str, _Stored]:
@@ -152,7 +152,7 @@ class HuggingFaceSource:
                 self._again.append((held, tensor))
             else:
                 for part in tensor.parts:
-                    slot = self._space.stacking.slot(part.parameter)
+                    slot = self._params.stacking.slot(part.parameter)
                     found.setdefault(slot.key, {}).setdefault(slot.index, []).append(_Held(held, tensor, part))
         tied = not self.about.model.untie_embeddings_and_output_weights
         further = [name for name in stored if not follows_from_config(name) and not (tied and name == OUTPUT_LAYER)]
@@ -168,7 +168,7 @@ class HuggingFaceSource:
             dtype = SAFETENSORS_DTYPES[held[0].stored.dtype]
             for item in held:
                 dtype = torch.promote_types(dtype, SAFETENSORS_DTYPES[item.stored.dtype])
-            tensors[key] = StoredTensor(self._space.whole_shape(held[0].part.parameter), dtype, len(held))
+            tensors[key] = StoredTensor(self._params.stacked_shape(held[0].part.parameter), dtype, len(held))
         return Contents(tensors, frozenset())
 
     def common(self) -> dict[str, Any]:

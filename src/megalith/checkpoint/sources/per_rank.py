@@ -63,7 +63,7 @@ from megalith.checkpoint.formats.torch_dist import (
     rng_object_key,
     weight_chunks,
 )
-from megalith.checkpoint.model_space import Coordinates, ModelSpace, ParallelLayout, model_space_of, parallel_layout
+from megalith.checkpoint.global_parameters import GlobalParameters, ParallelLayout, RankCoordinates, parallel_layout
 from megalith.checkpoint.sources.source import Contents, StoredTensor, listing
 from megalith.errors import CheckpointError, LayoutError
 
@@ -147,19 +147,19 @@ class PerRankSource:
                     yield from (name for name, _ in flattened(part))
 
     @cached_property
-    def _space(self) -> ModelSpace:
-        return model_space_of(self._args, str(self.path))
+    def _params(self) -> GlobalParameters:
+        return GlobalParameters.from_args(self._args, str(self.path))
 
     @cached_property
     def _layout(self) -> ParallelLayout:
         check_expert_tensor_size(self._args, str(self.path))
-        return parallel_layout(self._args, self._space.num_layers, str(self.path))
+        return parallel_layout(self._args, self._params.num_layers, str(self.path))
 
     @cached_property
-    def _files(self) -> dict[Coordinates, Mapping[str, Any]]:
+    def _files(self) -> dict[RankCoordinates, Mapping[str, Any]]:
         """Content of the file of each rank; a CheckpointError if one is missing or of another iteration."""
         layout = self._layout
-        folder_of = {place: folder_name(place, layout) for place in layout.ranks}
+        folder_of = {coords: folder_name(coords, layout) for coords in layout.ranks}
         lines = []
         for name in folder_of.values():
             if not self._found.get(name):
@@ -175,8 +175,8 @@ class PerRankSource:
                     [*lines, "copy the folder again from where it was written, or load another iteration"],
                 )
             )
-        bodies = {place: _read(self.path / name / MODEL_FILE) for place, name in folder_of.items()}
-        iterations = {folder_of[place]: body.get("iteration") for place, body in bodies.items()}
+        bodies = {coords: _read(self.path / name / MODEL_FILE) for coords, name in folder_of.items()}
+        iterations = {folder_of[coords]: body.get("iteration") for coords, body in bodies.items()}
         if len(set(iterations.values())) > 1:
             raise CheckpointError(
                 listing(
@@ -191,7 +191,7 @@ class PerRankSource:
     @cached_property
     def _chunks(self) -> dict[str, list[Chunk]]:
         """Key -> views of the mapped files, each element of a global tensor once."""
-        weights = [chunk for place, named in self._weights.items() for chunk in self._weight_chunks(place, named)]
+        weights = [chunk for coords, named in self._weights.items() for chunk in self._weight_chunks(coords, named)]
         return by_key([*weights, *self._states[0]])
 
     @cached_property
@@ -200,26 +200,26 @@ class PerRankSource:
         if not self._has_optimizer:
             return [], ()
         try:
-            return [chunk for place, named in self._weights.items() for chunk in self._state_chunks(place, named)], ()
+            return [chunk for coords, named in self._weights.items() for chunk in self._state_chunks(coords, named)], ()
         except UnreadableState as error:
             return [], (str(error),)
 
     @cached_property
-    def _weights(self) -> dict[Coordinates, list[Named]]:
+    def _weights(self) -> dict[RankCoordinates, list[Named]]:
         stages = self._layout.stages
         return {
-            place: [self._named(place, body, chunk) for chunk in range(len(stages[place[1]]))]
-            for place, body in self._files.items()
+            coords: [self._named(coords, body, chunk) for chunk in range(len(stages[coords.pp]))]
+            for coords, body in self._files.items()
         }
 
-    def _named(self, place: Coordinates, body: Mapping[str, Any], chunk: int) -> Named:
+    def _named(self, coords: RankCoordinates, body: Mapping[str, Any], chunk: int) -> Named:
         """Return the weights of one virtual chunk; a CheckpointError if they are not those of the model."""
-        (tp, pp, _), stages, space, where = place, self._layout.stages, self._space, self._file(place, MODEL_FILE)
-        experts = self._experts(place)
+        (tp, pp, _), stages, params, where = coords, self._layout.stages, self._params, self._file(coords, MODEL_FILE)
+        experts = self._experts(coords)
         key = model_key(chunk, len(stages[pp]))
         if not isinstance(body.get(key), Mapping):
             raise CheckpointError(f"{where} has no {key!r}; it holds {', '.join(map(str, body))}")
-        layers, expected = (space.layers_in(stages[pp][chunk]), space.names_of(self._layout, pp, place[2])[chunk])
+        layers, expected = (params.layers_in(stages[pp][chunk]), params.names_of(self._layout, pp, coords.ep)[chunk])
         named = (
             (module_name(name, layers, experts.start) or name, name, value) for name, value in flattened(body[key])
         )
@@ -230,7 +230,9 @@ class PerRankSource:
         # Of grouped experts one tensor holds several parameters that are expected by name.
         grouped = {name: grouped_experts(name, experts) for name in found}
         held = {one for name, several in grouped.items() for one in several or [name]}
-        lines = [f"{name} is missing" for name in expected if name not in held and not space.is_copy(name, pp)]
+        lines = [
+            f"{name} is missing" for name in expected if name not in held and not params.is_embedding_copy(name, pp)
+        ]
         known = set(expected)
         lines += [
             f"{raw} is not expected"
@@ -253,58 +255,58 @@ class PerRankSource:
             raise CheckpointError(listing(f"{where} does not hold the model that its args describe", lines))
         return found
 
-    def _experts(self, place: Coordinates) -> range:
-        return self._layout.experts(place[2], self._space.model.num_experts or 0)
+    def _experts(self, coords: RankCoordinates) -> range:
+        return self._layout.experts(coords.ep, self._params.model.num_experts or 0)
 
     def _shape(self, name: str, tp: int) -> tuple[int, ...]:
         try:
-            return self._space.local_shape(name, self._layout.tp, tp)
+            return self._params.local_shape(name, self._layout.tp, tp)
         except LayoutError as error:
             raise CheckpointError(f"{self.path}: {name} does not divide as the saved args say: {error}") from error
 
-    def _weight_chunks(self, place: Coordinates, weights: Sequence[Named]) -> list[Chunk]:
+    def _weight_chunks(self, coords: RankCoordinates, weights: Sequence[Named]) -> list[Chunk]:
         found = (("", name, raw, tensor) for part in weights for name, (raw, tensor) in part.items())
-        return self._cut(weight_chunks, place, found)
+        return self._cut(weight_chunks, coords, found)
 
-    def _state_chunks(self, place: Coordinates, weights: Sequence[Named]) -> list[Chunk]:
+    def _state_chunks(self, coords: RankCoordinates, weights: Sequence[Named]) -> list[Chunk]:
         raw_of = {name: raw for part in weights for name, (raw, _) in part.items()}
-        states = self._state(place, weights)
-        return self._cut(optimizer_chunks, place, ((f"{kind}.", name, raw_of[name], x) for kind, name, x in states))
+        states = self._state(coords, weights)
+        return self._cut(optimizer_chunks, coords, ((f"{kind}.", name, raw_of[name], x) for kind, name, x in states))
 
     def _cut(
         self,
         chunks_of: Callable[..., list[Chunk]],
-        place: Coordinates,
+        coords: RankCoordinates,
         found: Iterable[tuple[str, str, str, Tensor]],
     ) -> list[Chunk]:
-        """Cut what a place holds (prefix, our name, name in the file, tensor) into chunks, each element once.
+        """Cut what a rank holds (prefix, our name, name in the file, tensor) into chunks, each element once.
 
         No second copy of the embedding is taken, and what all expert-parallel ranks have, which is all but the experts,
         from the first of them.
         """
-        space, (tp, pp, ep) = self._space, place
+        params, (tp, pp, ep) = self._params, coords
         boxes = [
             box
             for prefix, name, raw, tensor in found
-            if not space.is_copy(name, pp) and (ep == 0 or parse_name(name).routed)
-            for box in self._boxes(place, prefix, name, raw, tensor)
+            if not params.is_embedding_copy(name, pp) and (ep == 0 or parse_name(name).routed)
+            for box in self._boxes(coords, prefix, name, raw, tensor)
         ]
-        return chunks_of(boxes, space.placements, space.stacking, rank=tp, size=self._layout.tp, dedup=True)
+        return chunks_of(boxes, params.placements, params.stacking, rank=tp, size=self._layout.tp, dedup=True)
 
-    def _state(self, place: Coordinates, weights: Sequence[Named]) -> Iterator[tuple[str, str, Tensor]]:
+    def _state(self, coords: RankCoordinates, weights: Sequence[Named]) -> Iterator[tuple[str, str, Tensor]]:
         """Yield kind, our name and tensor of a rank's optimizer state; an UnreadableState if its form is unknown."""
         stored = [
-            {name: tensor for name, (_, tensor) in part.items() if name not in self._space.buffers} for part in weights
+            {name: tensor for name, (_, tensor) in part.items() if name not in self._params.buffers} for part in weights
         ]
-        where = str(self._file(place, MODEL_FILE))
-        states = optimizers(self._files[place]["optimizer"], self._num_optimizers, where)
+        where = str(self._file(coords, MODEL_FILE))
+        states = optimizers(self._files[coords]["optimizer"], self._num_optimizers, where)
         parts = [stored] if len(states) == 1 else [of_experts(stored, expert=expert) for expert in (False, True)]
         for number, (state, part) in enumerate(zip(states, parts, strict=True)):
             if not is_distributed(state):
                 together = {name: tuple(tensor.shape) for one in part for name, tensor in one.items()}
                 yield from state_tensors(state, together, self._args.get("decoupled_lr"), where)
-            elif number or place[2] == 0:  # of the dense part only one expert-parallel rank has the buffers
-                file = self._file(place, BUFFER_FILE)
+            elif number or coords.ep == 0:  # of the dense part only one expert-parallel rank has the buffers
+                file = self._file(coords, BUFFER_FILE)
                 body = map_tensors(file)
                 body = body[number] if isinstance(body, list) and len(body) == len(states) else body
                 for buffer, shapes in chunk_buffers(body, part, str(file)):
@@ -319,28 +321,28 @@ class PerRankSource:
     def _has_optimizer(self) -> bool:
         """True where the tensors of the optimizer are there; a CheckpointError if some files lack them."""
         missing = []
-        for place, body in self._files.items():
-            name, state = folder_name(place, self._layout), body.get("optimizer")
+        for coords, body in self._files.items():
+            name, state = folder_name(coords, self._layout), body.get("optimizer")
             first = state[0] if isinstance(state, list) and state else state
             if state is None:
                 missing.append(f"{name}/{MODEL_FILE} has no optimizer")
-            elif isinstance(first, Mapping) and is_distributed(first) and not self._file(place, BUFFER_FILE).is_file():
+            elif isinstance(first, Mapping) and is_distributed(first) and not self._file(coords, BUFFER_FILE).is_file():
                 missing.append(f"{name}/{BUFFER_FILE} is missing")
         if missing and len(missing) < len(self._files):
             raise CheckpointError(listing(f"{self.path} has the optimizer's state in some folders only", missing))
         return not missing
 
-    def _file(self, place: Coordinates, name: str) -> Path:
-        return self.path / folder_name(place, self._layout) / name
+    def _file(self, coords: RankCoordinates, name: str) -> Path:
+        return self.path / folder_name(coords, self._layout) / name
 
-    def _boxes(self, place: Coordinates, prefix: str, name: str, raw: str, tensor: Tensor) -> Iterator[_Box]:
+    def _boxes(self, coords: RankCoordinates, prefix: str, name: str, raw: str, tensor: Tensor) -> Iterator[_Box]:
         """Yield a parameter's tensor as boxes, with rows of query, key and value in the order of version 2 and later.
 
         Before it stood [3, heads, size] rows (version 0) or [heads, size, 3] (1) where later [heads, 3, size] do.
         Experts in one tensor stand in it one after another, each transposed, whatever the shape says.
         """
-        if several := grouped_experts(name, self._experts(place)):
-            width = self._shape(several[0], place[0])[::-1]
+        if several := grouped_experts(name, self._experts(coords)):
+            width = self._shape(several[0], coords.tp)[::-1]
             for one, matrix in zip(several, tensor.reshape(len(several), *width), strict=True):
                 yield _Box(prefix + one, matrix.t(), (0, 0), width[::-1])
             return
@@ -349,7 +351,7 @@ class PerRankSource:
         if version >= 2 or not is_legacy_qkv(raw):
             yield _Box(label, tensor, (0,) * len(shape), shape)
             return
-        size = self._space.model.head_size
+        size = self._params.model.head_size
         heads = shape[0] // (3 * size)
         for head, part in product(range(heads), range(3)):
             if version < 1:
@@ -377,7 +379,7 @@ class PerRankSource:
         }
 
     def common(self) -> dict[str, Any]:
-        body = self._files[0, 0, 0]
+        body = self._files[RankCoordinates(0, 0, 0)]
         common: dict[str, Any] = {
             "args": Namespace(**self._args),
             "checkpoint_version": float(body.get("checkpoint_version", 0)),
@@ -438,7 +440,7 @@ class PerRankSource:
         return []
 
     def changed(self, part: int = 0, parts: int = 1) -> list[str]:
-        files = [self._file(place, name) for place in self._layout.ranks for name in (MODEL_FILE, BUFFER_FILE)]
+        files = [self._file(coords, name) for coords in self._layout.ranks for name in (MODEL_FILE, BUFFER_FILE)]
         found = []
         for file in [file for file in files if file.is_file()][part::parts]:
             for record in changed_records(file):

@@ -1,6 +1,6 @@
 """Checkpoint folders of any format, read in model space.
 
-Model space is what the `torch_dist` format calls its tensors (`formats.torch_dist`): global tensors under stacked
+Model space, Megatron's term, is the tensors of the `torch_dist` format (`formats.torch_dist`): global, under stacked
 keys, the optimizer's as `optimizer.state.<exp_avg | exp_avg_sq | fp32_param>.<key>`. A source translates a format
 into it: it says which tensors there are, and fills any box of them. What a load, a conversion, a comparison or an
 inspection does is thus written once.

@@ -24,7 +24,7 @@ from megalith.checkpoint.content import CheckpointContent, Chunk, volume
 from megalith.checkpoint.files.commit import building, write_durably
 from megalith.checkpoint.files.folder import CheckpointFolder, damaged
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS
-from megalith.checkpoint.model_space import OUTPUT_LAYER, ModelSpace, model_space_of
+from megalith.checkpoint.global_parameters import OUTPUT_LAYER, GlobalParameters
 from megalith.checkpoint.sources.adapters import InPrecision, WeightsOnly, args_of
 from megalith.checkpoint.sources.huggingface import (
     CONFIG_FILE,
@@ -36,7 +36,7 @@ from megalith.checkpoint.sources.huggingface import (
 from megalith.checkpoint.sources.source import Contents, Source, short
 from megalith.checkpoint.store.store import locate
 from megalith.config import ModelConfig
-from megalith.config.foreign_args import refuse_registered_parts
+from megalith.config.megatron_args import refuse_registered_parts
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.huggingface import DTYPES, config_of_model, family_for
 from megalith.models.huggingface_family import Family
@@ -99,12 +99,12 @@ class Weights:
     def contents(self) -> Contents:
         return self._source.contents()
 
-    def read(self, name: str, shape: Sequence[int], space: ModelSpace) -> Tensor:
+    def read(self, name: str, shape: Sequence[int], params: GlobalParameters) -> Tensor:
         """Read the first rows of a parameter, as many as `shape` says."""
-        slot = space.stacking.slot(name)
+        slot = params.stacking.slot(name)
         tensor = torch.empty(tuple(shape), dtype=self.contents().tensors[slot.key].dtype)
         offset = (*slot.index, *(0,) * tensor.ndim)
-        chunk = Chunk(slot.key, tensor[(None,) * len(slot.index)], offset, space.whole_shape(name))
+        chunk = Chunk(slot.key, tensor[(None,) * len(slot.index)], offset, params.stacked_shape(name))
         self._source.read(CheckpointContent([chunk]))
         return tensor
 
@@ -115,7 +115,7 @@ def export(
     wanted: ExportOptions,
     *,
     iteration: int | None = None,
-    check: Callable[[Path, Weights, ModelSpace, int], None] | None = None,
+    check: Callable[[Path, Weights, GlobalParameters, int], None] | None = None,
 ) -> ExportResult:
     """Write a checkpoint, given as for `locate`, as a Hugging Face model folder; a ConfigError names illegal options.
 
@@ -131,20 +131,20 @@ def export(
     folder = CheckpointFolder(found)
     if problems := folder.problems():
         raise damaged(found, problems)
-    space = _space(folder)
+    params = _params_of(folder)
     manifest, notes = folder.manifest() or {}, list[str]()
     original = _original(folder, manifest)
-    family = family_for(space.model, wanted.model_type or _origin(original, space.model))
-    rows = _rows(wanted, space, manifest, original, notes)
+    family = family_for(params.model, wanted.model_type or _origin(original, params.model))
+    rows = _rows(wanted, params, manifest, original, notes)
     weights = Weights(folder.source, wanted.dtype)
-    table = list(family.tensors(space.model, rows))
+    table = list(family.tensors(params.model, rows))
     contents = weights.contents()
-    _check_whole(contents, space, str(found))
-    layout = _Layout.of(table, space, contents, limit)
+    _check_whole(contents, params, str(found))
+    layout = _Layout.of(table, params, contents, limit)
     special = (manifest.get("tokenizer") or {}).get("special", {})
     config = config_of_model(
         family,
-        space.model,
+        params.model,
         rows,
         short(contents.tensors[WORD_EMBEDDINGS].dtype),
         eod=special.get("eod"),
@@ -154,7 +154,7 @@ def export(
     files = _further_files(found, config, manifest.get("tokenizer") or {}, notes)
     destination = destination.resolve()
     with building(destination, layout.bytes) as new:
-        reader = _Reader(weights, space, rows, table)
+        reader = _Reader(weights, params, rows, table)
         for name, shard in zip(layout.names, layout.shards, strict=True):
             _write_safetensors(new.path / name, shard, reader)
         if len(layout.shards) > 1:
@@ -162,17 +162,17 @@ def export(
         for name, data in files.items():
             write_durably(new.path / name, data)
         if check is not None:
-            check(new.path, weights, space, rows)
+            check(new.path, weights, params, rows)
         new.commit()
     architecture = config.get("architectures", [family.architecture])[0]
     return ExportResult(destination, family, architecture, rows, layout.bytes, len(layout.shards), notes)
 
 
-def _space(folder: CheckpointFolder) -> ModelSpace:
+def _params_of(folder: CheckpointFolder) -> GlobalParameters:
     args, where = args_of(folder.source.common()), str(folder.path)
     why = "transformers has no class for them; megalith.api.load_trained reads the weights"
     refuse_registered_parts(args, where, why)
-    return model_space_of(args, where)
+    return GlobalParameters.from_args(args, where)
 
 
 def _checked(wanted: ExportOptions) -> int:
@@ -210,7 +210,7 @@ def _origin(original: Mapping[str, Any] | None, model: ModelConfig) -> str | Non
 
 def _rows(
     wanted: ExportOptions,
-    space: ModelSpace,
+    params: GlobalParameters,
     manifest: Mapping[str, Any],
     original: Mapping[str, Any] | None,
     notes: list[str],
@@ -220,23 +220,23 @@ def _rows(
     rows = wanted.true_vocab_size or known
     if rows is None:
         notes.append(
-            f"all {space.vocab_size} rows of the vocabulary are kept, padding included: the checkpoint does not say "
+            f"all {params.vocab_size} rows of the vocabulary are kept, padding included: the checkpoint does not say "
             "how many tokens its tokenizer has; --true-vocab-size N leaves the others out"
         )
-        return space.vocab_size
-    if rows > space.vocab_size:
+        return params.vocab_size
+    if rows > params.vocab_size:
         whose = "--true-vocab-size" if wanted.true_vocab_size else "the checkpoint's tokenizer"
-        raise CheckpointError(f"{whose} {rows} is more than the {space.vocab_size} rows of the embedding")
-    if rows < space.vocab_size:
-        notes.append(f"the vocabulary has {rows} rows: {space.vocab_size - rows} rows of padding are left out")
+        raise CheckpointError(f"{whose} {rows} is more than the {params.vocab_size} rows of the embedding")
+    if rows < params.vocab_size:
+        notes.append(f"the vocabulary has {rows} rows: {params.vocab_size - rows} rows of padding are left out")
     return int(rows)
 
 
-def _check_whole(contents: Contents, space: ModelSpace, where: str) -> None:
+def _check_whole(contents: Contents, params: GlobalParameters, where: str) -> None:
     """Check that the checkpoint holds the weights of its model, and no others."""
     wanted: dict[str, tuple[int, ...]] = {}
-    for name in space.shapes:
-        wanted[space.stacking.slot(name).key] = space.whole_shape(name)
+    for name in params.shapes:
+        wanted[params.stacking.slot(name).key] = params.stacked_shape(name)
     lines = [f"{key} is missing" for key in wanted if key not in contents.tensors]
     lines += [f"{key} is no part of the model" for key in contents.tensors if key not in wanted]
     lines += [
@@ -332,12 +332,12 @@ class _Layout:
     shards: list[list[_Entry]]
 
     @classmethod
-    def of(cls, table: Sequence[TheirTensor], space: ModelSpace, contents: Contents, limit: int) -> _Layout:
+    def of(cls, table: Sequence[TheirTensor], params: GlobalParameters, contents: Contents, limit: int) -> _Layout:
         """Cut the tensors, in their order, into files of at most `limit` bytes, as transformers does."""
         shards: list[list[_Entry]] = []
         current: list[_Entry] = []
         for tensor in table:
-            slot = space.stacking.slot(tensor.parts[0].parameter)
+            slot = params.stacking.slot(tensor.parts[0].parameter)
             entry = _Entry(tensor, contents.tensors[slot.key].dtype)
             if entry.bytes > limit:
                 shards.append([entry])
@@ -372,8 +372,8 @@ class _Layout:
 class _Reader:
     """Tensors of Hugging Face made of the weights; a parameter that several are made of is read once."""
 
-    def __init__(self, weights: Weights, space: ModelSpace, rows: int, table: Sequence[TheirTensor]) -> None:
-        self._weights, self._space, self._rows = weights, space, rows
+    def __init__(self, weights: Weights, params: GlobalParameters, rows: int, table: Sequence[TheirTensor]) -> None:
+        self._weights, self._params, self._rows = weights, params, rows
         uses = Counter(name for tensor in table for name in {part.parameter for part in tensor.parts})
         self._shared = {name for name, count in uses.items() if count > 1}
         self._kept: tuple[str, Tensor] | None = None
@@ -390,9 +390,9 @@ class _Reader:
     def _parameter(self, name: str) -> Tensor:
         if self._kept is not None and self._kept[0] == name:
             return self._kept[1]
-        whole = self._space.shapes[name]
+        whole = self._params.shapes[name]
         shape = (self._rows, *whole[1:]) if name in (WORD_EMBEDDINGS, OUTPUT_LAYER) else whole
-        tensor = self._weights.read(name, shape, self._space)
+        tensor = self._weights.read(name, shape, self._params)
         if name in self._shared:
             self._kept = (name, tensor)
         return tensor

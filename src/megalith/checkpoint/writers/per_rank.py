@@ -40,15 +40,15 @@ from megalith.checkpoint.formats.per_rank_layout import (
     target_of,
 )
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, WORD_EMBEDDINGS, is_rng_object
-from megalith.checkpoint.model_space import Coordinates
+from megalith.checkpoint.global_parameters import RankCoordinates
 from megalith.checkpoint.sources.source import Contents, Source, fitted
 from megalith.errors import CheckpointError
 from megalith.layout import Layout
 
 
-def _preallocate(target: Target, folder: Path, place: Coordinates) -> None:
-    """Make the files of a place, with space for their tensors and everything else in them."""
-    made = RankFiles(target, *place)
+def _preallocate(target: Target, folder: Path, coords: RankCoordinates) -> None:
+    """Make the files of a rank, with space for their tensors and everything else in them."""
+    made = RankFiles(target, *coords)
     (folder / made.folder).mkdir()
     for name, body in made.bodies.items():
         preallocate(folder / made.folder / name, body)
@@ -64,8 +64,8 @@ class _OpenFiles:
         self._places: dict[LayerIndex, list[tuple[int, int, Chunk]]] = {}
         self._files: list[int] = []
         rows = {_file_index(chunk) for chunk in chunks}
-        for place in target.ranks_holding(chunks):
-            made = RankFiles(target, *place)
+        for coords in target.ranks_holding(chunks):
+            made = RankFiles(target, *coords)
             touched = [held for held in made.tensors if any(_file_index(chunk) in rows for chunk in held.chunks)]
             for name, body in made.bodies.items():
                 numbers = {id(tensor): number for number, tensor in enumerate(tensors_in(body))}
@@ -93,9 +93,9 @@ class _OpenFiles:
                     os.fsync(fd)
 
     def write(self, chunk: Chunk) -> None:
-        """Write a chunk to every place that it has elements in."""
-        for fd, start, place in self._places.get(_file_index(chunk), ()):
-            views = overlapping_views(place, chunk)
+        """Write a chunk to every file that holds elements of it."""
+        for fd, start, held in self._places.get(_file_index(chunk), ()):
+            views = overlapping_views(held, chunk)
             if views is not None:
                 write_at(fd, start, *views)
 
@@ -120,13 +120,13 @@ def write_per_rank(source: Source, folder: Path, names: str = CORE) -> list[str]
     keys = [key for key in contents.objects if is_rng_object(key)]
     objects = source.read(CheckpointContent(objects=dict.fromkeys(keys)))
     target = target_of(common, objects, contents.tensors[WORD_EMBEDDINGS].dtype, str(folder), names)
-    for place in target.ranks:
-        _preallocate(target, folder, place)
+    for coords in target.ranks:
+        _preallocate(target, folder, coords)
     wanted = _wanted(target)
     with _OpenFiles(target, folder, wanted) as files:
         for chunk in wanted:
             files.write(_read(source, contents, chunk))
-    made = [name for place in target.ranks for name in RankFiles(target, *place).names]
+    made = [name for coords in target.ranks for name in RankFiles(target, *coords).names]
     for name in made:
         write_checksums(folder / name)
     return made
@@ -159,19 +159,19 @@ class PerRankWriter:
 
     def __init__(self, content: CheckpointContent, files: Mapping[str, bytes], rank: int, layout: Layout) -> None:
         check_further_files(files)
-        place = layout.coordinates(rank)
+        axes = layout.coordinates(rank)
         dtype = getattr(torch, str(vars(content.common["args"])["params_dtype"]).removeprefix("torch."))
         self._target = target_of(content.common, content.objects, dtype, "the checkpoint to save")
         alike = next(ranks for ranks in layout.groups("cp", "dp") if rank in ranks)
         copy = alike.index(rank)  # the first ones of these have all the experts, in order
-        self._place = (place["tp"], place["pp"], copy) if copy < layout.ep else None
+        self._coords = RankCoordinates(axes["tp"], axes["pp"], copy) if copy < layout.ep else None
         self._chunks, self._files = content.chunks, dict(files) if rank == 0 else {}
         self._cancelled = threading.Event()
         self._seconds = 0.0
         self.plan = dict[str, int]()  # key -> elements that this rank holds of it
         for chunk in self._chunks:
             self.plan[chunk.key] = self.plan.get(chunk.key, 0) + chunk.tensor.numel()
-        own = RankFiles(self._target, *self._place).nbytes if self._place is not None else 0
+        own = RankFiles(self._target, *self._coords).nbytes if self._coords is not None else 0
         self.nbytes = own + sum(map(len, self._files.values()))
 
     def merge(self, plans: Sequence[Any]) -> None:
@@ -182,8 +182,8 @@ class PerRankWriter:
 
     def preallocate(self, path: Path) -> None:
         """Make those files of the folder that this rank makes for others too."""
-        if self._place is not None:
-            _preallocate(self._target, path, self._place)
+        if self._coords is not None:
+            _preallocate(self._target, path, self._coords)
 
     def write(self, path: Path) -> Written:
         began = time.perf_counter()
@@ -197,9 +197,9 @@ class PerRankWriter:
 
     def write_checksums(self, path: Path) -> Written:
         """Complete and hash the files that this rank laid out."""
-        if self._place is None:
+        if self._coords is None:
             return Written([], {}, self._seconds)
-        began, files = time.perf_counter(), [path / name for name in RankFiles(self._target, *self._place).names]
+        began, files = time.perf_counter(), [path / name for name in RankFiles(self._target, *self._coords).names]
         for file in files:
             write_checksums(file)
         records = hash_files(files, below=path)

@@ -32,7 +32,7 @@ from megalith.checkpoint.formats.torch_dist import (
     rng_object_key,
     weight_chunks,
 )
-from megalith.checkpoint.model_space import Coordinates, ModelSpace, ParallelLayout, model_space_of, parallel_layout
+from megalith.checkpoint.global_parameters import GlobalParameters, ParallelLayout, RankCoordinates, parallel_layout
 from megalith.checkpoint.sources.adapters import args_of
 from megalith.checkpoint.sources.per_rank import PerRankSource
 from megalith.checkpoint.sources.source import Contents, Source, fitted, keys_of, listing
@@ -92,21 +92,21 @@ def write_torch_dist(
     """
     common = source.common()
     args, where = args_of(common), str(final)
-    space = model_space_of(args, where, registry)
-    division = parallel_layout(args, space.num_layers, where)
+    params = GlobalParameters.from_args(args, where, registry)
+    layout = parallel_layout(args, params.num_layers, where)
     contents = source.contents()
     per_rank = [
-        _chunks(space, contents, division, (rank, stage, expert))
-        for stage, expert, rank in product(range(division.pp), range(division.ep), range(division.tp))
+        _chunks(params, contents, layout, RankCoordinates(tp, pp, ep))
+        for pp, ep, tp in product(range(layout.pp), range(layout.ep), range(layout.tp))
     ]
     chunks = [chunk for part in per_rank for chunk in part]
     _refuse_lost(contents, by_key(chunks), _UNKNOWN)
     fitted("the checkpoint", contents, CheckpointContent(chunks), keys_of(CheckpointContent(chunks)))
     objects = {
-        **space.stacking.extra_state_objects(),
-        **_random_states(source, contents, Layout(tp=division.tp, dp=division.ep, pp=division.pp, ep=division.ep)),
+        **params.stacking.extra_state_objects(),
+        **_random_states(source, contents, Layout(tp=layout.tp, dp=layout.ep, pp=layout.pp, ep=layout.ep)),
     }
-    written_as = space.stacking.written_keys(chunk.key for chunk in chunks)
+    written_as = params.stacking.written_keys(chunk.key for chunk in chunks)
     read = _reader(source, {stored: key for key, stored in written_as.items()})
     writers = [
         TorchDistWriter(CheckpointContent(part, {} if rank else objects, common, written_as), files, rank, read)
@@ -136,9 +136,9 @@ def write_torch(
     """Write as `write_torch_dist` in format torch, with weights named by `CORE` or a generation of `LEGACY`."""
     contents = source.contents()
     args = args_of(source.common())
-    space = model_space_of(args, str(final))
-    undivided = replace(parallel_layout(args, space.num_layers, str(final)), tp=1, ep=1)
-    whole = [chunk for place in undivided.ranks for chunk in _chunks(space, contents, undivided, place)]
+    params = GlobalParameters.from_args(args, str(final))
+    undivided = replace(parallel_layout(args, params.num_layers, str(final)), tp=1, ep=1)
+    whole = [chunk for coords in undivided.ranks for chunk in _chunks(params, contents, undivided, coords)]
     _refuse_lost(contents, by_key(whole), _UNKNOWN)
 
     tensors = sum(stored.numel * stored.dtype.itemsize for stored in contents.tensors.values())
@@ -153,35 +153,36 @@ def write_torch(
     return size
 
 
-def _chunks(space: ModelSpace, contents: Contents, division: ParallelLayout, place: Coordinates) -> list[Chunk]:
+def _chunks(
+    params: GlobalParameters, contents: Contents, layout: ParallelLayout, coords: RankCoordinates
+) -> list[Chunk]:
     """Return what one rank of the layout writes, on the meta device: over all ranks, each element once."""
-    (rank, stage, expert), tp = place, division.tp
-    names = [name for part in space.names_of(division, stage, expert) for name in part]
-    held = [name for name in names if not space.is_copy(name, stage)]
-    own = [name for name in held if expert == 0 or parse_name(name).routed]
-    shapes = {name: space.local_shape(name, tp, rank) for name in own}
+    names = [name for part in params.names_of(layout, coords.pp, coords.ep) for name in part]
+    held = [name for name in names if not params.is_embedding_copy(name, coords.pp)]
+    own = [name for name in held if coords.ep == 0 or parse_name(name).routed]
+    shapes = {name: params.local_shape(name, layout.tp, coords.tp) for name in own}
 
     def boxes(prefix: str) -> list[LocalTensor]:
-        moved = [name for name in shapes if not (prefix and name in space.buffers)]
+        moved = [name for name in shapes if not (prefix and name in params.buffers)]
         return [LocalTensor(prefix + name, torch.empty(shapes[name], device="meta")) for name in moved]
 
-    common = {"rank": rank, "size": tp, "dedup": True}
-    found = weight_chunks(boxes(""), space.placements, space.stacking, **common)  # type: ignore[arg-type]
+    common = {"rank": coords.tp, "size": layout.tp, "dedup": True}
+    found = weight_chunks(boxes(""), params.placements, params.stacking, **common)  # type: ignore[arg-type]
     states = [key.removeprefix(OPTIMIZER_PREFIX) for key in contents.tensors if key.startswith(OPTIMIZER_PREFIX)]
     kinds = dict.fromkeys(state.partition(".")[0] for state in states)
     # Optimizers of matrices have states of their own for these, and AdamW's for the rest.
     two_rules = "exp_avg" in kinds and not kinds.keys() - _SQUARES.keys() <= _OF_ADAM
     for state in sorted(kinds.keys() - _SQUARES.keys(), key=lambda state: (state != MAIN, state)):
-        part = optimizer_chunks(boxes(f"{state}."), space.placements, space.stacking, **common)  # type: ignore[arg-type]
+        part = optimizer_chunks(boxes(f"{state}."), params.placements, params.stacking, **common)  # type: ignore[arg-type]
         found += [chunk for chunk in part if chunk.key in contents.tensors or not two_rules]
     for state, dim in _SQUARES.items():
-        sides = {name: space.shapes[name][dim] for name in own if state in kinds and len(space.shapes[name]) == 2}
+        sides = {name: params.shapes[name][dim] for name in own if state in kinds and len(params.shapes[name]) == 2}
         squares = [
             LocalTensor(f"{state}.{name}", torch.empty(side, side, device="meta"))  # of every rank, whatever it has
             for name, side in sides.items()
         ]
-        whole = {**space.placements, **{box.name: Replicated() for box in squares}}
-        part = optimizer_chunks(squares, whole, space.stacking, **common)  # type: ignore[arg-type]
+        whole = {**params.placements, **{box.name: Replicated() for box in squares}}
+        part = optimizer_chunks(squares, whole, params.stacking, **common)  # type: ignore[arg-type]
         found += [chunk for chunk in part if chunk.key in contents.tensors]
     dtypes = {key: stored.dtype for key, stored in contents.tensors.items()}
     return [replace(chunk, tensor=chunk.tensor.to(dtypes.get(chunk.key, chunk.tensor.dtype))) for chunk in found]

@@ -27,7 +27,7 @@ from megalith.compat.megatron import console_lines
 from megalith.compat.megatron.tasks import ToolParser
 from megalith.config import all_settings
 from megalith.config.families import FAMILIES
-from megalith.config.foreign_args import model_of, refuse_registered_parts
+from megalith.config.megatron_args import model_from_args, refuse_registered_parts
 from megalith.config.values import local_path
 from megalith.errors import ConfigError
 
@@ -233,7 +233,7 @@ def _check_source(options: argparse.Namespace, form: str, args: dict[str, Any]) 
         use = "--loader llama_mistral --checkpoint-type hf" if form == "huggingface" else "--loader core"
         raise ConfigError(f"--loader {options.loader}: {options.load_dir} is of format {form}; use {use}")
     refuse_registered_parts(args, str(options.load_dir), "megalith checkpoint convert --import converts such a model")
-    held = model_of(args).model_family if args else _FAMILIES[options.model_type]
+    held = model_from_args(args).model_family if args else _FAMILIES[options.model_type]
     if held != _FAMILIES[options.model_type]:
         raise ConfigError(f"--model-type {options.model_type}: the model in {options.load_dir} is {held.upper()}")
     given, positions = options.position_embedding_type, args.get("position_embedding_type", "learned_absolute")

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from megalith.config import all_settings
 from megalith.config.command_line import read_command_line
-from megalith.config.foreign_args import model_of
+from megalith.config.megatron_args import model_from_args
 from megalith.config.reading import Reading
 from megalith.config.tokenizer_flags import TOKENIZER_SETTINGS, tokenizer_from
 from megalith.config.values import local_path
@@ -179,7 +179,7 @@ def stated_architecture(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def contradictions(stated: Mapping[str, Any], args: Mapping[str, Any], registry: Registry = EMPTY) -> list[str]:
     """Return where a command line and a checkpoint disagree on the architecture, each naming both values."""
-    model, settings = model_of(args, registry), all_settings()
+    model, settings = model_from_args(args, registry), all_settings()
     resolved = {
         "ffn_hidden_size": model.ffn_size,
         "kv_channels": model.head_size,

@@ -28,7 +28,7 @@ _UNKNOWN_HERE = {
 }
 
 
-def model_of(args: Mapping[str, Any], registry: Registry = EMPTY) -> ModelConfig:
+def model_from_args(args: Mapping[str, Any], registry: Registry = EMPTY) -> ModelConfig:
     """Return the architecture, including registered parts.
 
     Raises:
@@ -96,17 +96,17 @@ def refuse_registered_parts(args: Mapping[str, Any], where: str, why: str, *, gr
         raise CheckpointError(f"{where} was made with registered parts ({', '.join(parts)}): {why}")
 
 
-def parallel_of(args: Mapping[str, Any]) -> ParallelConfig:
+def parallel_from_args(args: Mapping[str, Any]) -> ParallelConfig:
     """Return the parallel layout."""
     return _group("parallel", ParallelConfig, args)
 
 
-def precision_of(args: Mapping[str, Any]) -> PrecisionConfig:
+def precision_from_args(args: Mapping[str, Any]) -> PrecisionConfig:
     """Return the precision of the weights."""
     return _group("precision", PrecisionConfig, args)
 
 
-def tokenizer_of(args: Mapping[str, Any], registry: Registry = EMPTY) -> TokenizerConfig:
+def tokenizer_from_args(args: Mapping[str, Any], registry: Registry = EMPTY) -> TokenizerConfig:
     """Return the tokenizer; file paths are those of the machine that wrote the checkpoint.
 
     The number of embedding rows follows from the layout, unless --padded-vocab-size is given.
@@ -185,7 +185,7 @@ def settings_from(args: Mapping[str, Any], registry: Registry = EMPTY, *, layout
         CheckpointError: its model has a part that this version has not.
         KeyError: a required argument is missing.
     """
-    model, tokenizer = model_of(args, registry), tokenizer_of(args, registry)
+    model, tokenizer = model_from_args(args, registry), tokenizer_from_args(args, registry)
     values = {name: getattr(model, name) for name in MODEL_SETTINGS}
     if model.apply_query_key_layer_scaling:  # of fp16 runs of 2023, whose scores may overflow without it
         values["apply_query_key_layer_scaling"] = True
@@ -198,6 +198,6 @@ def settings_from(args: Mapping[str, Any], registry: Registry = EMPTY, *, layout
     if tokenizer.tokenizer_type == "HuggingFaceTokenizer" and Path(tokenizer.tokenizer_model or "").is_dir():
         values["tokenizer_model"] = tokenizer.tokenizer_model  # of a Hugging Face folder, the folder itself
     if layout:
-        parallel = parallel_of(args)
+        parallel = parallel_from_args(args)
         values |= {name: getattr(parallel, name) for name in _LAYOUT}
     return values
