@@ -229,7 +229,7 @@ class Bench:
                 beside.append(products())
             self.background.wait_for_copies()
             if not self.background.busy:
-                saved = self.background.proceed()
+                saved = self.background.advance()
         usual = statistics.median(quiet)
         return {
             "stall": saved.stall_seconds,
@@ -244,7 +244,7 @@ class Bench:
         """The copies with nothing beside them."""
         chunks, staging = self.saver.chunks_of(self.state), self.background._staging
         staging.plan(chunks)
-        return seconds_of(lambda: (staging.begin(), staging.settle()))
+        return seconds_of(lambda: (staging.begin(), staging.wait_for_copies()))
 
 
 def _drop(path: Path) -> None:

@@ -93,7 +93,9 @@ def write_source(size: str, folder: Path, tp: int = 2, pp: int = 2, form: str = 
     """Write a checkpoint of random numbers into a save folder, without the model in memory."""
     final = folder / "iter_0000001"
     source = Drawn(gpt_args(size, tp, pp))
-    write_torch_dist(source, final, facts={"megalith_version": "benchmark", "created": ""}, files={}, publish=str)
+    write_torch_dist(
+        source, final, manifest_fields={"megalith_version": "benchmark", "created": ""}, files={}, update_tracker=str
+    )
     if form == "torch":
         convert(final, folder.with_name(folder.name + "-torch"), ConversionOptions(format="torch"), verify=False)
         shutil.rmtree(folder)

@@ -50,10 +50,10 @@ def fail_on_rank_1(folder: str, point: str) -> tuple[str, int]:
         if at == "mid_save" and ctx.world.index == 0:
             time.sleep(0.3)  # it need not be waited for
 
-    pending = DirectoryStore(folder, ctx).schedule(20, half(ctx, 20.0), {}, staging=Staging(), on_point=full)
+    pending = DirectoryStore(folder, ctx).schedule(20, half(ctx, 20.0), {}, staging=Staging(), on_stage=full)
     steps = steps_until(pending, ctx, lambda agreed: agreed.save_failed)
     try:
-        pending.proceed(failed=True)
+        pending.advance(failed=True)
     except MegalithError as error:
         return str(error), steps
     raise AssertionError("nothing was said")
@@ -75,7 +75,7 @@ def no_room_on_rank_1(folder: str, beside: bool) -> str:
     try:
         if beside:
             pending = store.schedule(20, content, {}, staging=Staging())
-            while pending.proceed() is None:
+            while pending.advance() is None:
                 pass
         else:
             store.save(20, content, {})
@@ -102,13 +102,13 @@ def slow_rank_1(folder: str) -> tuple[int, bool, int]:
 
     content = half(ctx, 20.0)
     store = DirectoryStore(folder, ctx)
-    pending = store.schedule(20, content, {}, staging=Staging(), on_point=slow)
+    pending = store.schedule(20, content, {}, staging=Staging(), on_stage=slow)
     content.chunks[0].tensor.fill_(-1.0)
     steps = steps_until(pending, ctx, lambda agreed: not agreed.save_in_progress)
     hidden = store.iterations() == []
-    assert pending.proceed() is None
+    assert pending.advance() is None
     steps_until(pending, ctx, lambda agreed: not agreed.save_in_progress)
-    report = pending.proceed()
+    report = pending.advance()
     assert report is not None and report.write_seconds > 0.0 and report.waited_seconds < 0.4
     return steps, hidden, report.bytes
 

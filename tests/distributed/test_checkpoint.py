@@ -14,7 +14,7 @@ from torch import Tensor
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
 from megalith.checkpoint.files import commit, hashing
 from megalith.checkpoint.store import saving
-from megalith.checkpoint.store.store import SAVE_POINTS
+from megalith.checkpoint.store.store import SAVE_STAGES
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError
@@ -65,7 +65,7 @@ def _round_trip(folder: str) -> dict[str, Any]:
     ctx = _context(dp=torch.distributed.get_world_size())
     store = DirectoryStore(folder, ctx)
     seen: list[str] = []
-    report = store.save(10, content_of(10, ctx), {"mark": "x"}, files={"extra.txt": b"e"}, on_point=seen.append)
+    report = store.save(10, content_of(10, ctx), {"mark": "x"}, files={"extra.txt": b"e"}, on_stage=seen.append)
     again = DirectoryStore(folder, ctx)
     manifest = again.manifest(10)
     assert manifest is not None
@@ -85,7 +85,7 @@ def test_a_load_restores_what_was_saved(ranks: Any, tmp_path: Path, world_size: 
     results = ranks.run(world_size, _round_trip, str(tmp_path / "save"))
     assert all(result == results[0] for result in results)
     result = results[0]
-    assert result["points"] == SAVE_POINTS
+    assert result["points"] == SAVE_STAGES
     assert (result["newest"], result["seed"], result["iterations"]) == ((10, []), 10, ([10], 10))
     assert result["layout"] == ({"tp": 1, "cp": 1, "dp": world_size, "pp": 1, "ep": 1, "etp": None}, world_size, "x")
     data = {f"__{rank}_{i}.distcp" for rank in range(world_size) for i in range(2)}
@@ -144,7 +144,7 @@ def _failing_save(folder: str, failing: int, point: str) -> dict[str, Any]:
 
     message = "no error"
     try:
-        store.save(20, content_of(20, ctx), {}, on_point=raise_at)
+        store.save(20, content_of(20, ctx), {}, on_stage=raise_at)
     except (CheckpointError, _Fault) as error:
         message = f"{type(error).__name__}: {error}"
     left = _names(folder, ctx)
@@ -221,7 +221,7 @@ def _needed(message: str) -> int:
 def _save_to_folders_of_their_own(folder: str) -> str:
     ctx = _context(dp=torch.distributed.get_world_size())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "_SEEN_WITHIN_SECONDS", 0.2)
+        patch.setattr(saving, "_VISIBILITY_TIMEOUT_SECONDS", 0.2)
         with pytest.raises(CheckpointError) as caught:
             DirectoryStore(f"{folder}/{ctx.rank}", ctx).save(1, content_of(1, ctx), {})
     return str(caught.value)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
-from megalith.checkpoint.store.store import SAVE_POINTS
+from megalith.checkpoint.store.store import SAVE_STAGES
 
 WHOLE = {"w": (4, 3), "embedding.word_embeddings.weight": (8, 4)}
 WAYS = ("at once", "beside", "per rank")
@@ -57,12 +57,12 @@ def save(rank, folder, rendezvous, number, point, killed, way):
             os.kill(os.getpid(), signal.SIGKILL)
     store = DirectoryStore(folder, ctx, save_format="torch" if way == "per rank" else "torch_dist")
     if way == "beside":
-        pending = store.schedule(number, content, {}, staging=Staging(), on_point=die)
+        pending = store.schedule(number, content, {}, staging=Staging(), on_stage=die)
         content.chunks[0].tensor.zero_()
-        while pending.proceed() is None:
+        while pending.advance() is None:
             pass
     else:
-        store.save(number, content, {}, on_point=die)
+        store.save(number, content, {}, on_stage=die)
 
 for line in sys.stdin:
     arguments = json.loads(line)
@@ -117,7 +117,7 @@ def loaded(store: DirectoryStore, iteration: int) -> Any:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("killed", [0, 1])
-@pytest.mark.parametrize("point", SAVE_POINTS)
+@pytest.mark.parametrize("point", SAVE_STAGES)
 def test_a_killed_rank_leaves_the_checkpoint_before(
     tmp_path: Path, save_by_two: SaveByTwo, point: str, killed: int, way: str
 ) -> None:

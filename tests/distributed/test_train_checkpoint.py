@@ -335,7 +335,7 @@ def save_beside(folder: str, flags: str, world_size: int, vocab_size: int, until
         if state.iteration == until:
             saver.schedule(state)
         elif saver.scheduled is not None and not consensus.save_in_progress:
-            saver.proceed()
+            saver.advance()
     return state.iteration
 
 

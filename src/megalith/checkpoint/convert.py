@@ -42,7 +42,7 @@ from megalith.checkpoint.sources.adapters import (
 )
 from megalith.checkpoint.sources.huggingface import HuggingFaceSource, files_of_tokenizer
 from megalith.checkpoint.sources.source import Source
-from megalith.checkpoint.store.store import RELEASE, TRACKER_FILE, facts_of, locate
+from megalith.checkpoint.store.store import RELEASE, TRACKER_FILE, locate, manifest_fields_of
 from megalith.checkpoint.writers.torch_dist import no_check, rng_keys, write_torch, write_torch_dist
 from megalith.config import ModelConfig
 from megalith.config.megatron_args import refuse_registered_parts
@@ -163,19 +163,19 @@ def convert(
     final = destination / name
     _check_place(final, found, replace=wanted.replace)
 
-    def publish() -> None:
+    def update_tracker() -> None:
         replace_durably(
             destination / TRACKER_FILE, (RELEASE if released else str(number)).encode("ascii"), claimed=True
         )
 
     with claimed(destination):
-        facts, files = _facts(folder, number, layout), further_files(folder)
+        fields, files = _manifest_fields(folder, number, layout), further_files(folder)
         write = (
             partial(write_torch_dist, registry=wanted.registry)
             if wanted.format == "torch_dist"
             else partial(write_torch, names=wanted.names)
         )
-        size = write(source, final, facts=facts, files=files, publish=publish, check=check)
+        size = write(source, final, manifest_fields=fields, files=files, update_tracker=update_tracker, check=check)
     return ConversionResult(final, size, time.perf_counter() - started, notes)
 
 
@@ -419,14 +419,14 @@ def _numbered(source: Source, iteration: int) -> Source:
     return WithCommon(source, counted)
 
 
-def _facts(folder: CheckpointFolder, iteration: int, layout: Layout) -> dict[str, Any]:
+def _manifest_fields(folder: CheckpointFolder, iteration: int, layout: Layout) -> dict[str, Any]:
     """Return the manifest's entries: of the source those that a resume compares, and where it was converted from."""
     body = folder.manifest() or {}
     kept = {key: body[key] for key in _KEPT_FACTS if key in body}
     if isinstance(folder.source, HuggingFaceSource):
         kept = folder.source.facts()
     origin = {"path": str(folder.path.resolve()), "format": folder.source.format}
-    return {"iteration": iteration, **facts_of(layout), **kept, "converted_from": origin}
+    return {"iteration": iteration, **manifest_fields_of(layout), **kept, "converted_from": origin}
 
 
 def further_files(folder: CheckpointFolder) -> dict[str, bytes]:

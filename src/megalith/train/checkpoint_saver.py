@@ -68,7 +68,7 @@ class CheckpointSaver:
             "content": content_of(state, self._run),
             "manifest": self._manifest(state),
             "files": self._identity.tokenizer_files,
-            "on_point": lambda point: self._probe(point, iteration),
+            "on_stage": lambda stage: self._probe(stage, iteration),
         }
 
     def _manifest(self, state: TrainState) -> dict[str, Any]:
@@ -142,10 +142,10 @@ class AsyncSaver:
         """Wait until the state may change; no time is lost if that has been the case for some time."""
         if self._under_way is not None:
             began = time.perf_counter()
-            self._under_way.pending.settle()
+            self._under_way.pending.wait_for_copies()
             self._under_way.stall += time.perf_counter() - began
 
-    def proceed(self, *, failed: bool = False) -> SavedCheckpoint | None:
+    def advance(self, *, failed: bool = False) -> SavedCheckpoint | None:
         """Take the save under way to its next stage, waiting for what is busy; return the checkpoint once complete.
 
         All ranks call it together.
@@ -156,7 +156,7 @@ class AsyncSaver:
         under_way, self._under_way = self._under_way, None  # an error ends it
         assert under_way is not None, "no save is under way"
         began = time.perf_counter()
-        report = under_way.pending.proceed(failed=failed)
+        report = under_way.pending.advance(failed=failed)
         under_way.stall += time.perf_counter() - began
         if report is None:
             self._under_way = under_way

@@ -347,7 +347,7 @@ def _advance_save(run: TrainingRun) -> None:
     """Advance the asynchronous save, if there is one, by a stage; raises if a rank could not do its part."""
     if run.async_saver is None or run.async_saver.scheduled is None:
         return
-    saved = run.async_saver.proceed(failed=run.consensus.save_failed)
+    saved = run.async_saver.advance(failed=run.consensus.save_failed)
     if saved is not None:
         run.hook.after_save(saved)
 

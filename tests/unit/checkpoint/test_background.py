@@ -32,7 +32,7 @@ Same = Callable[[CheckpointContent, CheckpointContent], bool]
 
 def complete(pending: PendingSave) -> SaveReport:
     while True:
-        report = pending.proceed()
+        report = pending.advance()
         if report is not None:
             return report
 
@@ -40,7 +40,7 @@ def complete(pending: PendingSave) -> SaveReport:
 def copied(staging: Staging, chunks: list[Chunk]) -> list[Chunk]:
     copies = staging.plan(chunks)
     staging.begin()
-    staging.settle()
+    staging.wait_for_copies()
     return copies
 
 
@@ -78,7 +78,7 @@ def test_what_is_written_is_what_was_scheduled(
     for iteration in (10, 20):
         content = make_content(iteration)
         pending = store.schedule(iteration, content, {"k": "v"}, staging=staging, files={"vocab.json": b"{}"})
-        pending.settle()
+        pending.wait_for_copies()
         for chunk in content.chunks:
             chunk.tensor.fill_(-1.0)
         content.common["iteration"] = -1
@@ -104,7 +104,7 @@ def test_tensors_may_change_when_the_copies_are_there_and_not_before(
 
     monkeypatch.setattr("megalith.checkpoint.store.staging.np.copyto", slowly)
     pending = store.schedule(10, content, {}, staging=Staging())
-    waiting = threading.Thread(target=pending.settle)
+    waiting = threading.Thread(target=pending.wait_for_copies)
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive() and pending.busy
@@ -125,7 +125,7 @@ def test_a_copy_that_fails_is_told(tmp_path: Path, make_content: MakeContent, mo
     with monkeypatch.context() as patch:
         patch.setattr("megalith.checkpoint.store.staging.np.copyto", fail)
         pending = DirectoryStore(tmp_path).schedule(10, make_content(10), {}, staging=Staging())
-        for wait in (pending.settle, pending.proceed):
+        for wait in (pending.wait_for_copies, pending.advance):
             with pytest.raises(RuntimeError, match="the device is lost"):
                 wait()
     assert names(tmp_path) == set()
@@ -146,7 +146,7 @@ def test_it_counts_only_when_it_is_complete(tmp_path: Path, make_content: MakeCo
     assert pending.busy and not pending.failed
     assert store.iterations() == [] and store.latest() is None
     slow_disk.goes.set()
-    assert pending.proceed() is None  # all have written
+    assert pending.advance() is None  # all have written
     assert complete(pending).waited_seconds > 0
     assert store.newest_verified() == (10, [])
 
@@ -207,7 +207,7 @@ def test_a_full_disk_is_told_at_the_next_stage(
             time.sleep(0.001)
         assert pending.failed
         with pytest.raises(CheckpointError, match=r"No space left on device.*\d+ bytes .*\d+ bytes"):
-            pending.proceed()
+            pending.advance()
     assert names(tmp_path) == {"iter_0000010", "latest_checkpointed_iteration.txt"}
     complete(store.schedule(20, make_content(20), {}, staging=staging))
     assert store.newest_verified() == (20, [])
@@ -225,7 +225,7 @@ def test_a_thread_that_dies_is_an_error_and_not_silence(
         if at == point:
             raise error
 
-    pending = store.schedule(20, make_content(20), {}, staging=Staging(), on_point=fail)
+    pending = store.schedule(20, make_content(20), {}, staging=Staging(), on_stage=fail)
     expected = type(error) if isinstance(error, Exception) else CheckpointError
     with pytest.raises(expected):
         complete(pending)
@@ -270,12 +270,12 @@ content = CheckpointContent([Chunk(f"w{n}", t, (0,), (2**20,)) for n, t in enume
 store, staging = DirectoryStore(sys.argv[1]), Staging()
 small = CheckpointContent([Chunk("w", torch.ones(8), (0,), (8,))])
 pending = store.schedule(1, small, {}, staging=Staging())  # what the first save imports
-while pending.proceed() is None:
+while pending.advance() is None:
     pass
 before = resident("VmRSS:")
 for iteration in (2, 3, 4):
     pending = store.schedule(iteration, content, {}, staging=staging)
-    while pending.proceed() is None:
+    while pending.advance() is None:
         pass
 print((resident("VmHWM:") - before) / content.nbytes)
 """

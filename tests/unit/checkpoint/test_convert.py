@@ -40,7 +40,7 @@ MODELS: dict[str, Mapping[str, Any]] = {
 def written(source: Source, save: Path) -> Path:
     """A source as a save folder of format torch_dist."""
     facts = {"megalith_version": "0", "created": ""}
-    write_torch_dist(source, save / "iter_0000007", facts=facts, files={}, publish=lambda: None)
+    write_torch_dist(source, save / "iter_0000007", manifest_fields=facts, files={}, update_tracker=lambda: None)
     (save / "latest_checkpointed_iteration.txt").write_text("7")
     return save
 
@@ -193,7 +193,9 @@ def test_layers_that_cannot_be_divided(models: dict[str, Path], tmp_path: Path) 
 
 def test_tokens_are_not_left_out(tmp_path: Path) -> None:
     facts = {"megalith_version": "0", "created": "", "tokenizer": {"vocab_size": 45}}
-    write_torch_dist(model_source(), tmp_path / "a" / "iter_0000007", facts=facts, files={}, publish=lambda: None)
+    write_torch_dist(
+        model_source(), tmp_path / "a" / "iter_0000007", manifest_fields=facts, files={}, update_tracker=lambda: None
+    )
     with pytest.raises(CheckpointError, match="--true-vocab-size 44 .*45"):
         convert(tmp_path / "a", tmp_path / "b", ConversionOptions(true_vocab_size=44))
 
@@ -205,7 +207,7 @@ def padded_for_one_rank(save: Path, **facts: Any) -> MemorySource:
     """Write a checkpoint of 48 rows, that is 42 tokens padded to a multiple of 8, and return its content."""
     source = model_source(PADDED)
     facts = {"megalith_version": "0", "created": "", **facts}
-    write_torch_dist(source, save / "iter_0000007", facts=facts, files={}, publish=lambda: None)
+    write_torch_dist(source, save / "iter_0000007", manifest_fields=facts, files={}, update_tracker=lambda: None)
     return source
 
 
@@ -310,7 +312,9 @@ def test_the_tokenizer_and_what_a_resume_compares_go_along(form: str, tmp_path: 
     kept = {"tokenizer": {"kind": "GPT2BPE"}, "data": {"digest": "x"}, "config": {}, "tokenizer_files": ["vocab.json"]}
     facts = {"megalith_version": "0", "created": "", **kept}
     final = tmp_path / "a" / "iter_0000007"
-    write_torch_dist(model_source(), final, facts=facts, files={"vocab.json": b"{}"}, publish=lambda: None)
+    write_torch_dist(
+        model_source(), final, manifest_fields=facts, files={"vocab.json": b"{}"}, update_tracker=lambda: None
+    )
     folder = CheckpointFolder(convert(tmp_path / "a", tmp_path / "b", ConversionOptions(format=form, tp=2)).path)
     manifest = folder.manifest()
     assert manifest is not None and {name: manifest[name] for name in kept} == kept
@@ -534,7 +538,7 @@ def registered(save: Path, **choices: str) -> Path:
     source = model_source(args, registry=REGISTRY)
     facts = {"megalith_version": "0", "created": ""}
     folder = save / "iter_0000007"
-    write_torch_dist(source, folder, facts=facts, files={}, publish=lambda: None, registry=REGISTRY)
+    write_torch_dist(source, folder, manifest_fields=facts, files={}, update_tracker=lambda: None, registry=REGISTRY)
     (save / "latest_checkpointed_iteration.txt").write_text("7")
     return save
 

@@ -191,7 +191,7 @@ def test_a_model_that_is_read_from_an_older_checkpoint_names_its_iteration(
     source = model_source({**ARGS, "tokenizer_type": "NullTokenizer", "vocab_size": 47}, states=False)
     for iteration in (7, 14):
         final = tmp_path / f"iter_{iteration:07d}"
-        write_torch_dist(source, final, facts={}, files={}, publish=lambda: None)
+        write_torch_dist(source, final, manifest_fields={}, files={}, update_tracker=lambda: None)
     (tmp_path / TRACKER).write_text("14")
     if name is not None:
         flip_at(0.5)(tmp_path / "iter_0000014" / name)

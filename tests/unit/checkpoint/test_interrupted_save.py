@@ -19,7 +19,7 @@ import torch
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
 from megalith.checkpoint.files import commit, hashing
 from megalith.checkpoint.store.owner import Owner
-from megalith.checkpoint.store.store import SAVE_POINTS
+from megalith.checkpoint.store.store import SAVE_STAGES
 from megalith.errors import CheckpointError
 
 MakeContent = Callable[..., CheckpointContent]
@@ -62,7 +62,7 @@ if point == "between_renames":
     commit.Path.rename = first_only
 if point == "in_tracker":
     commit.Path.replace = lambda self, target: die(point)
-DirectoryStore(folder).save(number, build_content(number + 1), {}, on_point=die)
+DirectoryStore(folder).save(number, build_content(number + 1), {}, on_stage=die)
 """
 
 KILLED_BACKGROUND_SAVE = """
@@ -74,8 +74,8 @@ def die(at):
 if point == "in_deletion":
     commit.shutil.rmtree = lambda path, **_: die(point)
 store, staging = DirectoryStore(folder, retention=Retention(keep_last)), Staging()
-pending = store.schedule(number, build_content(number + 1), {}, staging=staging, on_point=die)
-while pending.proceed() is None:
+pending = store.schedule(number, build_content(number + 1), {}, staging=staging, on_stage=die)
+while pending.advance() is None:
     pass
 for thread in threading.enumerate():  # as the end of the interpreter does
     if thread.name == "checkpoint-removal":
@@ -92,7 +92,7 @@ try:
     store = DirectoryStore(folder)
     if beside:
         pending = store.schedule(20, build_content(20), {}, staging=Staging())
-        while pending.proceed() is None:
+        while pending.advance() is None:
             pass
     else:
         store.save(20, build_content(20), {})
@@ -137,7 +137,7 @@ def names(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     ("point", "beside"),
-    [*((point, False) for point in (*SAVE_POINTS, "in_tracker")), *((point, True) for point in SAVE_POINTS)],
+    [*((point, False) for point in (*SAVE_STAGES, "in_tracker")), *((point, True) for point in SAVE_STAGES)],
 )
 def test_a_killed_save_leaves_the_previous_checkpoint(
     tmp_path: Path, make_content: MakeContent, same_tensors: Same, run_script: RunScript, point: str, beside: bool
@@ -224,7 +224,7 @@ def test_too_little_space_is_refused_before_the_first_byte(
 ) -> None:
     monkeypatch.setattr(commit, "free_bytes", lambda _: 1000)
     with pytest.raises(CheckpointError, match=r"\d+ bytes .* 1000 bytes"):
-        DirectoryStore(tmp_path).save(1, make_content(1), {}, on_point=lambda point: refuse_after(point))
+        DirectoryStore(tmp_path).save(1, make_content(1), {}, on_stage=lambda point: refuse_after(point))
     assert names(tmp_path) == set()
 
 

@@ -13,7 +13,7 @@ from megalith.assemble.reading import saved_args
 from megalith.assemble.trained import load_trained
 from megalith.checkpoint import CheckpointContent, DirectoryStore, Retention
 from megalith.checkpoint.convert import ConversionOptions, convert
-from megalith.checkpoint.files.commit import begin_building
+from megalith.checkpoint.files.commit import make_temp_folder
 from megalith.cli.checkpoint import run as checkpoint_command
 from megalith.errors import DamagedCheckpointError, NewerFormatError
 from megalith.train.checkpoint_fit import find_checkpoint
@@ -92,7 +92,7 @@ def test_it_is_neither_replaced_nor_pruned(store: DirectoryStore, tmp_path: Path
     with pytest.raises(NewerFormatError):
         store.save(6, make_content(0), {})
     with pytest.raises(NewerFormatError):
-        begin_building(store.folder(6))  # of a conversion or an export
+        make_temp_folder(store.folder(6))  # of a conversion or an export
     keeping = DirectoryStore(store.path, retention=Retention(keep_last=1))
     keeping.save(9, make_content(9), {})
     keeping.delete_after(3)

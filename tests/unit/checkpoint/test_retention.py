@@ -53,7 +53,7 @@ def test_the_newest_two_stay(tmp_path: Path, make_content: MakeContent, beside: 
     for iteration in (10, 20, 30, 40):
         if beside:
             pending = store.schedule(iteration, make_content(iteration), {}, staging=staging)
-            while pending.proceed() is None:
+            while pending.advance() is None:
                 pass
         else:
             store.save(iteration, make_content(iteration), {})
@@ -81,7 +81,7 @@ def test_a_save_that_fails_deletes_nothing(tmp_path: Path, make_content: MakeCon
             raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError):
-        store.save(20, make_content(20), {}, on_point=fail)
+        store.save(20, make_content(20), {}, on_stage=fail)
     assert names(tmp_path) == ["iter_0000010"] and store.newest_verified() == (10, [])
 
 

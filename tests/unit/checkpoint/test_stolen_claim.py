@@ -83,7 +83,7 @@ with store.claim():
     for iteration in (8, 9):
         if beside:
             pending = store.schedule(iteration, build_content(100 + iteration), {"by": "a"}, staging=Staging())
-            while pending.proceed() is None:
+            while pending.advance() is None:
                 pass
         else:
             store.save(iteration, build_content(100 + iteration), {"by": "a"})

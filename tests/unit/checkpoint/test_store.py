@@ -14,7 +14,7 @@ import torch
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
 from megalith.checkpoint.formats.torch_dist import rng_object_key
 from megalith.checkpoint.sources.source import StoredTensor
-from megalith.checkpoint.store.store import SAVE_POINTS
+from megalith.checkpoint.store.store import SAVE_STAGES
 from megalith.errors import CheckpointError
 
 MakeContent = Callable[..., CheckpointContent]
@@ -214,8 +214,8 @@ def test_saving_the_same_iteration_replaces_it(
 
 def test_the_points_of_a_save_come_in_order(store: DirectoryStore, make_content: MakeContent) -> None:
     seen: list[Any] = []
-    store.save(1, make_content(1), {}, on_point=lambda point: seen.append((point, store.iterations(), store.latest())))
-    assert [point for point, _, _ in seen] == list(SAVE_POINTS)
+    store.save(1, make_content(1), {}, on_stage=lambda point: seen.append((point, store.iterations(), store.latest())))
+    assert [point for point, _, _ in seen] == list(SAVE_STAGES)
     visible = {point: (there, latest) for point, there, latest in seen}
     assert visible["pre_commit"] == ([], None)
     assert visible["mid_commit"] == ([1], None)
@@ -228,7 +228,7 @@ def test_an_error_in_a_save_leaves_nothing(store: DirectoryStore, make_content: 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        store.save(1, make_content(1), {}, on_point=stop)
+        store.save(1, make_content(1), {}, on_stage=stop)
     assert (store.iterations(), store.latest()) == ([], None)
     if isinstance(store, DirectoryStore):
         assert list(store.path.iterdir()) == []

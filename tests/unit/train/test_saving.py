@@ -75,7 +75,7 @@ class Writer:
     def failed(self) -> bool:
         return self.scheduled is not None and self._stage == self.fails_at
 
-    def proceed(self, *, failed: bool = False) -> SavedCheckpoint | None:
+    def advance(self, *, failed: bool = False) -> SavedCheckpoint | None:
         iteration = self.scheduled
         assert iteration is not None
         if self._stage == self.fails_at:

@@ -36,8 +36,8 @@ _UNTOUCHED = "nothing was left there, and earlier checkpoints are untouched"
 _log = logging.getLogger("megalith.checkpoint")
 
 
-def no_point(_: str) -> None:
-    """Do nothing: the default of `on_point`, which is called at the stages of a save."""
+def ignore_stage(_: str) -> None:
+    """Do nothing: the default of `on_stage`, which is called at the stages of a save."""
 
 
 def _suffix(owner: Owner) -> str:
@@ -45,7 +45,7 @@ def _suffix(owner: Owner) -> str:
 
 
 def workspace_of(parent: Path) -> Path:
-    """Return the folder for the unfinished work of this process in a save folder that it has claimed."""
+    """Return the hidden folder for the unfinished files of this process in a save folder that it has locked."""
     return parent / f"{_CLAIMED}run{_suffix(Owner.this_process())}"
 
 
@@ -97,12 +97,12 @@ def _owner_of(path: Path, host: str) -> Owner | None:
 
 
 @dataclass(frozen=True)
-class Building:
-    """Folder under construction and the path that it gets."""
+class TempFolder:
+    """Folder under a temporary name and the path that `commit` renames it to."""
 
-    path: Path  # where it is
-    final: Path  # where it is to appear
-    claimed: bool = False  # whether this process has claimed the folder that it is to appear in
+    path: Path  # temporary path
+    final: Path  # path after `commit`
+    claimed: bool = False  # whether this process holds the lock on the parent of `final`
 
     def commit(self) -> None:
         """Make the folder durable and move it to its place; what stood there is removed afterwards.
@@ -131,25 +131,25 @@ class Building:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def begin_building(final: Path, *, claimed: bool = False) -> Building:
+def make_temp_folder(final: Path, *, claimed: bool = False) -> TempFolder:
     """Make an empty folder to commit or abandon; a NewerFormatError if a later version wrote what is in its place."""
     manifest.refuse_newer(final)
     path = _aside(final, _SAVING, claimed=claimed)
     if path.exists():
         shutil.rmtree(path)
     path.mkdir(parents=not claimed)
-    return Building(path, final, claimed)
+    return TempFolder(path, final, claimed)
 
 
 @contextmanager
-def building(final: Path, needed: int) -> Iterator[Building]:
+def temp_folder(final: Path, needed: int) -> Iterator[TempFolder]:
     """Make an empty folder for `final`, of `needed` bytes; it is removed on any error, and hidden before `commit`."""
     parent = final.parent
-    with naming_full_disk(parent, needed):
+    with reporting_disk_full(parent, needed):
         parent.mkdir(parents=True, exist_ok=True)
         clear_leftovers(parent)
         check_space(parent, needed)
-        new = begin_building(final, claimed=holds_claim(parent))
+        new = make_temp_folder(final, claimed=holds_claim(parent))
         try:
             yield new
         except BaseException:
@@ -257,7 +257,7 @@ def free_bytes(folder: Path) -> int:
 
 
 @contextmanager
-def naming_full_disk(folder: Path, needed: int, *, claimed: bool = False) -> Iterator[None]:
+def reporting_disk_full(folder: Path, needed: int, *, claimed: bool = False) -> Iterator[None]:
     """Translate what a full or unwritable disk raises into a CheckpointError with the numbers; `needed` is in bytes."""
     try:
         yield

@@ -77,7 +77,7 @@ def encode_objects(objects: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 @dataclass(frozen=True)
-class Written:
+class RankWriteResult:
     """Storage entries and file records of one rank's files."""
 
     results: list[WriteResult]  # where each item is
@@ -108,7 +108,7 @@ class RankWriter:
         assert len(self._parts) == len(chunks) + len(objects), "two chunks of a tensor have one offset"
         self.plan = SavePlan([_write_item(index, part) for index, part in self._parts.items()])
 
-    def write(self, path: Path) -> Written:
+    def write(self, path: Path) -> RankWriteResult:
         """Write the files of this rank into the folder `path`, durably. Raises WritingCancelled after `cancel`."""
         began = time.perf_counter()
         files = {f"__{self._rank}_{number}.distcp": part for number, part in enumerate(self._files())}
@@ -116,7 +116,7 @@ class RankWriter:
             written = list(pool.map(lambda name: self._write_file(path / name, files[name]), files))
         results = [result for file, _ in written for result in file]
         records = {name: record for name, (_, record) in zip(files, written, strict=True)}
-        return Written(results, records, time.perf_counter() - began)
+        return RankWriteResult(results, records, time.perf_counter() - began)
 
     def cancel(self) -> None:
         """Have `write`, in whatever thread it is, end soon."""
@@ -218,7 +218,7 @@ class _MetadataWriter(FileSystemWriter):
 
 
 def write_metadata(
-    path: Path, checkpoint_name: str, metadata: Metadata, written: Sequence[Written]
+    path: Path, checkpoint_name: str, metadata: Metadata, written: Sequence[RankWriteResult]
 ) -> dict[str, FileRecord]:
     """Write `.metadata`, durably, when the files of all ranks are there; returns the records of all files so far."""
     _MetadataWriter(path, checkpoint_name).finish(metadata, [part.results for part in written])

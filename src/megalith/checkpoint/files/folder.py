@@ -28,7 +28,7 @@ from megalith.checkpoint.files.commit import check_space, write_durably
 from megalith.checkpoint.files.dcp import (
     METADATA_FILE,
     RankWriter,
-    Written,
+    RankWriteResult,
     encode_objects,
     merged_metadata,
     write_metadata,
@@ -61,16 +61,16 @@ def check_further_files(names: Collection[str]) -> None:
 
 
 def finish_folder(
-    path: Path, records: Mapping[str, FileRecord], files: Mapping[str, bytes], facts: Mapping[str, Any]
+    path: Path, records: Mapping[str, FileRecord], files: Mapping[str, bytes], manifest_fields: Mapping[str, Any]
 ) -> int:
     """Write, durably, what makes a checkpoint of a folder in which all ranks' tensors and objects are.
 
-    `facts` are what the manifest says beside sizes and hashes. Returns the bytes of all the files but the manifest.
+    `manifest_fields` are entries besides sizes and hashes. Returns the bytes of all the files but the manifest.
     """
     for name, data in files.items():
         write_durably(path / name, data)
     found = {**records, **hash_files([path / name for name in files], threads=1)}
-    write_durably(path / MANIFEST_FILE, manifests.render(found, facts))
+    write_durably(path / MANIFEST_FILE, manifests.render(found, manifest_fields))
     return sum(record.size for record in found.values())
 
 
@@ -109,14 +109,16 @@ class TorchDistWriter(RankWriter):
         """Merge the plans of all ranks; on the first rank only."""
         self._metadata = merged_metadata(plans)
 
-    def write(self, path: Path) -> Written:
+    def write(self, path: Path) -> RankWriteResult:
         check_space(path.parent, self.nbytes)  # on this host too, before its first byte
         return super().write(path)
 
-    def finish(self, path: Path, name: str, written: Sequence[Written], facts: Mapping[str, Any]) -> int:
+    def finish(
+        self, path: Path, name: str, results: Sequence[RankWriteResult], manifest_fields: Mapping[str, Any]
+    ) -> int:
         """Complete the folder (`finish_folder`), whose name in its place is `name`; on the first rank only."""
-        records = write_metadata(path, name, self._metadata, written)
-        return finish_folder(path, records, self._named_files, facts)
+        records = write_metadata(path, name, self._metadata, results)
+        return finish_folder(path, records, self._named_files, manifest_fields)
 
 
 class CheckpointFolder:

@@ -21,12 +21,12 @@ _FORMAT = 1
 _RESERVED = ("format", "hash", "files", "manifest_hash")
 
 
-def render(records: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> bytes:
-    """Serialise a manifest; `facts` are anything that JSON can hold, `records` those of every other file."""
-    taken = [key for key in _RESERVED if key in facts]
+def render(records: Mapping[str, FileRecord], manifest_fields: Mapping[str, Any]) -> bytes:
+    """Serialise a manifest; `manifest_fields` are anything that JSON can hold, `records` those of every other file."""
+    taken = [key for key in _RESERVED if key in manifest_fields]
     assert not taken, f"the manifest keys {taken} are set here"
     files = {name: {"size": records[name].size, "digest": records[name].digest} for name in sorted(records)}
-    return _with_own_hash({"format": _FORMAT, "hash": HASH_NAME, "files": files, **facts})
+    return _with_own_hash({"format": _FORMAT, "hash": HASH_NAME, "files": files, **manifest_fields})
 
 
 def _with_own_hash(body: dict[str, Any]) -> bytes:

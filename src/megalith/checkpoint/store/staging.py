@@ -71,10 +71,10 @@ class Staging:
         return copies
 
     def begin(self) -> None:
-        """Begin to make the copies that were planned; the originals must not change before `settle`."""
+        """Begin to make the copies that were planned; the originals must not change before `wait_for_copies`."""
         self._copying, self._pairs = _begin_copies(self._pairs), []
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until all copies are there that were begun. Any thread may call it."""
         for part in self._copying:
             part.result()

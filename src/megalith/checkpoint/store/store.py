@@ -30,7 +30,7 @@ from megalith.checkpoint.files import manifest as manifests
 from megalith.checkpoint.files.commit import (
     claimed,
     delete,
-    no_point,
+    ignore_stage,
     put_back_replaced,
     replace_durably,
     set_aside,
@@ -44,7 +44,7 @@ from megalith.checkpoint.rank_group import RankGroup
 from megalith.checkpoint.sources.source import TRACKER_FILE as TRACKER_FILE
 from megalith.checkpoint.sources.source import Contents, is_huggingface, keys_of, no_save_folder
 from megalith.checkpoint.store.owner import check_claim
-from megalith.checkpoint.store.saving import MakeWriter, PendingSave, SaveReport, Saving
+from megalith.checkpoint.store.saving import CheckpointSave, MakeWriter, PendingSave, SaveReport
 from megalith.checkpoint.store.staging import Staging
 from megalith.checkpoint.writers.per_rank import PerRankWriter
 from megalith.config.values import remote
@@ -98,9 +98,9 @@ KEEP_ALL = Retention()
 
 RELEASE = "release"
 """What the tracker of Megatron says of a checkpoint without an iteration, and the name of its folder."""
-SAVE_POINTS = ("pre_save", "mid_save", "pre_commit", "mid_commit", "post_commit")
-"""Where a save calls `on_point`, on every rank: before the first byte; with its tensors written; before the rename;
-between the rename and the tracker (on other ranks than the first: about then); at the end."""
+SAVE_STAGES = ("pre_save", "mid_save", "pre_commit", "mid_commit", "post_commit")
+"""Where a save calls `on_stage`, on every rank: before the first byte; with its tensors written; before the rename;
+between the rename and the tracker (on other ranks than 0: about then); at the end."""
 
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
@@ -184,7 +184,7 @@ class DirectoryStore:
         manifest: Mapping[str, Any],
         *,
         files: Mapping[str, bytes] = NO_FILES,
-        on_point: Callable[[str], None] = no_point,
+        on_stage: Callable[[str], None] = ignore_stage,
     ) -> SaveReport:
         """Write a checkpoint and point the tracker to it, durably. An error leaves what was there as it is.
 
@@ -192,9 +192,9 @@ class DirectoryStore:
             iteration: its number; a checkpoint that has it already is replaced.
             manifest: what JSON can hold about the run: configuration, tokenizer card, data fingerprint.
             files: further files to lay into it, name -> bytes.
-            on_point: called with each of `SAVE_POINTS`.
+            on_stage: called with each of `SAVE_STAGES`.
         """
-        return self._saving(iteration, content, manifest, files, on_point).run()
+        return self._saving(iteration, content, manifest, files, on_stage).run()
 
     def schedule(
         self,
@@ -204,15 +204,15 @@ class DirectoryStore:
         *,
         staging: Staging,
         files: Mapping[str, bytes] = NO_FILES,
-        on_point: Callable[[str], None] = no_point,
+        on_stage: Callable[[str], None] = ignore_stage,
     ) -> PendingSave:
-        """Begin a `save`, whose tensors may change when `PendingSave.settle` has returned, in the memory of `staging`.
+        """Begin an asynchronous `save`; tensors may change once `PendingSave.wait_for_copies` has returned.
 
-        The points `mid_save` and, on other ranks than the first, `pre_commit` are passed by another thread. No other
-        save may use `staging` until this one is committed or abandoned.
+        They are copied to the memory of `staging`. A thread calls `on_stage` with `mid_save` and, on other ranks than
+        0, `pre_commit`. No other save may use `staging` until this one is committed or abandoned.
         """
         assert self._writer is TorchDistWriter, "only torch_dist is written beside the training"
-        saving = self._saving(iteration, content, manifest, files, on_point, staging)
+        saving = self._saving(iteration, content, manifest, files, on_stage, staging)
         saving.begin()
         return PendingSave(saving)
 
@@ -222,12 +222,12 @@ class DirectoryStore:
         content: CheckpointContent,
         manifest: Mapping[str, Any],
         files: Mapping[str, bytes],
-        on_point: Callable[[str], None],
+        on_stage: Callable[[str], None],
         staging: Staging | None = None,
-    ) -> Saving:
-        facts = {"iteration": iteration, **facts_of(self._layout), **manifest}
+    ) -> CheckpointSave:
+        manifest_fields = {"iteration": iteration, **manifest_fields_of(self._layout), **manifest}
 
-        def publish() -> None:
+        def update_tracker() -> None:
             before = self._latest()
             replace_durably(self.path / TRACKER_FILE, str(iteration).encode("ascii"), claimed=self._claimed)
             there = self._iterations()
@@ -236,8 +236,8 @@ class DirectoryStore:
             self._delete(superseded, beside=staging is not None)
 
         self._sound.pop(iteration, None)
-        what = (self.folder(iteration), content, files, facts, on_point, publish)
-        return Saving(self._ranks, *what, staging, self._writer, claimed=self._claimed)
+        what = (self.folder(iteration), content, files, manifest_fields, on_stage, update_tracker)
+        return CheckpointSave(self._ranks, *what, staging, self._writer, claimed=self._claimed)
 
     def _is_complete(self, iteration: int) -> bool:
         """Return whether every file of a checkpoint is there with its size; hashing them all would take too long."""
@@ -450,7 +450,7 @@ def split_path(path: Path) -> tuple[Path, int | None]:
     return (resolved.parent, int(match[1])) if match else (path, None)
 
 
-def facts_of(layout: Layout) -> dict[str, Any]:
+def manifest_fields_of(layout: Layout) -> dict[str, Any]:
     """Return the manifest's entries about the ranks that write, the time and the versions."""
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.content import CheckpointContent, Chunk, volume
-from megalith.checkpoint.files.commit import building, write_durably
+from megalith.checkpoint.files.commit import temp_folder, write_durably
 from megalith.checkpoint.files.folder import CheckpointFolder, damaged
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS
 from megalith.checkpoint.global_parameters import OUTPUT_LAYER, GlobalParameters
@@ -153,7 +153,7 @@ def export(
     )
     files = _further_files(found, config, manifest.get("tokenizer") or {}, notes)
     destination = destination.resolve()
-    with building(destination, layout.bytes) as new:
+    with temp_folder(destination, layout.bytes) as new:
         reader = _Reader(weights, params, rows, table)
         for name, shard in zip(layout.names, layout.shards, strict=True):
             _write_safetensors(new.path / name, shard, reader)

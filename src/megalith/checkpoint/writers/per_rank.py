@@ -25,7 +25,7 @@ import torch
 
 from megalith.checkpoint.content import CheckpointContent, Chunk, overlapping_views, volume
 from megalith.checkpoint.files.commit import sync_folder
-from megalith.checkpoint.files.dcp import Written
+from megalith.checkpoint.files.dcp import RankWriteResult
 from megalith.checkpoint.files.folder import check_further_files, finish_folder
 from megalith.checkpoint.files.hashing import WritingCancelled, hash_files
 from megalith.checkpoint.files.safe_loading import map_tensors
@@ -185,7 +185,7 @@ class PerRankWriter:
         if self._coords is not None:
             _preallocate(self._target, path, self._coords)
 
-    def write(self, path: Path) -> Written:
+    def write(self, path: Path) -> RankWriteResult:
         began = time.perf_counter()
         with _OpenFiles(self._target, path, self._chunks) as files:
             for chunk in self._chunks:
@@ -193,21 +193,23 @@ class PerRankWriter:
                     raise WritingCancelled
                 files.write(chunk)
         self._seconds = time.perf_counter() - began
-        return Written([], {}, self._seconds)
+        return RankWriteResult([], {}, self._seconds)
 
-    def write_checksums(self, path: Path) -> Written:
+    def write_checksums(self, path: Path) -> RankWriteResult:
         """Complete and hash the files that this rank laid out."""
         if self._coords is None:
-            return Written([], {}, self._seconds)
+            return RankWriteResult([], {}, self._seconds)
         began, files = time.perf_counter(), [path / name for name in RankFiles(self._target, *self._coords).names]
         for file in files:
             write_checksums(file)
         records = hash_files(files, below=path)
-        return Written([], records, self._seconds + time.perf_counter() - began)
+        return RankWriteResult([], records, self._seconds + time.perf_counter() - began)
 
     def cancel(self) -> None:
         self._cancelled.set()
 
-    def finish(self, path: Path, name: str, written: Sequence[Written], facts: Mapping[str, Any]) -> int:
-        records = {file: record for part in written for file, record in part.records.items()}
-        return finish_folder(path, records, self._files, facts)
+    def finish(
+        self, path: Path, name: str, results: Sequence[RankWriteResult], manifest_fields: Mapping[str, Any]
+    ) -> int:
+        records = {file: record for part in results for file, record in part.records.items()}
+        return finish_folder(path, records, self._files, manifest_fields)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.content import CheckpointContent, Chunk, by_key
-from megalith.checkpoint.files.commit import building
+from megalith.checkpoint.files.commit import temp_folder
 from megalith.checkpoint.files.folder import TorchDistWriter, finish_folder
 from megalith.checkpoint.files.hashing import hash_files
 from megalith.checkpoint.formats.megatron_names import CORE, parse_name
@@ -72,9 +72,9 @@ def write_torch_dist(
     source: Source,
     final: Path,
     *,
-    facts: Mapping[str, Any],
+    manifest_fields: Mapping[str, Any],
     files: Mapping[str, bytes],
-    publish: Callable[[], None],
+    update_tracker: Callable[[], None],
     check: Callable[[Path], None] = no_check,
     registry: Registry = EMPTY,
 ) -> int:
@@ -84,9 +84,9 @@ def write_torch_dist(
     are some of each place of the layout. A LayoutError if the model does not divide so.
 
     Args:
-        facts: what the manifest says beside sizes and hashes.
+        manifest_fields: entries of the manifest besides sizes and hashes.
         files: further files to lay into it, name -> bytes.
-        publish: called when the folder is in its place; points the tracker to it.
+        update_tracker: called when the folder is in its place; points the tracker to it.
         check: called with the finished folder before it gets its place; what it raises leaves everything as it was.
         registry: what users have registered, of which the model may be made.
     """
@@ -114,12 +114,12 @@ def write_torch_dist(
     ]
     writers[0].merge([writer.plan for writer in writers])
 
-    with building(final, sum(writer.nbytes for writer in writers)) as new:
-        written = [writer.write(new.path) for writer in writers]
-        size = writers[0].finish(new.path, final.name, written, facts)
+    with temp_folder(final, sum(writer.nbytes for writer in writers)) as new:
+        results = [writer.write(new.path) for writer in writers]
+        size = writers[0].finish(new.path, final.name, results, manifest_fields)
         check(new.path)
         new.commit()
-        publish()
+        update_tracker()
     return size
 
 
@@ -127,9 +127,9 @@ def write_torch(
     source: Source,
     final: Path,
     *,
-    facts: Mapping[str, Any],
+    manifest_fields: Mapping[str, Any],
     files: Mapping[str, bytes],
-    publish: Callable[[], None],
+    update_tracker: Callable[[], None],
     check: Callable[[Path], None] = no_check,
     names: str = CORE,
 ) -> int:
@@ -142,14 +142,14 @@ def write_torch(
     _refuse_lost(contents, by_key(whole), _UNKNOWN)
 
     tensors = sum(stored.numel * stored.dtype.itemsize for stored in contents.tensors.values())
-    with building(final, tensors + tensors // _SHARE_OF_COPIES + _FIXED_OVERHEAD) as new:
+    with temp_folder(final, tensors + tensors // _SHARE_OF_COPIES + _FIXED_OVERHEAD) as new:
         made = write_per_rank(source, new.path, names)
         _refuse_lost(contents, PerRankSource(new.path).contents().tensors, _NO_PLACE)
         records = hash_files([new.path / name for name in made], below=new.path)
-        size = finish_folder(new.path, records, files, facts)
+        size = finish_folder(new.path, records, files, manifest_fields)
         check(new.path)
         new.commit()
-        publish()
+        update_tracker()
     return size
 
 
