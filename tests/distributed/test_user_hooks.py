@@ -45,7 +45,7 @@ def _asked(scales: tuple[Any, Any], stops: tuple[bool, bool]) -> Any:
     """What the run has of the requests of its two ranks, or the message of the error."""
     context = ParallelContext.create(Layout(dp=2), torch.device("cpu"))
     state = SimpleNamespace(chunks=(), context=context, lr_scale=1.0, iteration=1)
-    run = SimpleNamespace(state=state, ending=None)
+    run = SimpleNamespace(state=state, exit_reason=None)
     hooks = UserHooks([Asks(scales, stops)], cast("Any", None), cast("Any", run))
     try:
         hooks.after_step(cast("Any", None))
