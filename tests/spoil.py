@@ -116,7 +116,7 @@ class _Spoiler:
 @contextmanager
 def spoiled(state: TrainState, spoils: Sequence[str]) -> Iterator[None]:
     """Put wrong numbers into the steps of a run within the block."""
-    spoiler, before = _Spoiler([parse_spoil(text) for text in spoils], state), MicroBatchRunner.before
+    spoiler, prepare = _Spoiler([parse_spoil(text) for text in spoils], state), MicroBatchRunner.prepare
     gradients = state.optimizer.gradients
     begin = gradients.begin
 
@@ -126,11 +126,11 @@ def spoiled(state: TrainState, spoils: Sequence[str]) -> Iterator[None]:
 
     def note(work: MicroBatchRunner, op: Op) -> None:
         spoiler.on(op.micro_batch)
-        before(work, op)
+        prepare(work, op)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(gradients, "begin", begin_step))
-        stack.enter_context(patch.object(MicroBatchRunner, "before", note))
+        stack.enter_context(patch.object(MicroBatchRunner, "prepare", note))
         for chunk in state.chunks:
             stack.enter_context(patch.object(chunk, "losses", spoiler.losses(chunk)))
             modules = dict(chunk.named_modules())

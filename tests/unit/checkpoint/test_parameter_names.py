@@ -29,7 +29,7 @@ from megalith.checkpoint.formats.torch_dist import Stacking, dense, is_always_fp
 from megalith.checkpoint.sources.adapters import Upcycled, Upcycling, args_of, has_vocabulary_rows
 from megalith.checkpoint.sources.bucket_space import registration_order
 from megalith.config import ModelConfig
-from megalith.config.foreign_args import model_of
+from megalith.config.megatron_args import model_from_args
 from megalith.errors import ConfigError
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise, initialise_as_megatron_cpu
@@ -153,7 +153,7 @@ def test_a_users_parameter_comes_back_from_a_checkpoint(tmp_path: Path, name: st
 def test_upcycling_leaves_what_only_resembles_a_dense_layer() -> None:
     source = model_source(ARGS, states=False)
     others = {f"decoder.layers.mlp.{path}": torch.ones(4, 3) for path in ("linear_fc1.scale", "router.scale")}
-    model = model_of(args_of(source.common()))
+    model = model_from_args(args_of(source.common()))
     upcycled = Upcycled(MemorySource({**source.tensors, **others}, source.common()), Upcycling(2), model, "the test")
     held = upcycled.contents().tensors
     assert {held[key].shape for key in others} == {(4, 3)} and "decoder.layers.mlp.linear_fc1.weight" not in held
