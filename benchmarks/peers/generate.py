@@ -1,0 +1,164 @@
+"""Peers of `megalith serve` in decoding: the same greedy answers by other means, and by the engine without HTTP.
+
+    python benchmarks/peers/generate.py huggingface FOLDER --streams 1 --precision bf16
+
+  http         `megalith serve` and a client that streams `/v1/completions`; FOLDER is a checkpoint
+  engine       the server's engine in a loop on the main thread, without HTTP; FOLDER is a checkpoint
+  huggingface  `generate` of transformers, all streams in one static batch padded on the left; FOLDER is an export
+  llama        llama.cpp by llama-cpp-python, stream after stream; FOLDER is a GGUF file
+
+One stream: 64 tokens after a prompt of 64. Sixteen: mixed lengths (16 to 256, 32 to 128 tokens) that come together;
+tokens that were not asked for do not count. A line per round of all streams, with the number of tokens in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+Asked = tuple[list[int], int]
+"""Prompt and number of new tokens."""
+
+
+def requests(streams: int, number: int) -> list[Asked]:
+    """The requests of a round; the first token of each prompt differs, so that no prefix is in a cache."""
+    chance = Random(1)
+    if streams == 1:
+        return [([number, *chance.choices(range(1, 50000), k=63)], 64)]
+    return [
+        ([number, 1 + index, *chance.choices(range(1, 50000), k=chance.randrange(14, 255))], chance.randrange(32, 129))
+        for index in range(streams)
+    ]
+
+
+def http(folder: Path, precision: str) -> Callable[[Sequence[Asked]], int]:
+    """`megalith serve` in a process of its own, asked over HTTP."""
+    server = subprocess.Popen(
+        [str(Path(sys.executable).with_name("megalith")), "serve", str(folder), "--port", "0", "--dtype", precision],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdout is not None
+    port = next(int(line.rsplit(":", 1)[1]) for line in server.stdout if "Running on" in line)
+
+    async def ask(prompt: list[int], count: int) -> int:
+        body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True}
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
+        tokens = 0
+        while line := await reader.readline():
+            tokens += line.startswith(b'data: {"') and b'"finish_reason":null' in line
+        writer.close()
+        return tokens
+
+    async def ask_all(asked: Sequence[Asked]) -> int:
+        return sum(await asyncio.gather(*(ask(*one) for one in asked)))
+
+    return lambda asked: asyncio.run(ask_all(asked))
+
+
+def engine(folder: Path, precision: str) -> Callable[[Sequence[Asked]], int]:
+    """The engine in this thread, with the allocator of the server and as many threads as it takes."""
+    import torch
+
+    from megalith.assemble.trained import load_trained
+    from megalith.kernels.cpu.process import keep_freed_memory, tune_num_threads
+    from megalith.serve.engine import Engine, Limits
+    from megalith.serve.model_runner import runner_of
+    from megalith.serve.request import Request, Sampling, Token
+    from megalith.serve.runner import decoding_step
+
+    keep_freed_memory(1)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    trained = load_trained(folder, torch.device("cpu"), dtype=dtype)
+    runner: Any = runner_of(trained.writer, 2048)
+    made = Engine(runner, trained.tokenizer, Limits(max_num_seqs=64))
+    tune_num_threads(lambda: runner.run(decoding_step(runner)), torch.get_num_threads(), torch.set_num_threads)
+
+    def answer(asked: Sequence[Asked]) -> int:
+        for prompt, count in asked:
+            made.submit(Request(tuple(prompt), count, Sampling(temperature=0.0), stop_ids=()))
+        tokens = 0
+        while made.has_work:
+            tokens += sum(isinstance(event, Token) for _, event in made.step())
+        return tokens
+
+    return answer
+
+
+def huggingface(folder: Path, precision: str) -> Callable[[Sequence[Asked]], int]:
+    """`generate` on the exported model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from megalith.kernels.cpu.process import keep_freed_memory
+
+    keep_freed_memory(1)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+    def answer(asked: Sequence[Asked]) -> int:
+        longest, count = max(len(prompt) for prompt, _ in asked), max(count for _, count in asked)
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in asked])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in asked])
+        with torch.inference_mode():
+            model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                pad_token_id=0,
+                eos_token_id=None,
+            )
+        return sum(count for _, count in asked)
+
+    return answer
+
+
+def llama(file: Path, precision: str) -> Callable[[Sequence[Asked]], int]:
+    """llama.cpp; the precision is that of the file."""
+    from llama_cpp import Llama
+
+    model = Llama(str(file), n_ctx=1024, verbose=False, n_threads=2, n_threads_batch=2)
+
+    def answer(asked: Sequence[Asked]) -> int:
+        tokens = 0
+        for prompt, count in asked:
+            model.reset()
+            for number, _ in enumerate(model.generate(prompt, temp=0.0), 1):
+                tokens += 1
+                if number == count:
+                    break
+        return tokens
+
+    return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peer", choices=("http", "engine", "huggingface", "llama"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=10**9)
+    options = parser.parse_args()
+    answer = globals()[options.peer](options.folder, options.precision)
+    for number in range(1, options.rounds + 1):
+        asked = requests(options.streams, number)
+        tokens, wanted = answer(asked), sum(count for _, count in asked)
+        assert tokens == wanted, f"{tokens} of {wanted} tokens came"
+        print(f"round {number}: {tokens} tokens", flush=True)
+
+
+if __name__ == "__main__":
+    main()
