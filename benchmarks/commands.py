@@ -84,21 +84,18 @@ def part_step(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         shape = dict(zip(("layers", "hidden", "heads", "sequence", "batch", "vocabulary"), size, strict=True))
         sized = [text for key, value in shape.items() for text in (f"--{key}", value)]
         for precision in options.precisions:
-            contenders = {"megalith train": Contender(train_command(size, precision), ITERATION)}
-            peers = ["compiled", "library", *(["huggingface"] if name == "124M" else [])]
-            for kind in peers:
-                command = peer("train.py", kind, "--precision", precision, *sized)
-                contenders[kind] = Contender(command, r"^step \d+:")
-            found[f"step {name} {precision}"] = say(
-                f"step {name} {precision}", row(in_turns(contenders, options.rounds, 2, 3), "megalith train")
-            )
+            commands = {"megalith train": train_command(size, precision)}
+            for kind in ("compiled", "library", *(("huggingface",) if name == "124M" else ())):
+                commands[kind] = peer("train.py", kind, "--precision", precision, *sized)
+            seconds = in_turns(commands, rf"{ITERATION}|^step \d+:", options.rounds, 2, 3)
+            found[f"step {name} {precision}"] = say(f"step {name} {precision}", row(seconds, "megalith train"))
     return found
 
 
 def part_decode(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Seconds are those of a round of all streams; `tokens` says how many there are in one."""
     saved, exported, found = folder / "saved", folder / "exported", {}
-    one_step = train_command(SIZES["124M"], "fp32", "--save", str(saved))
+    one_step = train_command(SIZES["124M"], "fp32", "--save", str(saved), "--save-interval", "1")
     one_step[one_step.index("--train-iters") + 1] = "1"
     one_step[one_step.index("--seq-length") + 1] = "64"
     run_seconds([*one_step, "--micro-batch-size", "1", "--no-save-optim"])
@@ -107,14 +104,12 @@ def part_decode(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         gguf = write_gguf(exported, folder / f"{precision}.gguf", precision)
         for streams in (1, 16):
             files = {"http": saved, "engine": saved, "huggingface": exported, **({"llama": gguf} if gguf else {})}
-            contenders = {
-                kind: Contender(
-                    peer("generate.py", kind, file, "--precision", precision, "--streams", streams), r"^round \d+:"
-                )
+            commands = {
+                kind: peer("generate.py", kind, file, "--precision", precision, "--streams", streams)
                 for kind, file in files.items()
             }
             name = f"decode {streams} streams {precision}"
-            seconds = in_turns(contenders, options.rounds, 2 if streams == 1 else 1, 2)
+            seconds = in_turns(commands, r"^round \d+:", options.rounds, 2 if streams == 1 else 1, 2)
             tokens = 64 if streams == 1 else sum(count for _, count in _peer_requests(streams))
             found[name] = say(name, row(seconds, "http", tokens=tokens))
     return found

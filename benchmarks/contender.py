@@ -99,11 +99,18 @@ class Contender:
         self._process.wait()
 
 
-def in_turns(contenders: Mapping[str, Contender], rounds: int, steps: int, warm_up: int) -> dict[str, list[float]]:
-    """Return the seconds of `rounds` x `steps` steps of each contender, in turns whose order changes."""
+def in_turns(
+    commands: Mapping[str, Sequence[str]], step_line: str, rounds: int, steps: int, warm_up: int
+) -> dict[str, list[float]]:
+    """Return the seconds of `rounds` x `steps` steps of each command, in turns whose order changes.
+
+    They start one after the other, and the first `warm_up` steps do not count.
+    """
+    contenders = dict[str, Contender]()
     try:
-        for contender in contenders.values():
-            contender.warm_up(warm_up)
+        for name, command in commands.items():
+            contenders[name] = Contender(command, step_line)
+            contenders[name].warm_up(warm_up)
         for number in range(rounds):
             for name in sorted(contenders, reverse=bool(number % 2)):
                 contenders[name].take_turn(steps)

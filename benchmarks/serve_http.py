@@ -59,7 +59,7 @@ def _serve(build: Callable[[], Engine], context_length: int, connection: Any) ->
     sys.setswitchinterval(_SECONDS_BETWEEN_THREADS)
 
     async def run() -> None:
-        worker = Worker(engine)
+        worker = Worker(engine).start()
         silent = RequestLog(lambda _: None, prompts=False)
         service = Service(worker, engine.tokenizer, context_length, settings, silent)
         app, ready = build_app(service), [str(listener.getsockname()[1])]  # it is said when clients can connect
@@ -84,7 +84,7 @@ def _compute(build: Callable[[], Engine], direct: Callable[[Engine, Sequence[Req
 @contextmanager
 def _process(target: Callable[..., None], *arguments: Any) -> Iterator[Any]:
     """A process like that of `megalith serve`; yields the connection to it."""
-    limit_spinning()  # the process inherits it
+    limit_spinning(1, "10000")  # the process inherits it
     here, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=target, args=(*arguments, there))
     process.start()

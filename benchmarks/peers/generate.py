@@ -18,6 +18,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -40,8 +41,9 @@ def requests(streams: int, number: int) -> list[Asked]:
 
 def http(folder: Path, precision: str) -> Callable[[Sequence[Asked]], int]:
     """`megalith serve` in a process of its own, asked over HTTP."""
+    dtype = {"bf16": "bfloat16", "fp32": "float32"}[precision]
     server = subprocess.Popen(
-        [str(Path(sys.executable).with_name("megalith")), "serve", str(folder), "--port", "0", "--dtype", precision],
+        [str(Path(sys.executable).with_name("megalith")), "serve", str(folder), "--port", "0", "--dtype", dtype],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -158,6 +160,7 @@ def main() -> None:
         tokens, wanted = answer(asked), sum(count for _, count in asked)
         assert tokens == wanted, f"{tokens} of {wanted} tokens came"
         print(f"round {number}: {tokens} tokens", flush=True)
+        time.sleep(0.02)  # it is stopped here, with no request on its way
 
 
 if __name__ == "__main__":

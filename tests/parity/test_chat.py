@@ -171,7 +171,7 @@ def ask(folder: Path, body: Mapping[str, Any]) -> dict[str, Any]:
     async def run() -> dict[str, Any]:
         trained = load_trained(folder, torch.device("cpu"))
         tokenizer = trained.tokenizer
-        worker = Worker(Engine(ModelRunner(trained.model, 64, 16), tokenizer))
+        worker = Worker(Engine(ModelRunner(trained.model, 64, 16), tokenizer)).start()
         service = Service(
             worker,
             tokenizer,

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from megalith.distributed.watchdog import Watchdog
     from megalith.serve.engine import Engine
     from megalith.serve.model_runner import DecoderPrompt, ModelRunner
+    from megalith.serve.worker import Worker
 
 _say = partial(print, flush=True)
 _KEY_VARIABLE = "MEGALITH_API_KEY"
@@ -236,7 +237,7 @@ def _serve_rank(
             _tune_threads(runner, engine.decoder_prompt)
         _warm_up(trained, engine)
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
-        return asyncio.run(_run_server(launch, trained, engine, listener, watchdog if context.world.size > 1 else None))
+        return _run_engine(launch, trained, engine, listener, watchdog if context.world.size > 1 else None)
     in_main_thread = threading.current_thread() is threading.main_thread()
     for number in _STOP_SIGNALS if in_main_thread else ():  # the first rank receives them too and stops this one
         signal.signal(number, signal.SIG_IGN)
@@ -345,8 +346,38 @@ def _num_blocks(launch: _ServerOptions, trained: Trained, context: ParallelConte
     return held
 
 
-async def _run_server(
+def _run_engine(
     launch: _ServerOptions, trained: Trained, engine: Engine, listener: socket.socket, watchdog: Watchdog | None
+) -> int:
+    """Run engine and HTTP server, each in a thread; return the exit code.
+
+    With other ranks (`watchdog`) the engine has the other thread, because a step may wait for a rank that is gone.
+    """
+    from megalith.serve.http.server import stop_signals
+    from megalith.serve.worker import Worker, serve_beside
+
+    with stop_signals() as pipe:
+        if watchdog is None:
+            return serve_beside(engine, lambda worker: _run_server(launch, trained, engine, listener, worker, pipe))
+
+        async def serving() -> int:
+            worker = Worker(engine, watchdog.find_lost_peer).start()
+            try:
+                return await _run_server(launch, trained, engine, listener, worker, pipe, watchdog)
+            finally:
+                worker.close()
+
+        return asyncio.run(serving())
+
+
+async def _run_server(
+    launch: _ServerOptions,
+    trained: Trained,
+    engine: Engine,
+    listener: socket.socket,
+    worker: Worker,
+    pipe: int | None,
+    watchdog: Watchdog | None = None,
 ) -> int:
     """Run the HTTP server on a loaded model; return the exit code."""
     from megalith.serve.http.app import build_app
@@ -355,11 +386,10 @@ async def _run_server(
     from megalith.serve.http.server import serve, url_of
     from megalith.serve.http.service import EncoderInput, Service
     from megalith.serve.model_runner import text_ids
-    from megalith.serve.worker import Worker, look_after
+    from megalith.serve.worker import look_after
 
     tokenizer, given = trained.tokenizer, launch.flags.server.chat_template
     template = template_beside(tokenizer) if given is None else read_template(given, tokenizer)
-    worker = Worker(engine, watchdog.find_lost_peer if watchdog is not None else None)
     service = Service(
         worker,
         tokenizer,
@@ -385,11 +415,11 @@ async def _run_server(
             say=_say,
             greeting=_startup_lines(launch, trained, url_of(listener)),
             debounce_seconds=debounce,
+            signals_from=pipe,
         )
     finally:
         if peers is not None:
             peers.cancel()
-        worker.close()
     if not fine:
         raise PeerError(f"the server ended: {service.failure}", said=True)
     return 0

@@ -93,9 +93,9 @@ def run(argv: Sequence[str]) -> int:
             return supervise(config, argv, lambda: _saved_and_argv(config, argv))
         if launched:
             _stop_with_parent()
-        limit_spinning()
-        suppress_native_traces(config.launch)
         threads = divide_cores(config.launch)
+        limit_spinning(config.launch.local_world_size or 1, "10000")
+        suppress_native_traces(config.launch)
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2)  # print the Python stack on a crash in native code
         return _train(config, argv, stop, acknowledge, began, threads)

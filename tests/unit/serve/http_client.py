@@ -101,7 +101,7 @@ async def served(
     tokenizer, lines = LetterTokenizer(), list[str]()
     runner = runner or FakeRunner(tokenizer.vocab_size, context_length, follow=follow, num_blocks=num_blocks)
     engine = Engine(runner, tokenizer, limits, decoder_prompt=DecoderPrompt(EOD, EOD) if answers else None)
-    worker = Worker(engine, blame)
+    worker = Worker(engine, blame).start()
     settings = settings or ServerSettings(model_name="letters")
     service = Service(
         worker,

@@ -33,7 +33,6 @@ from rich.table import Table
 
 from megalith.cli.quickstart.model import Machine, ModelSize, Plan, choose_plan, measure_machine
 from megalith.cli.quickstart.text import Corpus, standard_library, user_texts
-from megalith.cli.threads import limit_spinning
 from megalith.config.values import local_path
 from megalith.data.indexed import IndexedDataset
 from megalith.errors import ConfigError, MegalithError, install_command
@@ -78,8 +77,6 @@ def run(argv: Sequence[str]) -> int:
     options = build_parser().parse_args(argv)
     if not 0.0 < options.minutes <= 24 * 60:
         raise ConfigError(f"--minutes {options.minutes:g} is not between 0 and 1440 (a day)")
-    limit_spinning()  # before torch is imported
-
     from megalith.assemble.model import choose_device
 
     choose_device(options.device)  # fails before the output of an earlier quickstart is removed

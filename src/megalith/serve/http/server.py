@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import re
 import signal
 import socket
@@ -306,27 +307,62 @@ class _Server(uvicorn.Server):
         yield
 
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@contextmanager
+def stop_signals() -> Iterator[int | None]:
+    """Have the signals that stop a server written to a pipe; yield its end to read, None outside the main thread.
+
+    The event loop reads them at once, in whatever thread it is, and while the main thread computes.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only that one may take signals
+        yield None
+        return
+    handled = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    os.set_blocking(write_end, False)
+    previous = {number: signal.signal(number, lambda *_: None) for number in handled}
+    previous_wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    try:
+        yield read_end
+    finally:
+        signal.set_wakeup_fd(previous_wakeup)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        os.close(write_end)
+        os.close(read_end)
+
+
 class _StopSignals:
     """Stops a server on SIGTERM, SIGINT and SIGHUP: the first drains it, a second one ends it at once."""
 
     def __init__(
-        self, server: uvicorn.Server, service: Service, say: Callable[[str], None], debounce_seconds: float
+        self,
+        server: uvicorn.Server,
+        service: Service,
+        say: Callable[[str], None],
+        debounce_seconds: float,
+        pipe: int | None,
     ) -> None:
         self.received = asyncio.Event()
-        self._server, self._service, self._say = server, service, say
+        self._server, self._service, self._say, self._pipe = server, service, say, pipe
         self._debounce_seconds, self._first_at = debounce_seconds, 0.0
 
     def __enter__(self) -> _StopSignals:
-        in_main_thread = threading.current_thread() is threading.main_thread()  # only that one may take signals
-        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if in_main_thread else ()
-        self._handled = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
-        for number in self._handled:
-            asyncio.get_running_loop().add_signal_handler(number, self._receive, number.name)
+        if self._pipe is not None:
+            asyncio.get_running_loop().add_reader(self._pipe, self._read, self._pipe)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in self._handled:
-            asyncio.get_running_loop().remove_signal_handler(number)
+        if self._pipe is not None:
+            asyncio.get_running_loop().remove_reader(self._pipe)
+
+    def _read(self, pipe: int) -> None:
+        for number in os.read(pipe, 64):
+            if number in _STOP_SIGNALS:
+                self._receive(signal.Signals(number).name)
 
     def _receive(self, name: str) -> None:
         now = asyncio.get_running_loop().time()
@@ -350,12 +386,14 @@ async def serve(
     say: Callable[[str], None],
     greeting: Sequence[str] = (),
     debounce_seconds: float = 0.0,
+    signals_from: int | None = None,
 ) -> bool:
     """Serve until a signal (True), or until `failed` returns because the model can answer no more (False).
 
-    SIGTERM and Ctrl-C: no new work, and what runs may end within `drain_seconds`; what is left then is ended with the
-    finish reason "cancelled". A second signal ends it at once, unless within `debounce_seconds` of the first: a
-    launcher forwards the Ctrl-C that the terminal has already sent to its processes.
+    Signals come from the pipe of `stop_signals`; without one only `failed` ends the server. SIGTERM and Ctrl-C: no new
+    work, and what runs may end within `drain_seconds`; what is left then is ended with the finish reason "cancelled". A
+    second signal ends it at once, unless within `debounce_seconds` of the first: a launcher forwards the Ctrl-C that
+    the terminal has already sent to its processes.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     limits = service.settings.limits
@@ -373,7 +411,7 @@ async def serve(
         timeout_graceful_shutdown=2,
     )
     server = _Server(config)
-    with _StopSignals(server, service, say, debounce_seconds) as signals:
+    with _StopSignals(server, service, say, debounce_seconds, signals_from) as signals:
         serving = asyncio.ensure_future(server.serve([listener]))
         stop, failure = asyncio.ensure_future(signals.received.wait()), asyncio.ensure_future(failed())
         try:
