@@ -12,7 +12,7 @@
 
 All contenders have the same cores, precision and allocator. They take turns; a turn of `step` and `decode` continues
 processes that are stopped meanwhile. A ratio is the median over rounds of the peer's time over Megalith's: above 1
-Megalith is faster. Results go to benchmarks/results/commands-NAME.json, the table of all of them to
+Megalith is faster. Results go to commands-NAME.json in benchmarks/results, the table of all of them to
 docs/results/benchmarks.md. NAME is chosen with --name, by default after the processor.
 
 llama.cpp takes part if llama_cpp (extra `bench`) is installed; preprocessing needs gigatoken (extra `data`).
