@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from megalith.cli.main import main
-from megalith.cli.quickstart import Quickstart, build_parser, compare_repeated_steps, program, save_png, words_of
+from megalith.cli.quickstart import Quickstart, build_parser, compare_repeated_steps, program, words_of
 from megalith.cli.quickstart.model import MODEL_SIZES, Machine, ModelSize, Plan
 from megalith.config import load
-from megalith.errors import MegalithError
-from megalith.report.history import Curve, History
+from megalith.errors import MegalithError, install_command
+from megalith.report.history import History
 
 Record = dict[str, Any]
 
@@ -207,12 +207,36 @@ def test_the_smallest_difference_is_reported() -> None:
     assert (proof["num_repeated"], proof["num_equal"], proof["largest_difference"]) == (3, 1, 2**-52)
 
 
-def test_png(tmp_path: Path) -> None:
+def test_the_texts_are_written_for_preprocessing(tmp_path: Path) -> None:
+    texts = [f'{number} "\n\t\u00e9' * 200 for number in range(30)]
+    (tmp_path / "some.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    made = quickstart(tmp_path / "out")
+    made.options.data = [tmp_path / "some.jsonl"]
+    corpus = made.collect()
+    lines = (made.out / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    assert tuple(json.loads(line)["text"] for line in lines) == corpus.documents
+    assert sorted(corpus.documents) == sorted(texts)
+    assert corpus.num_characters == sum(map(len, texts))
+
+
+def trained(out: Path) -> Quickstart:
+    """A quickstart whose training is recorded: the loss at step n is 1 / n."""
+    made = quickstart(out)
+    made.training.mkdir(parents=True)
+    evaluation = {"event": "evaluation", "iteration": 100, "split": "validation", "loss": 0.5}
+    (made.training / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*steps(range(1, 102)), evaluation])))
+    return made
+
+
+PLAN = Plan(Machine("x", "fp32", 1e9), MODEL_SIZES[0], 100)
+
+
+def test_the_losses_are_shown_and_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / "loss.png"
-    losses = Curve([[(float(step), 1 / step) for step in range(1, 300)]])
-    save_png({"training loss": losses, "validation loss": Curve([[(100.0, 0.5)]])}, 150, path, "title")
-    content = path.read_bytes()
+    made = trained(tmp_path / "out")
+    made.draw(PLAN)
+    assert "1.00 -> 0.04 -> 0.02 -> 0.01 -> 0.01" in (shown := capsys.readouterr().out) and "loss.png" in shown
+    content = (made.out / "loss.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert struct.unpack(">II", content[16:24]) == (960, 540)
 
@@ -221,10 +245,8 @@ def test_the_losses_are_shown_without_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # an import of it fails
-    made = quickstart(tmp_path / "out")
-    run = made.out / "checkpoints" / "run"
-    run.mkdir(parents=True)
-    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps(range(1, 30)))))
-    made.draw(Plan(Machine("x", "fp32", 1e9), MODEL_SIZES[0], 30), 12)
-    assert "\u2501" in (shown := capsys.readouterr().out) and "killed at 12" in shown
+    made = trained(tmp_path / "out")
+    made.draw(PLAN)
+    assert "1.00 -> 0.04 -> 0.02 -> 0.01 -> 0.01" in (shown := capsys.readouterr().out)
+    assert install_command("plot") in shown
     assert not (made.out / "loss.png").exists()

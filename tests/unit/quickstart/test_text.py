@@ -171,10 +171,3 @@ def test_an_unreadable_file_is_named(tmp_path: Path, content: bytes | None) -> N
         path.write_bytes(content)
     with pytest.raises(DataError, match="text.txt"):
         user_texts([path])
-
-
-def test_what_is_written_can_be_read_again(tmp_path: Path) -> None:
-    corpus = build_corpus("x", "x", [source_of(number) + '"\n\té' for number in range(30)])
-    corpus.write(tmp_path / "corpus.jsonl")
-    lines = (tmp_path / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
-    assert tuple(json.loads(line)["text"] for line in lines) == corpus.documents

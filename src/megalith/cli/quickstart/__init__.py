@@ -14,36 +14,33 @@ import shlex
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 
 from megalith.cli.quickstart.model import Machine, ModelSize, Plan, choose_plan, measure_machine
 from megalith.cli.quickstart.text import Corpus, standard_library, user_texts
 from megalith.config.values import local_path
 from megalith.data.indexed import IndexedDataset
 from megalith.errors import ConfigError, MegalithError, install_command
-from megalith.report.history import Curve, History, read_history
+from megalith.report.history import History, read_history
 from megalith.tokenizers import train_byte_level_bpe
 
 COMMAND = (sys.executable, "-m", "megalith")
 CHARACTERS_PER_TOKEN = 3.5
 CODE_PROMPT = "def read_file(self, "
 PROMPT_CHARACTERS, SHOWN_LINES = 48, 12
-CURVE_ROWS, CURVE_WIDTH = 10, 50
 PROBE_STEPS = 12  # enough that a pause of the machine does not move their median
 PROGRESS = re.compile(r"iteration +(\d+)/ +(\d+) .*lm loss: (\S+)")
 
@@ -51,10 +48,7 @@ PROGRESS = re.compile(r"iteration +(\d+)/ +(\d+) .*lm loss: (\S+)")
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megalith quickstart",
-        description=(
-            "Train a GPT on text of this machine, end to end: tokenizer, preprocessing, training that is killed "
-            "halfway and resumed, evaluation, generated text and the loss curve."
-        ),
+        description="Train a small GPT on local text, kill and resume the training, evaluate it and generate text.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -128,8 +122,7 @@ class Quickstart:
         """Run all steps, write report.json and print what to try next."""
         started = time.perf_counter()
         self.clear_folder()
-        minutes = f"{self.options.minutes:g} minutes of training"
-        self.console.print(f"[bold]Megalith quickstart: text -> tokenizer -> trained GPT, {minutes}[/]")
+        self.console.print(f"[bold]Megalith quickstart: a GPT in {self.options.minutes:g} minutes of training[/]")
         corpus = self.collect()
         plan = self.plan(corpus)
         first_line = corpus.documents[-1].strip().split("\n", 1)[0]
@@ -140,7 +133,7 @@ class Quickstart:
         num_tokens = self.tokenize(corpus, plan.size, preprocess)
         report = self.train(plan, train) | self.evaluate(corpus.num_characters / num_tokens)
         self.generate(generate)
-        self.draw(plan, report["resume"]["killed_at"])
+        self.draw(plan)
         report["seconds"] = time.perf_counter() - started
         (self.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
         self.show_next(generate, report["seconds"])
@@ -150,28 +143,25 @@ class Quickstart:
 
         Raises:  ConfigError if the folder has files but is not of a quickstart.
         """
-        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-            if not self.script.is_file():
-                raise ConfigError(f"--out {self.out} exists and is not of a quickstart; choose a new folder")
-            for name in ("tokenizer", "data", "checkpoints", "logs", "corpus.jsonl", "loss.png", "report.json"):
-                path = self.out / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        used = self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir()))
+        if used and not self.script.is_file():
+            raise ConfigError(f"--out {self.out} exists and is not of a quickstart; choose a new folder")
+        for name in ("tokenizer", "data", "checkpoints", "logs", "corpus.jsonl", "loss.png", "report.json"):
+            path = self.out / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         for name in ("tokenizer", "data", "logs"):
             (self.out / name).mkdir(parents=True)
         self.script.touch()
 
-    def line(self, name: str, text: str, seconds: float | None = None) -> None:
-        """Print the result of a step on one line."""
-        took = "" if seconds is None else f" [dim]({seconds:.1f} s)[/]"
-        self.console.print(f"[bold cyan]{name:11}[/] {escape(text)}{took}", soft_wrap=True)
-
     @contextmanager
     def step(self, name: str) -> Iterator[Callable[[str], None]]:
-        """Show that a step is running; at its end, print its time and the text passed to the yielded function."""
+        """Show that a step is running; at its end, print the text passed to the yielded function, and its time."""
         results, started = list[str](), time.perf_counter()
         with self.console.status(f"{name} ...") as self.status:
             yield results.append
-        self.line(name, results[-1], time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        took = f" [dim]({seconds:.1f} s)[/]" if seconds >= 0.05 else ""
+        self.console.print(f"[bold cyan]{name:11}[/] {escape(results[-1])}{took}", soft_wrap=True)
 
     def commands(self, plan: Plan, out: Path, prompt: str) -> list[str]:
         """Fill in commands.sh; return its head and the commands that preprocess, train and generate."""
@@ -204,16 +194,11 @@ class Quickstart:
         """
         log, lines = self.out / "logs" / f"{arguments[0]}.log", list[str]()
         fault = {} if kill_step is None else {"MEGALITH_FAULT": f"kill9@step={kill_step},point=fwd"}
+        command, environment = [*COMMAND, *arguments], {**os.environ, **fault}
         with (
             log.open("a", encoding="utf-8") as file,
-            subprocess.Popen(
-                [*COMMAND, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                encoding="utf-8",
-                errors="replace",
-                env={**os.environ, **fault},
+            Popen(
+                command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, encoding="utf-8", errors="replace", env=environment
             ) as process,
         ):
             try:
@@ -238,7 +223,8 @@ class Quickstart:
         with self.step("text") as show:
             wanted = self.options
             corpus = user_texts(wanted.data, wanted.json_key, wanted.encoding) if wanted.data else standard_library()
-            corpus.write(self.out / "corpus.jsonl")
+            with (self.out / "corpus.jsonl").open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps({"text": text}) + "\n" for text in corpus.documents)
             show(f"{corpus.name}: {len(corpus.documents):,} documents, {corpus.num_characters / 1e6:.1f} M characters")
         return corpus
 
@@ -286,9 +272,7 @@ class Quickstart:
             self.call(arguments)
             resume = compare_repeated_steps(read_history(self.training))
             equal = f"{resume['num_equal']} of {resume['num_repeated']} repeated steps are equal bit for bit"
-            if resume["num_equal"] < resume["num_repeated"]:
-                equal += f", losses differ by {resume['largest_difference']:.1e} at most"
-            show(f"from step {resume['resumed_from']}; {equal}")
+            show(f"from step {resume['resumed_from']}; {equal} (losses within {resume['largest_difference']:g})")
         return {
             "iterations": plan.iterations,
             "training_seconds": time.perf_counter() - started,
@@ -304,8 +288,8 @@ class Quickstart:
         perplexity = {split: math.exp(loss) for split, loss in losses.items()}
         loss = losses["validation"]
         bits = loss / math.log(2) / characters_per_token
-        shown = f"validation loss {loss:.3f}, perplexity {perplexity['validation']:.1f}, {bits:.2f} bits/character"
-        self.line("evaluate", shown)
+        with self.step("evaluate") as show:
+            show(f"validation loss {loss:.3f}, perplexity {perplexity['validation']:.1f}, {bits:.2f} bits/character")
         return {"losses": losses, "perplexity": perplexity, "bits_per_character": bits}
 
     def generate(self, arguments: list[str]) -> None:
@@ -316,49 +300,36 @@ class Quickstart:
         text = "\n".join(f"  {line}" for line in lines[:SHOWN_LINES])
         self.console.print(text, style="green", markup=False, soft_wrap=True)
 
-    def draw(self, plan: Plan, killed_at: int) -> None:
-        """Save the loss curves as loss.png and print the mean training loss of each part of the run as a bar."""
-        curves = read_history(self.training).curves
-        title = f"Megalith quickstart: GPT of {plan.size.num_parameters / 1e6:.1f} M parameters, {plan.machine.name}"
-        try:
-            save_png(curves, killed_at, path := self.out / "loss.png", title)
-            self.line("loss", f"training loss, {path}")
-        except ImportError:
-            self.line("loss", f"training loss; for a picture install matplotlib: {install_command('plot')}")
-        losses = curves["training loss"].points
-        size = -(-len(losses) // CURVE_ROWS)
-        parts = [losses[start : start + size] for start in range(0, len(losses), size)]
-        means = [statistics.fmean(loss for _, loss in part) for part in parts]
-        rows = Table.grid(padding=(0, 1))
-        for part, mean in zip(parts, means, strict=True):
-            (first, _), (last, _) = part[0], part[-1]
-            remark = f"killed at {killed_at}, resumed" if first <= killed_at <= last else ""
-            bar = ProgressBar(max(means), mean, CURVE_WIDTH, complete_style="cyan", finished_style="cyan")
-            rows.add_row(f"{last:>10}", f"{mean:6.2f}", bar, remark)
-        self.console.print(rows)
+    def draw(self, plan: Plan) -> None:
+        """Print the training loss after each quarter of the run and, with matplotlib, plot the losses as loss.png."""
+        with self.step("loss") as show:
+            curves = read_history(self.training).curves
+            steps, losses = zip(*curves["training loss"].points, strict=True)
+            quarters = " -> ".join(f"{losses[(len(losses) - 1) * quarter // 4]:.2f}" for quarter in range(5))
+            try:
+                from matplotlib.figure import Figure
+            except ImportError:
+                show(f"{quarters}; for a picture install matplotlib: {install_command('plot')}")
+                return
+            figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+            axes = figure.add_subplot()
+            axes.plot(steps, losses, linewidth=0.8, label="training")
+            axes.plot(*zip(*curves["validation loss"].points, strict=True), "o", label="validation")
+            axes.axvline(plan.kill_step - 1, color="gray", linestyle=":", label="killed, then resumed")
+            model = f"GPT of {plan.size.num_parameters / 1e6:.1f} M parameters"
+            axes.set(title=f"{model}, {plan.machine.name}", xlabel="iteration", ylabel="loss (nats per token)")
+            axes.legend()
+            figure.savefig(path := self.out / "loss.png")
+            show(f"{quarters}; picture: {path}")
 
     def show_next(self, generate: list[str], seconds: float) -> None:
         """Print commands to try next, unwrapped, so that they can be copied."""
-        where = escape(f"everything is in {self.out}/")
+        where = escape(f"everything is in {self.out}/, the commands that ran in {self.script.name}")
         self.console.print(f"[bold]Done in {seconds / 60.0:.1f} minutes; {where}. Next:[/]")
-        for purpose, command in (
-            ("ask the model", f"{program()} {shlex.join(generate)}"),
-            ("the commands that ran, to change and run again", f"cat {shlex.quote(str(self.script))}"),
-            ("the same on your own text", f"{program()} quickstart --data FILE.jsonl --out my-model"),
+        for purpose, arguments in (
+            ("ask the model", generate),
+            ("curves of the run, as a page", ["report", str(self.training.parent)]),
+            ("the same on your own text", ["quickstart", "--data", "FILE.jsonl", "--out", "my-model"]),
         ):
+            command = f"{program()} {shlex.join(arguments)}"
             self.console.print(f"  [dim]# {purpose}[/]\n  {escape(command)}", soft_wrap=True)
-
-
-def save_png(curves: Mapping[str, Curve], killed_at: int, path: Path, title: str) -> None:
-    """Plot training and validation loss. Raises ImportError if matplotlib is not installed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    for name, style in (("training", "-"), ("validation", "o")):
-        steps, losses = zip(*curves[f"{name} loss"].points, strict=True)
-        axes.plot(steps, losses, style, linewidth=0.8, label=name)
-    axes.axvline(killed_at, color="gray", linestyle=":", label="killed, then resumed")
-    axes.set(title=title, xlabel="iteration", ylabel="loss (nats per token)")
-    axes.legend()
-    figure.savefig(str(path))

@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def kill_step(self) -> int:
-        """The iteration in which the training is killed, some steps after the checkpoint at half of the run."""
+        """Return the iteration in which the training is killed, some steps after the checkpoint at half of the run."""
         return self.iterations // 2 + max(3, self.iterations // 40) + 1
 
 
@@ -98,14 +98,12 @@ def measure_machine(wanted: str, seconds: float) -> Machine:
     from megalith.train.throughput import measure_peak
 
     device = choose_device(wanted)
+    name = f"CPU ({platform.machine()}), threads: {torch.get_num_threads()}"
+    dtype = product_dtype_on(device.type, torch.bfloat16)
     if device.type == "cuda":
-        name, capability = str(torch.cuda.get_device_name(device)), torch.cuda.get_device_capability(device)
-        half = torch.float16 if capability >= TENSOR_CORES else torch.float32
-        dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else half
-    else:
-        cores = torch.get_num_threads()
-        name = f"{cores} CPU core{'s' if cores > 1 else ''} ({platform.machine()})"
-        dtype = product_dtype_on(device.type, torch.bfloat16)
+        name = torch.cuda.get_device_name(device)
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            dtype = torch.float16 if torch.cuda.get_device_capability(device) >= TENSOR_CORES else torch.float32
     precision = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     return Machine(name, precision, measure_peak(device, dtype, min(PEAK_SECONDS, PEAK_SHARE * seconds)))
 

@@ -7,10 +7,9 @@ documents, each sample all files.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +23,8 @@ MAX_CHARACTERS = 1 << 26  # of the corpus and of each plain text file; a run of 
 PIECE = re.compile(r"(.{4000,8000}?)\n\n|(.{4000,8000}?)\n|(.{1,4000})", re.DOTALL)
 MIN_DOCUMENT = 32  # characters; shorter files, such as an empty __init__.py, are left out
 MIN_DOCUMENTS, MIN_CHARACTERS = 26, 20_000  # with fewer, a split of --split 94,4,2 has no document or no sample
-EXCLUDED_FOLDERS = frozenset(
-    # Installed packages, tests, character tables and the manual of the interactive help.
-    ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__")
-)
+# Installed packages, tests, character tables and the manual of the interactive help.
+EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
 @dataclass(frozen=True)
@@ -36,15 +33,7 @@ class Corpus:
 
     name: str
     documents: tuple[str, ...]
-
-    @property
-    def num_characters(self) -> int:
-        return sum(map(len, self.documents))
-
-    def write(self, path: Path) -> None:
-        """Write one {"text": ...} a line, which `megalith preprocess` reads."""
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps({"text": text}) + "\n" for text in self.documents)
+    num_characters: int
 
 
 def standard_library(root: Path | None = None) -> Corpus:
@@ -55,9 +44,8 @@ def standard_library(root: Path | None = None) -> Corpus:
     return build_corpus(f"Python {sysconfig.get_python_version()}'s library", str(root), texts)
 
 
-def user_texts(paths: Iterable[Path], json_key: str = "text", encoding: str = "auto") -> Corpus:
+def user_texts(paths: Sequence[Path], json_key: str = "text", encoding: str = "auto") -> Corpus:
     """Read the user's files, which may be compressed."""
-    paths = tuple(paths)
     name = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
     texts = (text for path in paths for text in read_documents(path, json_key, encoding))
     return build_corpus(name, f"--data {' '.join(map(str, paths))}", texts)
@@ -69,7 +57,12 @@ def read_documents(path: Path, json_key: str, encoding: str = "auto") -> Iterato
     Raises:  DataError if the file or one of its lines cannot be read.
     """
     if format_by_name(path) != JSONL:
-        yield from split_text(read_beginning(path, encoding))
+        text = ""
+        for block, _ in open_text(path, encoding, Limits()).texts():
+            text += block
+            if len(text) >= MAX_CHARACTERS:
+                break
+        yield from split_text(text.replace("\r\n", "\n"))
         return
     found = find_sources([str(path)], SourceOptions(keys=(json_key,), encoding=encoding))
     if found.violations:
@@ -84,16 +77,6 @@ def read_documents(path: Path, json_key: str, encoding: str = "auto") -> Iterato
                     raise DataError(f"--data {path}, {source.unit} {units + number}: {reason}")
                 yield from (text if isinstance(text, str) else " ".join(text) for text in document)
             units += part.num_units
-
-
-def read_beginning(path: Path, encoding: str) -> str:
-    """Read the first MAX_CHARACTERS of a plain text file."""
-    text = ""
-    for block, _ in open_text(path, encoding, Limits()).texts():
-        text += block
-        if len(text) >= MAX_CHARACTERS:
-            break
-    return text[:MAX_CHARACTERS].replace("\r\n", "\n")
 
 
 def split_text(text: str) -> Iterator[str]:
@@ -121,8 +104,7 @@ def build_corpus(name: str, origin: str, texts: Iterable[str]) -> Corpus:
             size += len(text)
     if len(by_hash) < MIN_DOCUMENTS or size < MIN_CHARACTERS:
         raise DataError(
-            f"{origin}: {len(by_hash)} different documents with {size:,} characters are too little to train on; at "
-            f"least {MIN_DOCUMENTS} documents and {MIN_CHARACTERS:,} characters are needed. "
-            "Give more text with --data FILE... (.jsonl or .txt)"
+            f"{origin}: {len(by_hash)} different documents with {size:,} characters are too little to train on; "
+            f"give at least {MIN_DOCUMENTS} with {MIN_CHARACTERS:,} by --data FILE... (.jsonl or .txt)"
         )
-    return Corpus(name, tuple(by_hash[key] for key in sorted(by_hash)))
+    return Corpus(name, tuple(by_hash[key] for key in sorted(by_hash)), size)
