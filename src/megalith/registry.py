@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
@@ -40,6 +41,9 @@ KINDS: Mapping[str, str] = {
 _MARKS = "__megalith_marks__"
 HOOK = "__megalith_hook__"
 """Attribute of the base class of hooks."""
+
+_DOTTED = "give the dotted name, such as my_project for my_project.py, without a path"
+_OURS = str(Path(__file__).parent) + os.sep
 
 Thing = TypeVar("Thing")
 
@@ -125,6 +129,10 @@ def mark(kind: str, name: str, *, settings: type | None = None, **options: Any) 
     """Make the decorator that marks an object as one of a kind; arguments as of `Entry`."""
     if kind not in KINDS:
         raise ValueError(f"no kind is called {kind!r}; kinds are {', '.join(KINDS)}")
+    if not isinstance(name, str):
+        raise TypeError(
+            f"{name!r} is no name: give the decorator the one that {KINDS[kind]} takes, such as 'my-{kind}'"
+        )
     if not name or name != name.strip() or any(character in " ,=[]\"'" for character in name):
         raise ValueError(f"{name!r} cannot be given to {KINDS[kind]}; use letters, digits, - and _")
     if settings is not None and not is_dataclass(settings):
@@ -132,12 +140,14 @@ def mark(kind: str, name: str, *, settings: type | None = None, **options: Any) 
 
     def decorate(thing: Thing) -> Thing:
         entry = Entry(kind, name, thing, settings, options)
-        caller = sys._getframe(1).f_globals
-        if getattr(thing, "__module__", None) == caller.get("__name__"):
-            # `vars`, as a subclass would inherit the marks of its base
+        frame = sys._getframe(1)
+        # Of two marks of one run of a module both count; those of a reload or a new notebook cell replace the earlier.
+        earlier = frame.f_globals.get(_MARKS, ())
+        kept = [(e, code) for e, code in earlier if code is frame.f_code or (e.kind, e.name) != (kind, name)]
+        frame.f_globals[_MARKS] = [*kept, (entry, frame.f_code)]
+        if getattr(thing, "__module__", None) == frame.f_globals.get("__name__"):  # not what others define
+            # for modules that import it; `vars`, as a subclass would inherit the marks of its base
             setattr(thing, _MARKS, (*vars(thing).get(_MARKS, ()), entry))
-        else:  # what others define stays unmarked, such as a class of torch
-            caller[_MARKS] = (*caller.get(_MARKS, ()), entry)
         return thing
 
     return decorate
@@ -148,7 +158,7 @@ def marked_in(module: Any) -> Iterator[Entry]:
 
     Its own subclasses of `megalith.api.Hook` are entries without a mark.
     """
-    yield from vars(module).get(_MARKS, ())
+    yield from (entry for entry, _ in vars(module).get(_MARKS, ()))
     for thing in list(vars(module).values()):
         marks = getattr(thing, "__dict__", {}).get(_MARKS, ())
         yield from (entry for entry in marks if entry.thing is thing)
@@ -172,9 +182,12 @@ def collect(names: Sequence[str]) -> Registry:
     entries: list[Entry] = []
     imports = []
     for name in names:
+        if "/" in name or not all(name.split(".")):
+            problems.append(f"{IMPORT_FLAG} {name or chr(39) * 2}: no module has this name; {_DOTTED}")
+            continue
         try:
             module = importlib.import_module(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             problems.append(f"{IMPORT_FLAG} {name}: {_why_not(name, error)}")
             continue
         entries += (entry for entry in marked_in(module) if entry not in entries)
@@ -185,19 +198,27 @@ def collect(names: Sequence[str]) -> Registry:
     return Registry(tuple(entries), tuple(imports))
 
 
-def _why_not(name: str, error: Exception) -> str:
-    top = name.partition(".")[0]
-    if isinstance(error, ModuleNotFoundError) and error.name is not None and name.startswith(error.name):
-        return (
-            f"there is no module {error.name} in {os.getcwd()} or among the installed packages; give the dotted name, "
-            f"such as my_project for my_project.py, without a path"
-        )
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    theirs = [frame for frame in frames if frame.filename != __file__]
+def _why_not(name: str, error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+        return f"there is no module {error.name} in {os.getcwd()} or among the installed packages; {_DOTTED}"
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {error.msg}"
-    where = f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else f" while importing {top}"
-    return f"{type(error).__name__}: {error}{where}"
+    return error_of_user(error)
+
+
+def error_of_user(error: BaseException) -> str:
+    """Return type, text and place of an exception in code of the user, in one line.
+
+    The place is the innermost line of the user's, which may have raised the exception by calling a library.
+    """
+    libraries = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((_OURS, "<frozen "))
+    ]
+    theirs = [frame for frame in frames if not frame.filename.startswith(libraries)] or frames
+    return f"{type(error).__name__}: {error}" + "".join(f" at {at.filename}:{at.lineno}" for at in theirs[-1:])
 
 
 def _doubles(entries: Iterable[Entry]) -> list[str]:

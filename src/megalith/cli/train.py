@@ -191,7 +191,7 @@ def _train(
             finally:
                 _print_progress(built, console)
         except MegalithError as error:
-            console.log(f"{type(error).__name__}: {error}")
+            console.log(traceback.format_exc() if error.__cause__ else f"{type(error).__name__}: {error}")
             raise
         except Exception:
             console.log(traceback.format_exc())

@@ -47,9 +47,9 @@ class Declaration:
     registers: str = ""  # the kind of registered objects whose names are legal values too (megalith.registry)
 
 
-def setting(default: Any = dataclasses.MISSING, /, **declaration: Any) -> Any:
+def setting(default: Any = dataclasses.MISSING, /, *, help: str, **declaration: Any) -> Any:
     """Declare a field of a group; without a default the setting is required. Keywords are those of `Declaration`."""
-    metadata = {_METADATA_KEY: Declaration(**declaration)}
+    metadata = {_METADATA_KEY: Declaration(help, **declaration)}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -107,9 +107,12 @@ def settings_of(group_name: str, group: type) -> tuple[Setting, ...]:
     """Return the settings of a group in the order of declaration.
 
     Raises:
-        ConfigError: fields have types that no flag can have; all of them are named.
+        ConfigError: fields have types that no flag can have, all of them are named; or an annotation names nothing.
     """
-    hints = typing.get_type_hints(group)
+    try:
+        hints = typing.get_type_hints(group)
+    except NameError as error:
+        raise ConfigError(f"the settings of {group_name}: in an annotation of {group.__name__}, {error}") from None
     found = tuple(_setting_of(group_name, field, hints[field.name]) for field in dataclasses.fields(group))
     if wrong := [setting for setting in found if setting.kind not in (bool, int, float, str)]:
         usable = "bool, int, float, str or a tuple of one of them such as tuple[int, ...], each also with | None"

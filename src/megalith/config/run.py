@@ -24,10 +24,13 @@ from megalith.config.groups import (
     TokenizerConfig,
     TrainConfig,
 )
+from megalith.config.values import BadValue, checked_value
 from megalith.errors import ConfigError
 from megalith.layout import Layout, Stages, split_layers
-from megalith.registry import EMPTY, Entry, Registered, Registry
+from megalith.registry import EMPTY, IMPORT_FLAG, TRUST_FLAG, Entry, Registered, Registry
 from megalith.schedules.batch_size import BatchSizeSchedule, constant, ramped, read_steps, stepped
+
+_COMMAND_FLAGS = frozenset(("--config", "--help", "--help-all", IMPORT_FLAG, TRUST_FLAG))
 
 
 @dataclass(frozen=True)
@@ -235,16 +238,36 @@ def _settings_with(registry: Registry) -> Mapping[str, Setting]:
             problems += error.violations
             continue
         for setting in settings:
-            if setting.name in own:
+            field_name = f"the field {setting.name} of {entry.settings.__name__}"
+            same = next((other.group for other in own.values() if _conflict(other, setting)), None)
+            if same or not _COMMAND_FLAGS.isdisjoint(setting.spellings):
+                where = f"a flag of [{same}]" if same else "a flag of the command"
                 problems.append(
-                    f"{setting.positive_flag} of {entry.name} is a flag of [{own[setting.name].group}] already; give "
-                    f"the field {setting.name} of {entry.settings.__name__} another name"
+                    f"{setting.positive_flag} of {entry.name} is {where} already; give {field_name} another name"
                 )
-            else:
-                own[setting.name] = setting
+                continue
+            own[setting.name] = setting
+            if complaint := _complaint_about_default(setting):
+                problems.append(
+                    f"{setting.positive_flag}: {field_name} has the default {setting.default!r}: {complaint}"
+                )
     if problems:
         raise ConfigError(problems)
     return own
+
+
+def _conflict(one: Setting, other: Setting) -> bool:
+    """Return whether two settings share a name or a flag."""
+    flags, others = ({*each.spellings, *each.off_spellings, *each.about.shorthands} for each in (one, other))
+    return one.name == other.name or not flags.isdisjoint(others)
+
+
+def _complaint_about_default(setting: Setting) -> str:
+    try:
+        value = setting.default if setting.required else checked_value(setting, setting.default)
+    except BadValue as error:
+        return str(error)
+    return "not a tuple" if isinstance(value, tuple) and not isinstance(setting.default, tuple) else ""
 
 
 def _values(section: str, group: Any) -> dict[str, Any]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from megalith.config import RunConfig
 from megalith.distributed import comm
-from megalith.errors import ConfigError
-from megalith.registry import HOOK, Registered
+from megalith.errors import ConfigError, MegalithError
+from megalith.registry import HOOK, Registered, error_of_user
 from megalith.train.results import Evaluation, ExitReason, Hook, SavedCheckpoint, StepResult
+from megalith.train.streams import warn
 
 if TYPE_CHECKING:
     from megalith.train.loop import TrainingRun
@@ -111,6 +114,54 @@ class UserHooks(Hook):
             self._run.exit_reason = ExitReason("hook", state.iteration, control.stop_reason)
 
 
+class _NamedHook(UserHook):
+    """A hook that --hook names: its exceptions become errors that say so.
+
+    Raises:
+        ConfigError: It has methods `on_...` that nothing would call.
+        MegalithError: Its constructor raises.
+    """
+
+    def __init__(self, name: Registered) -> None:
+        self._name, moments = name, [moment for moment in vars(UserHook) if moment.startswith("on_")]
+        if idle := [method for method in dir(name.entry.thing) if method.startswith("on_") and method not in moments]:
+            raise ConfigError(f"--hook {name}: nothing calls its {', '.join(idle)}; hooks have {', '.join(moments)}")
+        with _named(f"--hook {name}: it cannot be constructed"):
+            self._hook: UserHook = name()
+
+    def on_end(self, control: Control) -> None:
+        run_fails = sys.exc_info()[0] is not None
+        try:
+            with _named(f"--hook {self._name}: on_end"):
+                self._hook.on_end(control)
+        except MegalithError as error:
+            if not run_fails:
+                raise
+            warn(str(error))  # the error of the run is the one to end with
+
+
+def _named_call(moment: str) -> Callable[..., None]:
+    def call(hook: _NamedHook, *args: Any) -> None:
+        with _named(f"--hook {hook._name}: {moment}"):
+            getattr(hook._hook, moment)(*args)
+
+    return call
+
+
+for _moment in ("on_start", "on_step", "on_evaluate", "on_save"):
+    setattr(_NamedHook, _moment, _named_call(_moment))
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except MegalithError:
+        raise
+    except Exception as error:
+        raise MegalithError(f"{what}: {error_of_user(error)}") from error
+
+
 def registered_hooks(config: RunConfig) -> list[UserHook]:
     """Construct the hooks that --hook names, one of each class."""
-    return [hook() for hook in config.train.hooks if isinstance(hook, Registered)]
+    return [_NamedHook(hook) for hook in config.train.hooks if isinstance(hook, Registered)]

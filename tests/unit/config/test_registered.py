@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
+import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
@@ -148,6 +151,21 @@ def test_a_wrong_choice_names_flag_and_value(module: str, words: str, named: str
             "from megalith.registry import mark\n@mark('norm', 'a')\ndef f(): ...\n@mark('norm', 'a')\ndef g(): ...",
             "a is",
         ),
+        (
+            "from megalith.registry import mark\n@mark('norm', 'a')\ndef f(): ...\n@mark('norm', 'a')\ndef f(): ...",
+            "--normalization a ",
+        ),
+        ("import sys\nsys.exit(3)", r"SystemExit: 3.*broken\.py:2"),
+        (
+            "from megalith.api import register_norm\n\n\n@register_norm\nclass Norm: ...",
+            r"Norm.*--normalization.*broken\.py:4",
+        ),
+        (
+            "from megalith.api import register_optimizer\n@register_optimizer('a', unit='row')\nclass A: ...",
+            r"unit='row'.*'matrix'.*broken\.py:2",
+        ),
+        ("from megalith.api import setting\nx = setting(3)", r"setting\(\).*'help'.*broken\.py:2"),
+        ("import json\njson.loads('{')", r"JSONDecodeError.*broken\.py:2"),
     ],
 )
 def test_a_module_that_fails_is_named(tmp_path: Path, source: str, named: str) -> None:
@@ -157,12 +175,38 @@ def test_a_module_that_fails_is_named(tmp_path: Path, source: str, named: str) -
         collect([name])
 
 
+@pytest.mark.parametrize("name", ["", "./own.py", "folder/own", "/tmp/own.py", "own..part", ".own"])
+def test_a_path_in_place_of_a_name_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "own.py").write_text("raise SystemExit(9)")
+    with pytest.raises(ConfigError, match=re.escape(f"--import {name or chr(39) * 2}:")):
+        collect([name])
+
+
+def test_a_missing_module_of_a_module_is_no_wrong_import(tmp_path: Path) -> None:
+    (tmp_path / "own_project.py").write_text("\nimport own")
+    with pytest.raises(ConfigError, match=r"'own'.*own_project\.py:2"):
+        collect(["own_project"])
+
+
+def test_a_module_may_be_run_again(module: str) -> None:
+    collect([module])
+    reloaded = importlib.reload(sys.modules[module])
+    assert collect([module]).find("norm", "own-norm") == Entry("norm", "own-norm", reloaded.Norm)
+
+
 def test_names_and_flags_of_ours_stay_ours() -> None:
     @dataclass(frozen=True)
     class Settings:
         hidden_size: int = 1
 
+    @dataclass(frozen=True)
+    class Flags:
+        ffn_hidden_size: int = 1
+        bias_linear: bool = False
+        trust_recipe: bool = False
+
     for entry, named in (
+        (Entry("norm", "own", object, Flags), "(?s)--ffn-hidden-size.*--bias-linear.*--trust-recipe"),
         (Entry("norm", "RMSNorm", object), "RMSNorm"),
         (Entry("norm", "own", object, Settings), "--hidden-size of own"),
         (Entry("norm", "model", object, Settings), r"\[model\]"),
@@ -196,6 +240,30 @@ def test_fields_of_settings_are_what_a_flag_can_be() -> None:
         from_values({}, registry=Registry((Entry("norm", "bad", object, Bad), Entry("norm", "RMSNorm", object))))
     for flag in ("--own-map", "--own-list", "--own-both", "--normalization RMSNorm"):
         assert any(problem.startswith(flag) for problem in caught.value.violations), flag
+
+
+def test_a_default_that_its_flag_would_refuse_is_named() -> None:
+    @dataclass(frozen=True)
+    class Bad:
+        own_size: int = None  # type: ignore[assignment]
+        own_sizes: tuple[int, ...] = 3  # type: ignore[assignment]
+        own_rate: float = "fast"  # type: ignore[assignment]
+        own_share: float | None = None
+        own_count: float = 3
+
+    with pytest.raises(ConfigError) as caught:
+        from_values({}, registry=Registry((Entry("norm", "bad", object, Bad),)))
+    flags = [problem.partition(":")[0] for problem in caught.value.violations]
+    assert flags == ["--own-size", "--own-sizes", "--own-rate"]
+
+
+def test_an_annotation_that_names_nothing_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Bad:
+        own_size: NoSuchType = 3  # type: ignore[name-defined]  # noqa: F821
+
+    with pytest.raises(ConfigError, match="Bad.*NoSuchType"):
+        from_values({}, registry=Registry((Entry("norm", "bad", object, Bad),)))
 
 
 def test_settings_of_registered_objects_come_back_from_the_recipe(module: str, tmp_path: Path) -> None:

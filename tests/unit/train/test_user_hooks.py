@@ -10,7 +10,8 @@ import pytest
 
 from megalith.api import Control, Hook, StepResult, from_values, train, training
 from megalith.config import RunConfig
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, MegalithError
+from megalith.registry import Entry, Registry
 
 VALUES: dict[str, Any] = {
     **{"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4, "max_position_embeddings": 4},
@@ -68,3 +69,40 @@ def test_a_scale_that_is_no_factor_is_refused(tmp_path: Path, scale: Any) -> Non
     run_config = replace(run_of(tmp_path / "a"))
     with pytest.raises(ConfigError, match="lr_scale is"), training(run_config, hooks=[Told(lr_scale=scale)]) as run:
         list(train(run))
+
+
+def named_hooks(thing: type[Hook]) -> RunConfig:
+    name = f"{__name__}:{thing.__qualname__}"
+    return from_values({**VALUES, "hooks": (name,)}, registry=Registry((Entry("hook", name, thing),)))
+
+
+@pytest.mark.parametrize("moment", ["__init__", "on_start", "on_step", "on_save", "on_end"])
+def test_an_exception_in_a_hook_names_hook_moment_and_line(tmp_path: Path, moment: str) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("gone")
+
+    config = named_hooks(type("Fails", (Hook,), {moment: fail}))
+    config = replace(config, checkpoint=replace(config.checkpoint, save=str(tmp_path / "a")))
+    where = "constructed" if moment == "__init__" else moment
+    with (
+        pytest.raises(MegalithError, match=rf"--hook \S+:Fails: .*{where}: KeyError: 'gone' at .*{__name__}") as caught,
+        training(config) as run,
+    ):
+        list(train(run))
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_the_error_of_a_run_is_not_hidden_by_that_of_its_end(capfd: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("gone")
+
+    config = named_hooks(type("Fails", (Hook,), {"on_step": fail, "on_end": fail}))
+    with pytest.raises(MegalithError, match="Fails: on_step"), training(config) as run:
+        list(train(run))
+    assert "Fails: on_end" in capfd.readouterr().err
+
+
+def test_a_method_that_nothing_calls_is_refused() -> None:
+    config = named_hooks(type("Misspelled", (Hook,), {"on_steps": lambda *_: None}))
+    with pytest.raises(ConfigError, match="Misspelled.*on_steps.*on_step"), training(config):
+        pass
