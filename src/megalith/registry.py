@@ -158,10 +158,11 @@ def marked_in(module: Any) -> Iterator[Entry]:
 
     Its own subclasses of `megalith.api.Hook` are entries without a mark.
     """
-    yield from (entry for entry, _ in vars(module).get(_MARKS, ()))
+    own = [entry for entry, _ in vars(module).get(_MARKS, ())]
+    yield from own
     for thing in list(vars(module).values()):
         marks = getattr(thing, "__dict__", {}).get(_MARKS, ())
-        yield from (entry for entry in marks if entry.thing is thing)
+        yield from (entry for entry in marks if entry.thing is thing and entry not in own)
         if isinstance(thing, type) and getattr(thing, HOOK, False) and thing.__module__ == module.__name__:
             yield Entry("hook", f"{module.__name__}:{thing.__qualname__}", thing)
 

@@ -48,7 +48,16 @@ class Declaration:
 
 
 def setting(default: Any = dataclasses.MISSING, /, *, help: str, **declaration: Any) -> Any:
-    """Declare a field of a group; without a default the setting is required. Keywords are those of `Declaration`."""
+    """Declare a field of a dataclass of settings; without a default it is required.
+
+    Args:
+        help: What it sets, in one line, with the unit.
+        declaration: Further fields of `Declaration`. at_least, above, at_most and below are the legal range of a
+            number, choices the legal texts, aliases further flags.
+
+    Raises:
+        TypeError: `Declaration` has no such field.
+    """
     metadata = {_METADATA_KEY: Declaration(help, **declaration)}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)

@@ -162,7 +162,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradientSink | 
 
 
 def column(x: Tensor, region: Region, *linears: Linear) -> tuple[Tensor, ...]:
-    """Linears whose outputs are sharded over the region, on the same hidden states.
+    """Apply linear layers whose outputs are sharded over the region to the same hidden states.
 
     Shapes: x [..., I], a part of the sequence where the region holds parts -> [..., O_i] each, of the whole sequence.
     """

@@ -31,7 +31,11 @@ class Attend:
         return heads if self._rope is None else rotate(heads, self._rope, interleaved=self._layer.interleaved)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend to this and earlier positions; q [S, B, H, K], k and v [S, B, G, K], H a multiple of G -> as q."""
+        """Attend to this and earlier positions; q [S, B, H, K], k and v [S, B, G, K], H a multiple of G -> as q.
+
+        Raises:
+            ConfigError: `k` or `v` has not the key-value heads of this rank, or not their size.
+        """
         self.called = True
         if k.shape[2:] != (self._layer.num_groups, self._layer.head_size) or v.shape != k.shape:
             raise ConfigError(

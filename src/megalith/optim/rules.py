@@ -51,7 +51,7 @@ class UpdateRule:
         return ()
 
     def update(self, batch: UpdateBatch) -> None:
-        """Change the parameters and their states in place."""
+        """Change the parameters and their states in place; each in the shape of this rank's shard."""
         raise NotImplementedError
 
     def group_settings(self) -> dict[str, Any]:

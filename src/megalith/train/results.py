@@ -20,32 +20,47 @@ Times = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, applied or skipped."""
+    """One optimizer step, applied or skipped.
 
-    iteration: int  # steps done, this one included
-    loss: float  # mean over the tokens of the global batch; infinite or NaN where the forward pass was
-    applied: bool  # False if the loss scaler skipped the step
-    learning_rate: float  # the schedule's value after the step, which is what Megatron prints
+    Attributes:
+        iteration: Steps done, this one included.
+        loss: Mean over the tokens of the global batch; infinite or NaN where the forward pass was.
+        applied: False if the loss scaler skipped the step.
+        learning_rate: The schedule's value after the step, which is what Megatron prints.
+        loss_scale: After the step (an overflow has already lowered it); 1 without scaling.
+        grad_norm: Before clipping; None on a skipped step.
+        num_zeros: Exact zeros in the gradients; None unless counted.
+        params_norm: After the step; None unless asked for.
+        consumed_samples: Samples drawn from the training data so far, those of skipped steps included.
+        num_tokens: Tokens of this step (samples x sequence length).
+        anomaly: Why the step was found anomalous and was not applied; empty for a normal one.
+        decoupled_lr: The rate of the word embeddings and the output layer after the step, where it is another.
+        skipped_samples: Samples passed over so far (`--iterations-to-skip`).
+        source_tokens: Of a blend, the dataset -> its tokens in this step; empty without a blend.
+        auxiliary_losses: Of mixtures of experts, name -> mean over layers and micro-batches.
+        expert_load: Of mixtures of experts, the layer -> how often each of its experts was chosen in this step.
+        further_losses: Of models that learn more than one thing (BERT's "sop loss"), name -> as `loss`.
+    """
+
+    iteration: int
+    loss: float
+    applied: bool
+    learning_rate: float
     weight_decay: float
-    loss_scale: float  # after the step (an overflow has already lowered it); 1 without scaling
-    grad_norm: float | None  # before clipping; None on a skipped step
-    num_zeros: float | None  # exact zeros in the gradients; None unless counted
-    params_norm: float | None  # after the step; None unless asked for
-    consumed_samples: int  # samples drawn from the training data so far, those of skipped steps included
+    loss_scale: float
+    grad_norm: float | None
+    num_zeros: float | None
+    params_norm: float | None
+    consumed_samples: int
     num_samples: int
-    num_tokens: int  # tokens of this step (samples x sequence length)
+    num_tokens: int
     seconds: float
-    anomaly: str = ""  # why the step was found anomalous and was not applied; empty for a normal one
-    # the rate of the word embeddings and the output layer after the step, where it is another
+    anomaly: str = ""
     decoupled_lr: float | None = None
-    skipped_samples: int = 0  # samples passed over so far (`--iterations-to-skip`)
-    # of a blend, the dataset -> its tokens in this step; empty without a blend
+    skipped_samples: int = 0
     source_tokens: Mapping[str, int] = field(default_factory=dict)
-    # of mixtures of experts, name -> mean over layers and micro-batches
     auxiliary_losses: Mapping[str, float] = field(default_factory=dict)
-    # of mixtures of experts, the layer -> how often each of its experts was chosen in this step
     expert_load: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    # of models that learn more than one thing (BERT's "sop loss"), name -> as `loss`
     further_losses: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -137,15 +152,20 @@ class WindowReport:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss over a part of a split."""
+    """Mean loss over a part of a split.
+
+    Attributes:
+        split: "validation" or "test".
+        final: One of the evaluations after training, which say which split they are on.
+    """
 
     iteration: int
     consumed_samples: int
-    split: str  # "validation" or "test"
+    split: str
     loss: float
     num_samples: int
     seconds: float
-    final: bool  # one of the evaluations after training, which say which split they are on
+    final: bool
     further_losses: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -160,15 +180,21 @@ class ScheduledSave:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is complete on disk."""
+    """A checkpoint that is complete on disk.
+
+    Attributes:
+        seconds: From the begin of the save until it was complete.
+        stall_seconds: How long the training stood still for it, over all.
+        waited_seconds: The part of that spent waiting for the writers of an asynchronous save.
+        gigabytes_per_second: Bytes of all ranks over the time of the slowest writer; 0 where nothing is written.
+    """
 
     iteration: int
     path: str
-    seconds: float  # from the begin of the save until it was complete
+    seconds: float
     num_bytes: int
-    stall_seconds: float = 0.0  # how long the training stood still for it, over all
-    waited_seconds: float = 0.0  # the part of that spent waiting for the writers of an asynchronous save
-    # bytes of all ranks over the time of the slowest writer; 0 where nothing is written
+    stall_seconds: float = 0.0
+    waited_seconds: float = 0.0
     gigabytes_per_second: float = 0.0
 
     @property
