@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import sysconfig
@@ -93,9 +94,20 @@ class Registered(str):
         return Registered, (self.entry, self.settings)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call the object, with its settings where it has some."""
-        own = {} if self.entry.settings is None else {"settings": self.settings}
-        return self.entry.thing(*args, **options, **own)
+        """Call the object, with its settings where it has some.
+
+        Raises:
+            ConfigError: It does not take the arguments of its kind.
+        """
+        entry = self.entry
+        if entry.settings is not None:
+            options = {**options, "settings": self.settings}
+        try:
+            return entry.thing(*args, **options)
+        except TypeError:
+            if complaint := _wrong_arguments(entry.thing, args, options):
+                raise ConfigError(f"{KINDS[entry.kind]} {self}: {_name_of(entry)} {complaint}") from None
+            raise
 
 
 @dataclass(frozen=True)
@@ -222,6 +234,22 @@ def error_of_user(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" + "".join(f" at {at.filename}:{at.lineno}" for at in theirs[-1:])
 
 
+def _name_of(entry: Entry) -> str:
+    return f"{entry.module}.{getattr(entry.thing, '__qualname__', entry.name)}"
+
+
+def _wrong_arguments(thing: Any, args: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """Return why an object cannot be called like this; "" if it can."""
+    try:
+        inspect.signature(thing).bind(*args, **options)
+    except TypeError as error:
+        words = [f"{len(args)} positional arguments", *(f"{name}=" for name in options)]
+        return f"is called with {', '.join(words)}: {error}"
+    except ValueError:  # a builtin without a signature
+        pass
+    return ""
+
+
 def _doubles(entries: Iterable[Entry]) -> list[str]:
     seen: dict[tuple[str, str], Entry] = {}
     problems = []
@@ -229,8 +257,8 @@ def _doubles(entries: Iterable[Entry]) -> list[str]:
         other = seen.setdefault((entry.kind, entry.name), entry)
         if other is not entry:
             problems.append(
-                f"{KINDS[entry.kind]} {entry.name} is registered twice, by {other.module}.{other.thing.__qualname__} "
-                f"and {entry.module}.{entry.thing.__qualname__}; give one of them another name"
+                f"{KINDS[entry.kind]} {entry.name} is registered twice, by {_name_of(other)} and {_name_of(entry)}; "
+                "give one of them another name"
             )
     return problems
 

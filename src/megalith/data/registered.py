@@ -14,7 +14,7 @@ from megalith.config import DataConfig
 from megalith.data.blend import BlendedDataset, normalise
 from megalith.data.samples import SPLIT_NAMES, Sizes
 from megalith.errors import ConfigError, DataError
-from megalith.registry import Registered
+from megalith.registry import Registered, error_of_user
 from megalith.tokenizers import Tokenizer
 
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -51,6 +51,11 @@ class RegisteredDataset:
         self.name, self.requested = split, requested
         self._items, self._length, self._seed, self._vocab = items, data.seq_length, seed, vocab
         self._shuffles = bool(name.entry.options.get("shuffle", True))
+        if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
+            raise DataError(
+                f"--data-source {name}: its {split} split is a {type(items).__name__}; it must have len() and [i], as "
+                "a list has"
+            )
         self._size = len(items)
         if not self._size:
             raise DataError(f"--data-source {name}: its {split} split is empty")
@@ -76,13 +81,20 @@ class RegisteredDataset:
             raise IndexError(f"sample {item} of {len(self)}")
         epoch, place = divmod(item, self._size)
         number = int(self._order(epoch)[place]) if self._shuffles else place
-        return self._checked(number, self._items[number])
+        try:
+            sample = self._items[number]
+        except Exception as error:
+            raise DataError(f"{self._place(number)}, of {self._size}: {error_of_user(error)}") from error
+        return self._checked(number, sample)
+
+    def _place(self, number: int) -> str:
+        return f"--data-source {self.prefix}: sample {number} of its {self.name} split"
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         return np.random.default_rng([self._seed, epoch]).permutation(self._size)
 
     def _checked(self, number: int, sample: Mapping[str, ArrayLike] | ArrayLike) -> dict[str, NDArray[Any]]:
-        where, length = f"--data-source {self.prefix}: sample {number} of its {self.name} split", self._length
+        where, length = self._place(number), self._length
         if isinstance(sample, Mapping):
             fields = {name: np.asarray(value) for name, value in sample.items()}
             if lacking := [name for name in _FIELDS[:2] if name not in fields]:

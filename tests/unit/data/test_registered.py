@@ -67,6 +67,7 @@ def test_a_blend_keeps_to_its_weights() -> None:
     ("items", "named"),
     [
         ({"train": []}, "train split is empty"),
+        ({"train": iter(rows(3))}, "train split is a list_iterator"),
         ({"train": [np.arange(4)]}, r"shape \(4,\).*5 tokens"),
         ({"train": [{"tokens": np.arange(4)}]}, "no labels"),
         ({"train": [{"tokens": np.arange(4), "labels": np.arange(4), "loss_mask": [1.0]}]}, "loss_mask has the shape"),
@@ -76,6 +77,31 @@ def test_a_blend_keeps_to_its_weights() -> None:
 def test_a_wrong_sample_is_named(items: Any, named: str) -> None:
     with pytest.raises(DataError, match=named):
         datasets(source(items))[0][0]
+
+
+def test_a_dataset_that_is_shorter_than_it_says_names_the_sample() -> None:
+    class Short(list[Any]):
+        def __len__(self) -> int:
+            return 10
+
+    train = datasets(source({"train": Short(rows(3))}, shuffle=False))[0]
+    assert len(train[2]["tokens"]) == 4
+    with pytest.raises(DataError, match="--data-source own: sample 3 of its train split, of 10: IndexError") as caught:
+        train[3]
+    assert isinstance(caught.value.__cause__, IndexError)
+
+
+def test_a_function_with_other_arguments_is_named() -> None:
+    def rows_of(data: Any, tokenizer: Any) -> list[Any]:
+        return []
+
+    def breaks(data: Any, tokenizer: Any, split: str, seed: int) -> Any:
+        return len(seed)  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match="--data-source short:.*rows_of.*4 positional"):
+        datasets(Registered(Entry("dataset", "short", rows_of)))
+    with pytest.raises(TypeError, match="len"):
+        datasets(Registered(Entry("dataset", "breaks", breaks)))
 
 
 def test_training_needs_a_split() -> None:
