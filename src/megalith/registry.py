@@ -39,7 +39,8 @@ KINDS: Mapping[str, str] = {
 }
 """Kind of a registered object -> the flag that chooses one."""
 
-_MARKS = "__megalith_marks__"
+_MARKS, _MARKED = "__megalith_marks__", "__megalith_marked__"
+"""Attributes of an object, with its entries, and of a module, with the entries made in it and the code that did."""
 HOOK = "__megalith_hook__"
 """Attribute of the base class of hooks."""
 
@@ -154,9 +155,9 @@ def mark(kind: str, name: str, *, settings: type | None = None, **options: Any) 
         entry = Entry(kind, name, thing, settings, options)
         frame = sys._getframe(1)
         # Of two marks of one run of a module both count; those of a reload or a new notebook cell replace the earlier.
-        earlier = frame.f_globals.get(_MARKS, ())
+        earlier = frame.f_globals.get(_MARKED, ())
         kept = [(e, code) for e, code in earlier if code is frame.f_code or (e.kind, e.name) != (kind, name)]
-        frame.f_globals[_MARKS] = [*kept, (entry, frame.f_code)]
+        frame.f_globals[_MARKED] = [*kept, (entry, frame.f_code)]
         if getattr(thing, "__module__", None) == frame.f_globals.get("__name__"):  # not what others define
             # for modules that import it; `vars`, as a subclass would inherit the marks of its base
             setattr(thing, _MARKS, (*vars(thing).get(_MARKS, ()), entry))
@@ -170,7 +171,7 @@ def marked_in(module: Any) -> Iterator[Entry]:
 
     Its own subclasses of `megalith.api.Hook` are entries without a mark.
     """
-    own = [entry for entry, _ in vars(module).get(_MARKS, ())]
+    own = [entry for entry, _ in vars(module).get(_MARKED, ())]
     yield from own
     for thing in list(vars(module).values()):
         marks = getattr(thing, "__dict__", {}).get(_MARKS, ())

@@ -188,6 +188,18 @@ def test_a_missing_module_of_a_module_is_no_wrong_import(tmp_path: Path) -> None
         collect(["own_project"])
 
 
+def test_a_package_registers_what_it_imports_from_its_modules(tmp_path: Path) -> None:
+    package = tmp_path / "own_package"
+    package.mkdir()
+    for part in ("first", "second"):
+        text = f"from megalith.registry import mark\n@mark('norm', 'own-{part}')\nclass Norm: ..."
+        (package / f"{part}.py").write_text(text)
+    (package / "__init__.py").write_text("from . import second\nfrom .first import Norm")
+    assert collect(["own_package"]).names("norm") == ("own-first",)
+    assert collect(["own_package", "own_package.first"]).names("norm") == ("own-first",)
+    assert collect(["own_package", "own_package.second"]).names("norm") == ("own-first", "own-second")
+
+
 def test_a_module_may_be_run_again(module: str) -> None:
     collect([module])
     reloaded = importlib.reload(sys.modules[module])
