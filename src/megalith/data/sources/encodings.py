@@ -136,7 +136,8 @@ def _count_utf_8(sample: bytes) -> tuple[int, int]:
     start = next((at for at in range(min(4, len(sample))) if sample[at] & 0xC0 != 0x80), 0)
     text = codecs.getincrementaldecoder("utf-8")("replace").decode(sample[start:])
     wrong = text.count("\ufffd") - sample.count("\ufffd".encode())
-    return sum(character > "\x7f" for character in text) - text.count("\ufffd"), max(0, wrong)
+    beyond_ascii = len(text) - len(text.encode("ascii", "ignore"))
+    return beyond_ascii - text.count("\ufffd"), max(0, wrong)
 
 
 def _count_high_bytes(sample: bytes) -> int:
