@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megalith.tokenizers.byte_level import (
     BYTE_OF_CHARACTER,
@@ -29,6 +30,8 @@ from megalith.tokenizers.protocol import Tokenizer, require_ids, surrogate_error
 
 # GPT-2's pattern with possessive quantifiers, which cannot blow up; the same splits (tiktoken_ext/openai_public.py).
 _PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+_HASH_BASE = 0x9E3779B97F4A7C15  # odd, so that no byte is lost from a hash of 64 bits
 
 Encoder = Callable[[str], list[int]]
 
@@ -90,10 +93,9 @@ def _ranked_encoder(vocabulary: BytePairVocabulary) -> Encoder | None:
     if len(rank_of_token) == len(tokens):
         unmade = len(tokens)  # rank of a token that no merge makes; `ranks_decide` rejects it
         splits = [(rank_of_token.get(a, unmade), rank_of_token.get(b, unmade)) for a, b in vocabulary.merges]
-        as_bytes = [bytes_of(token) for token in tokens]
-        rank_of = {token: rank for rank, token in enumerate(as_bytes)}
-        if ranks_decide(as_bytes, rank_of, splits):
-            return _tiktoken_encoder(rank_of, [vocabulary.ids[token] for token in tokens])
+        as_bytes = list(map(bytes_of, tokens))
+        if ranks_decide(as_bytes, splits):
+            return _tiktoken_encoder(as_bytes, [vocabulary.ids[token] for token in tokens])
     return None
 
 
@@ -103,53 +105,64 @@ def rank_order(vocabulary: BytePairVocabulary) -> list[str]:
     return characters + [left + right for left, right in vocabulary.merges]
 
 
-def ranks_decide(tokens: Sequence[bytes], rank_of: dict[bytes, int], splits: Sequence[tuple[int, int]]) -> bool:
+def ranks_decide(tokens: Sequence[bytes], splits: Sequence[tuple[int, int]]) -> bool:
     """Return whether merging by rank, as tiktoken does, is proved equal to merging by the list of pairs.
 
+    The proof walks back in time from each merge, all merges at once: of the two neighbours at its border the one with
+    the higher rank was made last. Taken apart, it shows an earlier pair at the border, which must not have been
+    joinable before that moment. Of two equal neighbours the left one is made first. Tokens are compared by a hash of
+    their bytes, so that an accident of the hash can only fail a proof.
+
     Args:
-        tokens: bytes of each rank; the single bytes come first.
-        rank_of: the inverse of `tokens`.
+        tokens: bytes of each rank, all different; the single bytes come first.
         splits: the two ranks that each rank after the single bytes is made from.
-    """
-    num_bytes = len(tokens) - len(splits)
-    return all(
-        _is_last_join(left, right, rank, tokens, rank_of, splits, num_bytes)
-        for rank, (left, right) in enumerate(splits, start=num_bytes)
-    )
-
-
-def _is_last_join(
-    left: int,
-    right: int,
-    limit: int,
-    tokens: Sequence[bytes],
-    rank_of: dict[bytes, int],
-    splits: Sequence[tuple[int, int]],
-    num_bytes: int,
-) -> bool:
-    """Return whether ranks below `limit` build `left` and `right` side by side without merging across their border.
-
-    Walks back in time: of the two neighbours at the border the one with the higher rank was made last. Taken apart,
-    it shows an earlier pair at the border, which must not have been joinable before that moment. Of two equal
-    neighbours the left one is made first.
     Source:  the validity test of token pairs in github/rust-gems, crates/bpe.
     """
-    if max(left, right) >= limit:
+    num_bytes = len(tokens) - len(splits)
+    single = np.arange(num_bytes)
+    first, second = (np.append(single, part) for part in np.array(splits, np.int64).reshape(-1, 2).T)
+    left, right, limit = first[num_bytes:], second[num_bytes:], np.arange(num_bytes, len(tokens))
+    if (np.maximum(left, right) >= limit).any():
         return False
-    while True:
-        if rank_of.get(tokens[left] + tokens[right], limit) < limit:
+    joined_rank = _rank_of_pairs(tokens)
+    while len(left):
+        if (joined_rank(left, right) < limit).any():
             return False
-        if max(left, right) < num_bytes:
-            return True
-        if left > right:
-            limit, left = left, splits[left - num_bytes][1]
-        else:
-            limit, right = right + 1, splits[right - num_bytes][0]
+        undecided = np.maximum(left, right) >= num_bytes
+        left, right, limit = left[undecided], right[undecided], limit[undecided]
+        is_left_later = left > right
+        limit = np.where(is_left_later, left, right + 1)
+        left, right = np.where(is_left_later, second[left], left), np.where(is_left_later, right, first[right])
+    return True
 
 
-def _tiktoken_encoder(rank_of: dict[bytes, int], ids: list[int]) -> Encoder:
+def _rank_of_pairs(tokens: Sequence[bytes]) -> Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]:
+    """Return the function from two ranks, [N] each, to the rank of their tokens joined, `len(tokens)` if there is none.
+
+    It may return a rank that is too low where two different byte strings have the same hash.
+    """
+    sizes = np.array(list(map(len, tokens)))
+    ends = np.cumsum(sizes)
+    powers = np.full(int(sizes.max()) + 1, _HASH_BASE, np.uint64)
+    powers[0] = 1
+    powers = np.cumprod(powers, dtype=np.uint64)
+    content = np.frombuffer(b"".join(tokens), np.uint8).astype(np.uint64) + np.uint64(1)
+    hashes = np.add.reduceat(content * powers[np.repeat(ends, sizes) - 1 - np.arange(len(content))], ends - sizes)
+    order = np.argsort(hashes, kind="stable")  # the lowest rank first among equal hashes
+    in_order = hashes[order]
+
+    def joined_rank(left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.int64]:
+        joined = hashes[left] * powers[sizes[right]] + hashes[right]
+        at = np.minimum(np.searchsorted(in_order, joined), len(tokens) - 1)
+        return np.where(in_order[at] == joined, order[at], len(tokens))
+
+    return joined_rank
+
+
+def _tiktoken_encoder(tokens: Sequence[bytes], ids: list[int]) -> Encoder:
     import tiktoken
 
+    rank_of = {token: rank for rank, token in enumerate(tokens)}
     encoding = tiktoken.Encoding("megalith", pat_str=_PATTERN, mergeable_ranks=rank_of, special_tokens={})
 
     def by_rank(text: str) -> list[int]:

@@ -69,8 +69,7 @@ def test_where_ranks_decide_both_algorithms_agree_on_every_text() -> None:
                 parts.append("".join(pair))
         number = {part: rank for rank, part in enumerate(parts)}
         splits = [(number[left], number[right]) for left, right in merges]
-        as_bytes = [part.encode() for part in parts]
-        verdict = ranks_decide(as_bytes, {part: rank for rank, part in enumerate(as_bytes)}, splits)
+        verdict = ranks_decide([part.encode() for part in parts], splits)
         agree = all(by_pairs(text, merges) == by_ranks(text, merges) for text in texts)
         outcomes.append((verdict, agree))
     assert (True, False) not in outcomes
