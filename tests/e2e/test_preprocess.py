@@ -127,7 +127,7 @@ def test_help_needs_nothing(command: list[str], tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import os, sys
+import os, sys, threading
 from megalith.config import TokenizerConfig
 from megalith.data.preprocess import PreprocessOptions, preprocess
 from megalith.data.preprocess_options import ProgressListener
@@ -142,7 +142,9 @@ class Watcher(ProgressListener):
 
 if __name__ == "__main__":
     os.sched_getaffinity = lambda _: range(8)  # more workers than cores, which the command would not start
-    source, prefix, vocab_file, merge_file, workers, chunk_bytes = sys.argv[1:]
+    source, prefix, vocab_file, merge_file, workers, chunk_bytes, start = sys.argv[1:]
+    if start == "spawn":  # a process with several threads is not forked
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
     tokenizer = TokenizerConfig(vocab_file=vocab_file, merge_file=merge_file)
     reading = SourceOptions(limits=Limits(chunk_bytes=int(chunk_bytes)))
     options = PreprocessOptions(
@@ -153,18 +155,25 @@ if __name__ == "__main__":
 """
 
 
-def script(folder: Path, files: list[str], prefix: str, workers: int, chunk_bytes: int) -> list[str]:
+def script(
+    folder: Path, files: list[str], prefix: str, workers: int, chunk_bytes: int, start: str = "fork"
+) -> list[str]:
     """A command that uses the library and reports each chunk."""
     (folder / "script.py").write_text(SCRIPT)
-    return [sys.executable, "script.py", "in.jsonl", prefix, files[1], files[3], str(workers), str(chunk_bytes)]
+    return [sys.executable, "script.py", "in.jsonl", prefix, files[1], files[3], str(workers), str(chunk_bytes), start]
 
 
-@pytest.mark.parametrize(("other", "chunk"), [(2, 300), pytest.param(8, 75, marks=pytest.mark.full)])
-def test_any_number_of_processes_writes_the_same(other: int, chunk: int, files: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("other", "chunk", "start"),
+    [(2, 300, "spawn"), (3, 300, "fork"), pytest.param(8, 75, "fork", marks=pytest.mark.full)],
+)
+def test_any_number_of_processes_writes_the_same(
+    other: int, chunk: int, start: str, files: list[str], tmp_path: Path
+) -> None:
     """F15: workers."""
     write_jsonl(tmp_path / "in.jsonl", 400)
     for prefix, workers, chunk_bytes in (("one", 1, 1 << 19), ("other", other, chunk)):
-        done = run(script(tmp_path, files, prefix, workers, chunk_bytes), tmp_path)
+        done = run(script(tmp_path, files, prefix, workers, chunk_bytes, start), tmp_path)
         assert done.stdout.endswith(f"workers {workers}\n"), done.stderr
     for ending in (".bin", ".idx"):
         files_of_both = [tmp_path / f"{name}_text_document{ending}" for name in ("one", "other")]
@@ -206,13 +215,16 @@ def clean(files: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("end", "start"),
+    [(signal.SIGKILL, "fork"), (signal.SIGKILL, "spawn"), (signal.SIGINT, "fork"), (signal.SIGTERM, "fork")],
+)
 def test_an_interrupted_run_leaves_no_process_and_is_gone_on_with(
-    end: int, files: list[str], clean: Path, tmp_path: Path
+    end: int, start: str, files: list[str], clean: Path, tmp_path: Path
 ) -> None:
     """F15: ended at any moment, and the same command again."""
     shutil.copyfile(clean / "in.jsonl", tmp_path / "in.jsonl")
-    command = script(tmp_path, files, "out", 2, 5_000)
+    command = script(tmp_path, files, "out", 2, 5_000, start)
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         for _ in range(3):  # what is noted after the first is on the disk when the second has been noted
@@ -234,14 +246,17 @@ def test_an_interrupted_run_leaves_no_process_and_is_gone_on_with(
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
-def test_a_killed_worker_is_an_error_not_a_hang(files: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_killed_worker_is_an_error_not_a_hang(start: str, files: list[str], tmp_path: Path) -> None:
     write_jsonl(tmp_path / "in.jsonl", 10_000)
-    command = script(tmp_path, files, "out", 2, 5_000)
+    command = script(tmp_path, files, "out", 2, 5_000, start)
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b"advanced")
         children = children_of(process.pid)
-        worker = next(pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        programs = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        worker = next(pid for pid in children if b"resource_tracker" not in programs[pid])
+        assert (b"spawn_main" in programs[worker]) == (start == "spawn")
         os.kill(worker, signal.SIGKILL)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 1

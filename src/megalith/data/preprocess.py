@@ -31,17 +31,14 @@ from megalith.data.preprocess_options import (
 )
 from megalith.data.shares import LocatedChunk, chunks_of_share
 from megalith.data.sources import Source
-from megalith.data.workers import Encoder, InProcessEncoder, PendingChunk, WorkerPool
+from megalith.data.workers import Encoder, InProcessEncoder, PendingChunk, WorkerPool, can_fork
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
-from megalith.tokenizers.fast_bpe import is_fast
 from megalith.tokenizers.fingerprint import write_fingerprint
 
 __all__ = ["PreprocessOptions", "PreprocessReport", "find_violations", "preprocess", "worker_count"]
 
-# With fewer chunks per worker, starting a process costs more than it saves.
-_CHUNKS_PER_WORKER = 16
-_CHUNKS_PER_FAST_WORKER = 96
+_CHUNKS_PER_WORKER = 16  # with fewer, starting a process costs more than it saves
 _JOURNAL_PAUSE = 1  # pause between journal writes, in units of the time of the last write
 
 
@@ -89,9 +86,7 @@ def worker_count(options: PreprocessOptions, sources: list[Source]) -> int:
     """Return how many processes are worth starting: bounded by the request, the cores and the amount of text."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     low, high = options.share.bounds(sum(source.disk_bytes for source in sources))
-    fast = is_fast(options.tokenizer.tokenizer_type) and options.sentences is None
-    chunks = _CHUNKS_PER_FAST_WORKER if fast else _CHUNKS_PER_WORKER
-    work = (high - low) // (options.source.limits.chunk_bytes * chunks)
+    work = (high - low) // (options.source.limits.chunk_bytes * _CHUNKS_PER_WORKER)
     return max(1, min(options.workers, cores, work))
 
 
@@ -111,17 +106,20 @@ class _Run:
         first = self.sources[self.current_source]
         self.listener.opening(str(first.path), first.about)
         Path(self.options.stem).parent.mkdir(parents=True, exist_ok=True)
-        # Workers load the tokenizer while this process does.
-        encoders = WorkerPool(self._encode_settings(), self._workers) if self._workers > 1 else None
-        finished = False
+        settings, forks = self._encode_settings(), can_fork()
+        pool, finished = None, False
         try:
+            if self._workers > 1 and not forks:
+                pool = WorkerPool(settings, self._workers)  # they load the tokenizer while this process does
             tokenizer = build_tokenizer(self.options.tokenizer)
-            used = encoders or InProcessEncoder(ChunkEncoder(self._encode_settings(), tokenizer))
-            report = self._encode_and_write(tokenizer, used)
+            if pool is None:
+                encoder = ChunkEncoder(settings, tokenizer)
+                pool = WorkerPool(encoder, self._workers) if self._workers > 1 else None
+            report = self._encode_and_write(tokenizer, pool or InProcessEncoder(encoder))
             finished = True
         finally:
-            if encoders is not None:
-                encoders.close(finished=finished)
+            if pool is not None:
+                pool.close(finished=finished)
         return report
 
     def _encode_and_write(self, tokenizer: Tokenizer, encoders: Encoder) -> PreprocessReport:

@@ -3,6 +3,8 @@
 A chunk is handled in two steps: a process encodes it and reports its length; when all earlier chunks are known, the
 parent reserves its place and the same process writes the tokens. Meanwhile processes encode later chunks.
 
+Workers are forked where that is safe, so that all of them share what the parent has loaded and start in milliseconds.
+
 Each worker has its own pipe: when it dies, even within a message, its end closes and the reader sees the end of the
 file. (The pool of the standard library shares one pipe among all workers: a worker killed while writing leaves half a
 message there, and the reader waits for the other half for ever.)
@@ -10,6 +12,7 @@ message there, and the reader waits for the other half for ever.)
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -64,11 +67,16 @@ class InProcessEncoder:
         """Return at once: reserved chunks are already written."""
 
 
-class WorkerPool:
-    """Worker processes, which start when the pool is made."""
+def can_fork() -> bool:
+    """Return whether workers can be forked: a fork copies the locks of other threads in whatever state they are."""
+    return sys.platform == "linux" and threading.active_count() == 1
 
-    def __init__(self, settings: EncodeSettings, workers: int) -> None:
-        self._pool = [_Worker(settings) for _ in range(workers)]
+
+class WorkerPool:
+    """Worker processes, which start when the pool is made: forks share an encoder, spawned ones make their own."""
+
+    def __init__(self, encoder: ChunkEncoder | EncodeSettings, workers: int) -> None:
+        self._pool = [_Worker(encoder) for _ in range(workers)]
 
     def encode_all(self, chunks: Iterable[LocatedChunk], files: TokenFiles) -> Iterator[PendingChunk]:
         """Yield the chunks in order; the place of each must be reserved before the next is requested.
@@ -126,11 +134,10 @@ class _Written:
 class _Worker:
     """Worker process, seen from its parent."""
 
-    def __init__(self, settings: EncodeSettings) -> None:
-        # Spawn: a fork would copy the locks of this process's threads in whatever state they are.
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, encoder: ChunkEncoder | EncodeSettings) -> None:
+        context: Any = multiprocessing.get_context("fork" if isinstance(encoder, ChunkEncoder) else "spawn")
         self.connection, other_end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(settings, other_end), daemon=True)
+        self._process = context.Process(target=_serve, args=(encoder, other_end), daemon=True)
         self._process.start()
         other_end.close()  # or this process would hold the pipe of a dead worker open
         self.reports: deque[ChunkReport] = deque()
@@ -179,9 +186,10 @@ class _Worker:
 
     def stop(self, seconds: float) -> None:
         """Wait `seconds` for the process to exit by itself, then kill it."""
-        self.connection.close()
         if seconds:
+            self.send(None)  # closing the pipe is not enough: workers that were forked later hold a copy of this end
             self._process.join(seconds)
+        self.connection.close()
         self._process.kill()
         self._process.join()
 
@@ -196,12 +204,14 @@ def _worker_died() -> MegalithError:
     return MegalithError("a worker process died; if the kernel killed it for lack of memory, give --workers 1")
 
 
-def _serve(settings: EncodeSettings, parent: Connection[Any, Any]) -> None:
+def _serve(encoder: ChunkEncoder | EncodeSettings, parent: Connection[Any, Any]) -> None:
     """Run a worker process: ignore Ctrl-C, exit with the parent, handle messages in order."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()  # or the first collection would write to, and so copy, the pages of all objects of the parent
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        encoder = ChunkEncoder(settings)
+        if isinstance(encoder, EncodeSettings):
+            encoder = ChunkEncoder(encoder)
         files = _received_files(parent)
         # A thread empties the pipe, so that parent and worker never wait for each other to read.
         sys.setswitchinterval(_SWITCH_SECONDS)

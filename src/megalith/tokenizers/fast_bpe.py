@@ -8,7 +8,7 @@ each), so it is reloaded when the process has grown by `_LARGEST_GROWTH`.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import logging
 import os
@@ -52,11 +52,6 @@ def array_encoder(tokenizer: Tokenizer, expected_bytes: int = 0) -> ArrayEncoder
         made: ArrayEncoder = make(expected_bytes)
         return made
     return lambda texts: [ids_as_array(tokenizer.encode(text)) for text in texts]
-
-
-def is_fast(tokenizer_type: str) -> bool:
-    """Return whether encoding 100 MB takes no longer than starting a process, with this class and installation."""
-    return tokenizer_type == "GPT2BPETokenizer" and importlib.util.find_spec("gigatoken") is not None
 
 
 def ids_as_array(ids: list[int]) -> NDArray[Any]:
