@@ -13,6 +13,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,8 @@ class BytePairArrays:
     """`ArrayEncoder` over a byte-level BPE that switches from tiktoken to gigatoken.
 
     Args:
+        encode: the ids of one text, by which gigatoken is judged.
+        is_proved: whether gigatoken can be used for this vocabulary, whose ids it merges by rank as tiktoken does.
         expected_bytes: expected amount of text; if it is large, gigatoken is loaded at once.
         worth_loading: otherwise, characters to encode before gigatoken is loaded.
     """
@@ -74,11 +77,13 @@ class BytePairArrays:
         self,
         vocabulary: BytePairVocabulary,
         encode: Callable[[str], list[int]],
+        is_proved: Callable[[], bool],
         *,
         expected_bytes: int = 0,
         worth_loading: int = _WORTH_LOADING,
     ) -> None:
-        self._vocabulary, self._encode, self._left_until_loading = vocabulary, encode, worth_loading
+        self._vocabulary, self._encode, self._is_proved = vocabulary, encode, is_proved
+        self._left_until_loading = worth_loading
         self._gigatoken: _ArrayEncode | None = None
         self._make: Callable[[], _ArrayEncode] | None = None
         self._until_memory_check, self._baseline_bytes = _MEMORY_CHECK_INTERVAL, 0
@@ -122,7 +127,11 @@ class BytePairArrays:
         try:
             text = _as_tokenizer_json(self._vocabulary)
             self._make = lambda: library.Tokenizer.from_json(text).encode
-            fast = self._make()
+            with ThreadPoolExecutor(1) as beside:  # gigatoken releases the GIL while it loads
+                loading = beside.submit(self._make)
+                if not self._is_proved():
+                    return None
+            fast = loading.result()
             wrong = [text for text in _PROBES if fast(text).tolist() != self._encode(text)]
             wrong += [_SURROGATE] if _accepts(fast, _SURROGATE) else []
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:

@@ -39,10 +39,8 @@ def file_hashes(files: Mapping[str, Path]) -> dict[str, str]:
 
 def vocabulary_hash(tokens: Iterable[tuple[str, int]]) -> str:
     """Return the sha256 of a vocabulary without `--vocab-extra-ids`, whatever its order."""
-    digest = hashlib.sha256()
-    for token, number in sorted(tokens, key=lambda entry: (entry[1], entry[0])):
-        digest.update(f"{number}\t{token}\n".encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
+    lines = [f"{number}\t{token}\n" for number, token in sorted((number, token) for token, number in tokens)]
+    return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def write_fingerprint(prefix: str, fingerprint: Mapping[str, Any]) -> None:

@@ -68,9 +68,9 @@ class GPT2BPETokenizer(Tokenizer):
 
     def array_encoder(self, expected_bytes: int = 0) -> ArrayEncoder:
         """Return the batch encoder for so much text; `fast_bpe.array_encoder` calls this."""
-        if self._ranked is None:
-            return lambda texts: [np.array(self.encode(text), np.uint32) for text in texts]
-        return BytePairArrays(self._vocabulary, self.encode, expected_bytes=expected_bytes)
+        return BytePairArrays(
+            self._vocabulary, self.encode, lambda: self._ranked is not None, expected_bytes=expected_bytes
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         require_ids(ids, self.vocab_size)

@@ -33,7 +33,7 @@ def tokenizer(shared: Path) -> GPT2BPETokenizer:
 def arrays(tokenizer: GPT2BPETokenizer) -> Callable[[int], BytePairArrays]:
     files = tokenizer.files()
     vocabulary = read_byte_pair_vocabulary(str(files["vocab.json"]), str(files["merges.txt"]))
-    return lambda worth: BytePairArrays(vocabulary, tokenizer.encode, worth_loading=worth)
+    return lambda worth: BytePairArrays(vocabulary, tokenizer.encode, lambda: True, worth_loading=worth)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, encode: Callable[[str], list[int]], no_text: str = "\ud800") -> list[str]:
@@ -151,12 +151,16 @@ def test_a_process_that_has_grown_begins_with_an_empty_memory(
     assert used[0] is used[1] is used[2] is not used[3] is used[4] is used[5]
 
 
-def test_merges_that_ranks_do_not_decide_stay_with_their_library(tmp_path: Path) -> None:
+def test_merges_that_ranks_do_not_decide_stay_with_their_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from .test_gpt2_bpe import write
 
     tokenizer = write(tmp_path, [("b", "c"), ("a", "b"), ("ab", "c")])
-    encode = array_encoder(tokenizer)
-    assert not isinstance(encode, BytePairArrays) and encode(["abc"])[0].tolist() == tokenizer.encode("abc")
+    seen = pretend(monkeypatch, tokenizer.encode)
+    encode = array_encoder(tokenizer, expected_bytes=1 << 30)
+    assert encode(["abc"])[0].tolist() == tokenizer.encode("abc")
+    assert not seen
 
 
 def test_any_tokenizer_gives_arrays() -> None:
