@@ -10,8 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megalith.errors import DataError
 from megalith.tokenizers.protocol import read_text_file
@@ -52,10 +56,12 @@ class BytePairVocabulary:
     Attributes:
         ids: token, in the byte alphabet, to id; the ids are 0 to len(ids) - 1.
         merges: pairs of tokens in order of priority; both tokens and what they join to are in `ids`.
+        merge_ids: ids of both tokens of each merge and of what they join to, [merges, 3].
     """
 
     ids: dict[str, int]
     merges: list[tuple[str, str]]
+    merge_ids: NDArray[np.int64]
 
 
 def read_byte_pair_vocabulary(vocab_file: str, merge_file: str) -> BytePairVocabulary:
@@ -63,8 +69,7 @@ def read_byte_pair_vocabulary(vocab_file: str, merge_file: str) -> BytePairVocab
     ids = _parse_vocab(vocab_file, _read_text(vocab_file, "vocab.json"))
     merges = _parse_merges(merge_file, _read_text(merge_file, "merges.txt"))
     _check_vocab(vocab_file, ids)
-    _check_fit(vocab_file, merge_file, ids, merges)
-    return BytePairVocabulary(ids, merges)
+    return BytePairVocabulary(ids, merges, _merge_ids(vocab_file, merge_file, ids, merges))
 
 
 def _read_text(file: str, role: str) -> str:
@@ -111,20 +116,31 @@ def _check_vocab(file: str, ids: dict[str, int]) -> None:
         raise DataError(f"{file} has no {END_OF_TEXT} token, which ends a document; {_AGAIN}")
 
 
-def _check_fit(vocab_file: str, merge_file: str, ids: dict[str, int], merges: list[tuple[str, str]]) -> None:
-    for number, (left, right) in enumerate(merges, start=1):
-        if left not in ids or right not in ids or left + right not in ids:
-            absent = next(token for token in (left, right, left + right) if token not in ids)
-            raise DataError(
-                f"{merge_file} and {vocab_file} do not belong together: merge {number} ({left} {right}) needs "
-                f"the token {absent!r}, which is not among the {len(ids)} of the vocabulary; {_AGAIN}"
-            )
-    unmade = _plain_tokens(set(ids) - {left + right for left, right in merges} - set(BYTE_OF_CHARACTER))
+def _merge_ids(
+    vocab_file: str, merge_file: str, ids: dict[str, int], merges: list[tuple[str, str]]
+) -> NDArray[np.int64]:
+    """Return `BytePairVocabulary.merge_ids`. Raises DataError if the files do not belong together."""
+    columns = [left for left, _ in merges], [right for _, right in merges], [left + right for left, right in merges]
+    try:
+        found = np.array([list(map(ids.__getitem__, tokens)) for tokens in columns], np.int64).T
+    except KeyError as error:
+        absent = error.args[0]
+        number = next(number for number, row in enumerate(zip(*columns, strict=True), start=1) if absent in row)
+        left, right = merges[number - 1]
+        raise DataError(
+            f"{merge_file} and {vocab_file} do not belong together: merge {number} ({left} {right}) needs "
+            f"the token {absent!r}, which is not among the {len(ids)} of the vocabulary; {_AGAIN}"
+        ) from error
+    is_unmade = np.ones(len(ids), np.bool_)
+    is_unmade[found[:, 2]] = False
+    is_unmade[list(map(ids.__getitem__, BYTE_OF_CHARACTER))] = False
+    unmade = _plain_tokens(compress(ids, is_unmade[list(ids.values())]))
     if unmade:
         raise DataError(
             f"{merge_file} is cut short or does not belong to {vocab_file}: none of its {len(merges)} merges makes "
             f"{len(unmade)} of the {len(ids)} tokens, such as {min(unmade, key=ids.__getitem__)!r}; {_AGAIN}"
         )
+    return found
 
 
 def _plain_tokens(tokens: Iterable[str]) -> list[str]:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from megalith.tokenizers.byte_level import (
     BYTE_OF_CHARACTER,
@@ -88,24 +89,26 @@ class GPT2BPETokenizer(Tokenizer):
 
 def _ranked_encoder(vocabulary: BytePairVocabulary) -> Encoder | None:
     """Return an encoder that merges by rank; None if that is not proved exact for this vocabulary."""
-    tokens = rank_order(vocabulary)
-    rank_of_token = {token: rank for rank, token in enumerate(tokens)}
-    if len(rank_of_token) == len(tokens):
-        unmade = len(tokens)  # rank of a token that no merge makes; `ranks_decide` rejects it
-        splits = [(rank_of_token.get(a, unmade), rank_of_token.get(b, unmade)) for a, b in vocabulary.merges]
-        as_bytes = list(map(bytes_of, tokens))
-        if ranks_decide(as_bytes, splits):
-            return _tiktoken_encoder(as_bytes, [vocabulary.ids[token] for token in tokens])
+    single, merge_ids = sorted(map(vocabulary.ids.__getitem__, BYTE_OF_CHARACTER)), vocabulary.merge_ids
+    ids = np.concatenate([single, merge_ids[:, 2]])
+    rank_of = np.full(len(vocabulary.ids), len(ids))  # of a token that no merge makes, which `ranks_decide` rejects
+    rank_of[ids] = np.arange(len(ids))
+    tokens = tokens_by_rank(vocabulary)
+    if len(np.unique(ids)) == len(ids) and ranks_decide(tokens, rank_of[merge_ids[:, :2]]):
+        return _tiktoken_encoder(tokens, ids.tolist())
     return None
 
 
-def rank_order(vocabulary: BytePairVocabulary) -> list[str]:
-    """Return the tokens in order of creation: the 256 bytes by id, then the result of each merge."""
-    characters = sorted(BYTE_OF_CHARACTER, key=vocabulary.ids.__getitem__)
-    return characters + [left + right for left, right in vocabulary.merges]
+def tokens_by_rank(vocabulary: BytePairVocabulary) -> list[bytes]:
+    """Return the bytes of the tokens in order of creation: the 256 bytes by id, then the result of each merge."""
+    tokens = sorted(BYTE_OF_CHARACTER, key=vocabulary.ids.__getitem__)
+    tokens += [left + right for left, right in vocabulary.merges]
+    content = bytes_of("".join(tokens))  # a character of the alphabet is a byte
+    ends = accumulate(map(len, tokens), initial=0)
+    return [content[begin:end] for begin, end in pairwise(ends)]
 
 
-def ranks_decide(tokens: Sequence[bytes], splits: Sequence[tuple[int, int]]) -> bool:
+def ranks_decide(tokens: Sequence[bytes], splits: ArrayLike) -> bool:
     """Return whether merging by rank, as tiktoken does, is proved equal to merging by the list of pairs.
 
     The proof walks back in time from each merge, all merges at once: of the two neighbours at its border the one with
@@ -115,12 +118,12 @@ def ranks_decide(tokens: Sequence[bytes], splits: Sequence[tuple[int, int]]) -> 
 
     Args:
         tokens: bytes of each rank, all different; the single bytes come first.
-        splits: the two ranks that each rank after the single bytes is made from.
+        splits: the two ranks that each rank after the single bytes is made from, [ranks - single bytes, 2].
     Source:  the validity test of token pairs in github/rust-gems, crates/bpe.
     """
-    num_bytes = len(tokens) - len(splits)
-    single = np.arange(num_bytes)
-    first, second = (np.append(single, part) for part in np.array(splits, np.int64).reshape(-1, 2).T)
+    pairs = np.asarray(splits, np.int64).reshape(-1, 2)
+    num_bytes = len(tokens) - len(pairs)
+    first, second = np.concatenate([np.arange(num_bytes)[:, None].repeat(2, axis=1), pairs]).T
     left, right, limit = first[num_bytes:], second[num_bytes:], np.arange(num_bytes, len(tokens))
     if (np.maximum(left, right) >= limit).any():
         return False
