@@ -178,16 +178,16 @@ def part_preprocess(options: argparse.Namespace, folder: Path) -> dict[str, Any]
     for megabytes in options.megabytes:
         source = folder / f"{megabytes}.jsonl"
         write_jsonl(source, texts, megabytes)
-        script = peer("preprocess.py", source, folder / "script", vocabulary.vocab_file, vocabulary.merge_file)
         files = ["--vocab-file", vocabulary.vocab_file, "--merge-file", vocabulary.merge_file, "--append-eod"]
         for workers in (1, 2):
             ours = megalith("preprocess", "--input", str(source), "--output-prefix", str(folder / "ours"), *files)
             ours += ["--tokenizer-type", "GPT2BPETokenizer", "--workers", str(workers)]
-            threads = {"RAYON_NUM_THREADS": str(workers)}
+            given = (source, folder / "script", vocabulary.vocab_file, vocabulary.merge_file, workers)
+            script = peer("preprocess.py", *given)
             seconds: dict[str, list[float]] = {"megalith preprocess": [], "script": []}
             for number in range(options.rounds + 1):
                 seconds["megalith preprocess"].append(run_seconds(ours))
-                seconds["script"].append(run_seconds(script, env=threads))
+                seconds["script"].append(run_seconds(script))
                 if not number:
                     for ending in (".bin", ".idx"):
                         if digest(folder / f"ours_text_document{ending}") != digest(folder / f"script{ending}"):
@@ -373,6 +373,7 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's second start finds the byte code of the first
     about = machine()
     name = options.name or re.sub(r"\W+", "-", f"{about['processor']} {about['features'][-1:]}").strip("-").lower()
     path = RESULTS / f"commands-{name}.json"
