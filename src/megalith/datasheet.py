@@ -37,7 +37,7 @@ def _rates(
     bf16: bool = True,
     fp8: float | None = None,
 ) -> dict[str, float]:
-    """The rates by format; fp16 and bf16 are multiplied equally fast wherever there is bf16."""
+    """Return the rates by dtype; fp16 and bf16 are multiplied equally fast wherever there is bf16."""
     rates = {"fp32": fp32, "tf32": tf32, "fp16": half, "bf16": half if bf16 else None, "fp8": fp8}
     return {name: rate for name, rate in rates.items() if rate is not None}
 

@@ -42,7 +42,7 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes in the order of `AXES`."""
+        """Sizes of the axes, in the order of `AXES`."""
         return (self.tp, self.cp, self.dp, self.pp)
 
     @property
@@ -50,21 +50,21 @@ class Layout:
         return self.tp * self.cp * self.dp * self.pp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The index of a rank on each axis."""
+        """Return the index of a rank on each axis."""
         result = {}
         for axis, size in zip(AXES, self.sizes, strict=True):
             rank, result[axis] = divmod(rank, size)
         return result
 
     def rank(self, coordinates: dict[str, int]) -> int:
-        """The rank at these coordinates; the inverse of `coordinates`."""
+        """Return the rank at these coordinates; the inverse of `coordinates`."""
         result = 0
         for axis, size in reversed(list(zip(AXES, self.sizes, strict=True))):
             result = result * size + coordinates[axis]
         return result
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """The sets of ranks that differ on these axes only, each in rank order; together all ranks once.
+        """Return the sets of ranks that differ on these axes only, each in rank order; together all ranks once.
 
         Args:
             axes: of `AXES`, or one of `FOLDED` alone.
@@ -79,7 +79,7 @@ class Layout:
         return [tuple(base + offset for offset in offsets) for base in bases]
 
     def _fold(self, stage: tuple[int, ...], axis: str) -> list[tuple[int, ...]]:
-        """The sets of ranks of a stage that differ on an axis of the experts only."""
+        """Return the sets of ranks of a stage that differ on an axis of the experts only."""
         parts, share = self.expert_tp, self.expert_tp * self.ep
         assert len(stage) % share == 0, "a rule of the configuration"
         if axis == "etp":
@@ -97,14 +97,14 @@ class Layout:
 
 
 def shard_range(extent: int, parts: int, index: int) -> tuple[int, int]:
-    """[start, stop) of the index-th of `parts` nearly equal parts of `extent`; the first ones are longer by one."""
+    """Return [start, stop) of the index-th of `parts` nearly equal parts of `extent`; the first are longer by one."""
     size, longer = divmod(extent, parts)
     start = index * size + min(index, longer)
     return start, start + size + (index < longer)
 
 
 def balanced_positions(length: int, parts: int, index: int) -> tuple[range, ...]:
-    """The positions of a sequence that the index-th of `parts` ranks holds, in ascending order.
+    """Return the positions of a sequence that the index-th of `parts` ranks holds, in ascending order.
 
     Of 2 * parts equal chunks rank r holds the r-th and the r-th from the end (two ranks: 0 1 1 0), so that under a
     causal mask all ranks have the same work.
@@ -140,7 +140,7 @@ def split_layers(
     embedding_counts: bool = False,
     loss_counts: bool = False,
 ) -> Stages:
-    """Which layers each pipeline stage computes, as [stage][chunk]; chunk c of stage s comes after chunk c of s - 1.
+    """Return the layers of each pipeline stage, as [stage][chunk]; chunk c of stage s follows chunk c of s - 1.
 
     Args:
         num_layers: layers of the model.

@@ -68,7 +68,7 @@ class Entry:
 
     @property
     def module(self) -> str:
-        """Where it is defined."""
+        """Name of the module that defines the object."""
         return str(getattr(self.thing, "__module__", ""))
 
 
@@ -85,7 +85,7 @@ class Registered(str):
     settings: Any
 
     def __new__(cls, entry: Entry, settings: Any = None) -> Registered:
-        """Name `entry`; its settings have their defaults unless given."""
+        """Make the name of `entry`; its settings have their defaults unless given."""
         name = super().__new__(cls, entry.name)
         name.entry = entry
         name.settings = entry.settings() if settings is None and entry.settings is not None else settings
@@ -127,11 +127,11 @@ class Registry:
     imports: tuple[Import, ...] = ()
 
     def find(self, kind: str, name: str) -> Entry | None:
-        """The object of a kind with this name, None if there is none."""
+        """Return the object of a kind with this name, or None."""
         return next((entry for entry in self.entries if (entry.kind, entry.name) == (kind, name)), None)
 
     def names(self, kind: str) -> tuple[str, ...]:
-        """Names of the objects of a kind, in the order of registration."""
+        """Return the names of the objects of a kind, in the order of registration."""
         return tuple(entry.name for entry in self.entries if entry.kind == kind)
 
 
@@ -167,7 +167,7 @@ def mark(kind: str, name: str, *, settings: type | None = None, **options: Any) 
 
 
 def marked_in(module: Any) -> Iterator[Entry]:
-    """The entries of all objects of a module that are marked, those that it imports from elsewhere included.
+    """Yield the entries of all marked objects of a module, including those that it imports from elsewhere.
 
     Its own subclasses of `megalith.api.Hook` are entries without a mark.
     """
@@ -265,7 +265,7 @@ def _doubles(entries: Iterable[Entry]) -> list[str]:
 
 
 def source_hash(module: Any) -> str:
-    """SHA-256 of the source of a module, of a package of all its modules; empty where there is no source file."""
+    """Return the SHA-256 of a module's source, of a package's all modules; empty if there is no source file."""
     found = getattr(module, "__file__", None)
     if not found or not found.endswith(".py"):
         return ""

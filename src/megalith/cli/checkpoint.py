@@ -222,7 +222,7 @@ def _facts(folder: CheckpointFolder, common: Mapping[str, Any], contents: Conten
 
 
 def _registered(args: Mapping[str, Any]) -> Mapping[str, str]:
-    """Names of the registered parts, and the modules that register them."""
+    """Return the names of the registered parts, and the modules that register them."""
     from megalith.config.saved_args import REGISTERED
 
     about = args.get(REGISTERED)

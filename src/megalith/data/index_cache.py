@@ -150,7 +150,7 @@ class IndexCache:
     """Entry of a cache folder; `stem` is the path of its files up to the last part of their names."""
 
     def __init__(self, folder: Path, label: str, description: str) -> None:
-        """Name the entry; the folder need not exist."""
+        """Derive the file names of the entry; the folder need not exist."""
         digest = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()
         self.stem = folder / f"{digest}-{label}"
         self._description = description

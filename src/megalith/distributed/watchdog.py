@@ -147,7 +147,7 @@ class Watchdog(Observer):
 
     @contextmanager
     def guard(self, board: Board, rank: int, size: int) -> Iterator[None]:
-        """Watchdog the block; a PeerError replaces an exception that another rank has caused."""
+        """Watch the ranks during the block; a PeerError replaces an exception that another rank has caused."""
         self._board, self._size = board, size
         self._identity = Identity(rank, os.uname().nodename, os.getpid())
         with suppress(BoardUnavailable):

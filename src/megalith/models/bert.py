@@ -115,9 +115,10 @@ class Bert(DenoisingModel):
         return iter(self.encoder.layers.values())
 
     def prepare(self, batch: Mapping[str, Tensor]) -> Inputs:
-        """As of any model; the mask of the padding only where there is padding, and where words are hidden.
+        """Return the inputs as `LanguageModel.prepare` does, without a padding mask if there is no padding.
 
-        The latter is `hidden_at`, of the positions [S, B] in a row: found here, on the host, no device waits for it.
+        `hidden_at` is added: the indices, in [S, B] flattened, of the hidden words. They are found here, on the host,
+        so that no device waits for them.
         """
         own = dict(batch)
         if bool(own["padding_mask"].all()):
@@ -130,9 +131,9 @@ class Bert(DenoisingModel):
         return states_SBD
 
     def losses(self, inputs: Inputs, hidden: Tensor | None) -> tuple[Loss, ...]:
-        """As of any model; the head of words is computed where words are hidden only, a seventh of the positions.
+        """Return the losses; the output layer is computed at hidden words only, a seventh of the positions.
 
-        Where the ranks hold parts of the sequence it is computed everywhere: they gather these parts in it.
+        Under sequence parallelism it is computed at all positions: it gathers the sequence.
         """
         found = inputs.tensors
         orders_B = found["is_random"] if self.binary_head is not None else None
@@ -200,14 +201,14 @@ class Bert(DenoisingModel):
         return torch.cat((losses, orders[:, None] if at_T is None else orders), dim=-1)
 
     def _word_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Of hidden states [..., D] and labels [...], `NO_LABEL` where there is none -> [...] in at least fp32."""
+        """Return the loss of each position: [..., D], labels [...] or `NO_LABEL` -> [...] in at least fp32."""
         assert self.lm_head is not None
         return self._token_losses(
             self.lm_head(hidden), self.output_weight, labels, self._logits, bias=self.output_bias, absent=NO_LABEL
         )
 
     def _order_losses(self, hidden_SBD: Tensor, orders_B: Tensor) -> Tensor:
-        """Of telling two runs of text apart, [B] in at least fp32."""
+        """Return the loss of the sentence-order prediction, [B] in at least fp32."""
         logits_B2 = self.order_logits(hidden_SBD)
         logits_B2 = logits_B2.to(at_least_fp32(logits_B2.dtype))
         return nn.functional.cross_entropy(logits_B2, orders_B, ignore_index=-1, reduction="none")
@@ -231,7 +232,10 @@ class Bert(DenoisingModel):
         return states_SBD
 
     def _mask(self, padding_BS: Tensor | None) -> Mask | None:
-        """No query sees padding; in Megatron's own kernel padding sees nothing, which means everything alike."""
+        """Return the mask that hides padding from all queries; None without padding.
+
+        In Megatron's unfused kernel padding queries see no key either: they average all values.
+        """
         if padding_BS is None:
             return None
         if self.config.fused_attention:
@@ -239,14 +243,14 @@ class Bert(DenoisingModel):
         return Mask(padding_BS[:, None, :] | padding_BS[:, :, None])
 
     def logits(self, hidden_SBD: Tensor) -> Tensor:
-        """Of the whole vocabulary. [S, B, D] -> [S, B, V]."""
+        """Return the logits of the whole vocabulary. [S, B, D] -> [S, B, V]."""
         assert self.lm_head is not None
         return whole_logits(
             self.lm_head(hidden_SBD), self.output_weight, self.region, self.vocab_size, self.output_bias
         )
 
     def order_logits(self, hidden_SBD: Tensor) -> Tensor:
-        """Of the two runs of text being in order, or not. [S, B, D] -> [B, 2]."""
+        """Return the logits of the two runs of text being in order, or not. [S, B, D] -> [B, 2]."""
         assert self.pooler is not None and self.binary_head is not None
         logits_B2: Tensor = self.binary_head(self.pooler(hidden_SBD))
         return of_first_position(logits_B2, self.region)

@@ -100,7 +100,7 @@ def _attention(layer: nn.Module) -> _Step:
     turned = partial(rotate, interleaved=layer.shape.rotary_interleaved)
 
     def heads(qkv_SE: Tensor) -> Sequence[Tensor]:
-        """[S, E] -> q [S, 1, G * queries, K], k and v [S, 1, G, K]."""
+        """Split into heads: [S, E] -> q [S, 1, G * queries, K], k and v [S, 1, G, K]."""
         parts = qkv_SE.view(qkv_SE.shape[0], 1, groups, queries + 2, size)
         if queries == 1:
             return parts.unbind(3)

@@ -119,13 +119,13 @@ class _Bert(Family):
             yield from tensors.linear(_ORDER_HEAD, (2, hidden), "binary_head", bias=True)
 
     def settled(self, model: ModelConfig, names: Collection[str]) -> ModelConfig:
-        """As the base says; config.json does not say whether BERT has its head for two texts."""
+        """Set `bert_binary_head` by the tensors of the files: config.json does not say whether BERT has it."""
         if f"{_ORDER_HEAD}.weight" in names:
             return model
         return replace(model, bert_binary_head=False, bert_token_types=True)
 
     def rows(self, vocab_size: int) -> int:
-        """As the base says; BERT's tokenizer has two more ids than its files, as in Megatron."""
+        """Return the rows of the embedding; BERT's tokenizer has two more ids than its files, as in Megatron."""
         return -(-(vocab_size + _IDS_MORE) // _DIVISIBLE_BY) * _DIVISIBLE_BY
 
 

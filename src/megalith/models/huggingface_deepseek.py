@@ -188,7 +188,7 @@ class _DeepSeek(Family):
         return tensors.of_decoder(model, vocab_size, LLAMA_ENDS, _layer, chain.from_iterable(ahead))
 
     def settled(self, model: ModelConfig, names: Collection[str]) -> ModelConfig:
-        """As the base says; transformers writes none of the layers that predict ahead."""
+        """Drop the layers of multi-token prediction if the files lack them: transformers writes none."""
         behind = f"{LLAMA_LAYER}{model.num_layers}."
         if not model.predictions or any(name.startswith(behind) for name in names):
             return model

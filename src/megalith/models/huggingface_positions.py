@@ -18,7 +18,7 @@ _LLAMA3 = LongContext(factor=8.0)
 
 
 def windows_of(reading: Reading, kind: str, positions: int, layers: int) -> dict[str, Any]:
-    """Attention to a window of the sequence, as settings; none where the window holds the longest sequence.
+    """Return the settings of sliding-window attention; none where the window holds the longest sequence.
 
     A window of W tokens is the token itself and W - 1 before it.
     """

@@ -122,7 +122,7 @@ class _T5(Family):
             yield tensors.whole(OUTPUT_LAYER, words, "lm_head.output_layer.weight")
 
     def settled(self, model: ModelConfig, names: Collection[str]) -> ModelConfig:
-        """As the base says: whether the files hold an output weight.
+        """Tie the output weight to the embedding if the files hold no output weight.
 
         Where config.json ties a scaled output layer to the embedding, it stays tied: old files store the weight twice.
         """
@@ -185,7 +185,7 @@ def _layer(model: ModelConfig, stack: str, layer: int) -> Iterator[TheirTensor]:
 
 
 def _across(model: ModelConfig, theirs: str, ours: str) -> Iterator[TheirTensor]:
-    """Attention to the encoder: for each head its key and then its value in one projection (`nn.cross_attention`)."""
+    """Yield cross-attention: one projection holds each head's key, then its value (`nn.cross_attention`)."""
     size, heads, hidden = model.head_size, model.num_attention_heads, model.hidden_size
     width = heads * size
     yield from tensors.linear(f"{theirs}q", (width, hidden), f"{ours}linear_q", bias=False)

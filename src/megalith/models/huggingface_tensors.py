@@ -69,7 +69,7 @@ class TheirTensor:
     again: bool = False
 
     def rows(self, tensor: Tensor, part: Part) -> Tensor:
-        """Of this tensor the rows that are a part; a view that is shaped as in the parameter."""
+        """Return the rows of a part of this tensor, as a view in the shape of the parameter."""
         return (tensor.t() if self.transposed else tensor).narrow(0, part.start, part.length)
 
 

@@ -143,7 +143,7 @@ def seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
 
 
 def _reset_parameters(model: LanguageModel, seed: int) -> None:
-    """Have the modules of users' layers draw their weights from (seed, their global name)."""
+    """Call `reset_parameters` of registered layers, each with generators seeded by (seed, its global name)."""
     for name, module in model.named_modules():
         if _draws_its_own(model, module) and any(True for _ in module.parameters(recurse=False)):
             with seeded(seed, name, model.device):

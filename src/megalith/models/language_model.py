@@ -336,7 +336,7 @@ _VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
 
 
 def _compile_options(device: torch.device) -> dict[str, str | int | bool | Callable[..., object]] | None:
-    """Name the vector width to torch.compile, as its cache on disk does not tell processors apart.
+    """Return options of torch.compile with the vector width: its cache on disk does not tell processors apart.
 
     With torch 2.13 a graph that was compiled for AVX-512 gives NaN or corrupts the heap where the same cache is used
     with AVX2, as on a file system that nodes share. Options are part of the cache's key.

@@ -63,9 +63,9 @@ def latent_shape(config: ModelConfig) -> LatentShape:
 
 
 def attention_rule(config: ModelConfig, layer: int, *, causal: bool = True) -> AttentionRule:
-    """Which keys a layer attends to and how; layers count from 0, and Megatron's scaling by layers from 1.
+    """Return which keys a layer attends to and how; layers count from 0, and Megatron's scaling by layers from 1.
 
-    Those behind the last one, of multi-token prediction, are like it.
+    The layers of multi-token prediction follow the rule of the last layer.
     """
     return AttentionRule(
         scale=_latent_scale(config) if config.multi_latent_attention else config.attention_scale,
@@ -76,7 +76,7 @@ def attention_rule(config: ModelConfig, layer: int, *, causal: bool = True) -> A
 
 
 def _latent_scale(config: ModelConfig) -> float | None:
-    """Megatron's: YaRN makes the scores of all channels greater by the square of what `mscale_all_dim` says."""
+    """Return Megatron's scale of the scores: YaRN multiplies it by the square of the factor of `mscale_all_dim`."""
     if config.softmax_scale is not None or config.rotary_kind != "yarn" or config.rotary_scaling_factor <= 1.0:
         return config.softmax_scale
     growth = 0.1 * config.mscale_all_dim * math.log(config.rotary_scaling_factor) + 1.0
@@ -124,7 +124,7 @@ class OwnFrequencies:
     amplitude: ClassVar[float] = 1.0
 
     def scaled(self, frequencies: Tensor) -> Tensor:
-        """See `nn.rope.Scaling`.
+        """Return the scaled frequencies (`nn.rope.Scaling`).
 
         Raises:
             ConfigError: The function returns something else.

@@ -94,7 +94,7 @@ class PlainModel(LanguageModel):
         return (Loss(torch.sum(losses_BS.reshape(-1) * mask.reshape(-1)), mask.sum()),)
 
     def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None = None, mask_BS: Tensor | None = None) -> Tensor:
-        """Logits [B, S, V], or with labels the loss of each token [B, S] in at least fp32; arguments as of `GPT`.
+        """Return logits [B, S, V], or with labels the loss per token [B, S] in at least fp32; arguments as of `GPT`.
 
         Raises:
             ConfigError: The module returns something else.

@@ -120,7 +120,7 @@ class PredictionLayer(nn.Module):
         return state_SBD
 
     def _joined(self, hidden_SBD: Tensor, embedded_SBD: Tensor) -> Tensor:
-        """eh_proj, whose outputs are divided: each rank adds its columns, with zeros for those of the others."""
+        """Apply `eh_proj`, whose output is sharded: each rank pads its columns with zeros, and they are summed."""
         both_SBE = torch.cat((self.enorm(embedded_SBD), self.hnorm(hidden_SBD)), dim=-1)
         (x_SBD,) = column(both_SBE, self.region, self.eh_proj)
         if self.part.size < self.size:

@@ -16,7 +16,7 @@ from megalith.nn.placement import Placement, Replicated
 
 
 def whole_names(model: nn.Module) -> dict[str, str]:
-    """Name of each parameter and saved buffer here -> its name in the whole model, in module order."""
+    """Map the name of each parameter and saved buffer on this rank to that in the whole model, in module order."""
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied -= {name for name, _ in model.named_parameters()}  # other names of parameters that are saved already
     names = {name: name for name in model.state_dict() if name not in tied}
@@ -30,7 +30,7 @@ def whole_names(model: nn.Module) -> dict[str, str]:
 
 
 def saved_tensors(model: LanguageModel) -> Iterator[tuple[str, Tensor, Placement]]:
-    """Each parameter and saved buffer with its name in the whole model and its placement, in module order."""
+    """Yield each parameter and saved buffer: its name in the whole model, tensor, placement; in module order."""
     table, names = model.placements(), whole_names(model)
     tensors = model.state_dict(keep_vars=True)
     for name, saved in names.items():

@@ -66,7 +66,7 @@ class T5(DenoisingModel, GenerativeModel):
         self._logits_scale = config.hidden_size**-0.5 if config.t5_scaled_logits else 1.0
 
     def _stack(self, layers: int, peers: Peers, recompute: Recompute | None, *, causal: bool) -> Transformer:
-        """Layers that see earlier positions and the encoder, or all positions."""
+        """Build the decoder (`causal`, with cross-attention) or the encoder."""
         config, shared = replace(self.config, num_layers=layers), (self.region, self.mixer, peers, self.auxiliary)
         return Transformer(
             config, Stage(range(layers)), *shared, recompute, causal=causal, cross=causal, **self.factory
@@ -100,7 +100,7 @@ class T5(DenoisingModel, GenerativeModel):
         raise AssertionError("T5 is whole on each rank: a rule of the configuration")
 
     def prepare(self, batch: Mapping[str, Tensor]) -> Inputs:
-        """As of any model; the masks of padding only where there is padding."""
+        """Return the inputs as `LanguageModel.prepare` does, without padding masks if there is no padding."""
         masks = ("enc_mask", "dec_mask")
         return super().prepare(
             {name: tensor for name, tensor in batch.items() if name not in masks or not bool(tensor.all())}
@@ -155,7 +155,7 @@ class T5(DenoisingModel, GenerativeModel):
         return loss_SB.t()
 
     def logits(self, hidden_SBD: Tensor) -> Tensor:
-        """Of the whole vocabulary. [S, B, D] -> [S, B, V]."""
+        """Return the logits of the whole vocabulary. [S, B, D] -> [S, B, V]."""
         return whole_logits(hidden_SBD, self.output_weight, self.region, self.vocab_size, self.output_bias)
 
     def encode(self, tokens_BE: Tensor, padding_BE: Tensor | None = None, padding_BS: Tensor | None = None) -> Encoded:

@@ -68,7 +68,7 @@ class CrossAttention(Attention):
         self.linear_kv = Linear(shape.hidden_size, 2 * width, Split(0), bias=bias, **factory)
 
     def keys_and_values(self, encoded_EBD: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of the encoder's output for the heads that are here. [E, B, D] -> 2 x [E, B, H, K]."""
+        """Return keys and values of the encoder's output for the heads of this rank. [E, B, D] -> 2 x [E, B, H, K]."""
         (kv,) = column(encoded_EBD, self.region, self.linear_kv)
         k, v = kv.view(*kv.shape[:2], self.num_heads, 2 * self.shape.head_size).chunk(2, dim=-1)
         return k, v

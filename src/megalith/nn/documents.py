@@ -32,7 +32,7 @@ class Documents:
 
     @classmethod
     def of(cls, ids_BS: Tensor, device: torch.device | None = None) -> Documents | None:
-        """From the numbers [B, S] of the documents on the host; None where each sequence is one document."""
+        """Build from document ids [B, S] on the host; None if each sequence is one document."""
         begins = torch.ones_like(ids_BS, dtype=torch.bool)
         begins[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
         starts = begins.flatten().nonzero().flatten().tolist()
@@ -54,7 +54,7 @@ class Documents:
         return ends.to(self.ids_BS.device)
 
     def laid_out(self, x_SBHK: Tensor) -> Tensor:
-        """Sequences end to end. [S, B, H, K] -> [B * S, H, K]."""
+        """Concatenate the sequences. [S, B, H, K] -> [B * S, H, K]."""
         return x_SBHK.transpose(0, 1).flatten(0, 1)
 
     def in_sequences(self, x_THK: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Documents:
         return x_THK.unflatten(0, self.ids_BS.shape).transpose(0, 1)
 
     def separated(self, x_SBHK: Tensor) -> Sequence[Tensor]:
-        """Each document as a sequence of its own. [S, B, H, K] -> [L, 1, H, K] for each length L."""
+        """Split into documents. [S, B, H, K] -> [L, 1, H, K] for each length L."""
         return self.laid_out(x_SBHK)[:, None].split(self.lengths)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:

@@ -106,7 +106,7 @@ class TokenEmbedding(nn.Module):
         self.dropout = HiddenDropout(dropout, region)
 
     def _words(self, tokens_BS: Tensor) -> Tensor:
-        """[B, S] -> [B, S, D], zero where the word is held elsewhere."""
+        """Look up the words: [B, S] -> [B, S, D], zero where another rank holds the word."""
         if self.part.size == self.vocab_size:
             words: Tensor = self.word_embeddings(tokens_BS)
             return words

@@ -69,7 +69,7 @@ class Activation:
     clamp: float | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., 2F] -> [..., F] where gated, else [..., F] -> [..., F]."""
+        """Apply the activation: [..., 2F] -> [..., F] if gated, else [..., F] -> [..., F]."""
         function = ACTIVATIONS[self.kind]
         if not self.gated:
             return function(x)

@@ -45,7 +45,7 @@ _WIDENED_AT_ONCE = 1 << 18  # elements
 
 
 def _weight_gradient(weight: nn.Parameter, sink: GradientSink | None, grad_TO: Tensor, x_TI: Tensor) -> Tensor | None:
-    """dW, unless a sink takes it."""
+    """Return dW = dy^T x; None if it is written to the sink."""
     if sink is None:
         dtype = product_dtype(grad_TO)
         return torch.mm(grad_TO.to(dtype).t(), x_TI.to(dtype)).to(weight.dtype)
@@ -54,7 +54,7 @@ def _weight_gradient(weight: nn.Parameter, sink: GradientSink | None, grad_TO: T
 
 
 def _input_gradient(grads_TO: list[Tensor], weights: list[Tensor], wanted: torch.dtype) -> Tensor:
-    """sum_i dy_i W_i, [T, I]."""
+    """Return dx = sum_i dy_i W_i, [T, I]."""
     dtype = product_dtype(grads_TO[0])
     total = torch.mm(grads_TO[0].to(dtype), weights[0].to(dtype))
     for grad, weight in zip(grads_TO[1:], weights[1:], strict=True):
@@ -122,7 +122,7 @@ class _Row(torch.autograd.Function):
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b: one rounding in fp32 and above, two (product, sum) in half precision."""
+    """Return x W^T + b: one rounding in fp32 and above, two (product, sum) in half precision."""
     dtype = product_dtype(x)
     if x.dtype in (torch.float16, torch.bfloat16):
         if dtype != x.dtype and not torch.is_grad_enabled() and x.numel() <= _FEW_ROWS * x.shape[-1]:
@@ -136,7 +136,7 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _few_rows(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """x W^T in a wider dtype for the few tokens of a step of generation, where reading the weight is the work.
+    """Return x W^T in a wider dtype for the few tokens of a decoding step, whose cost is reading the weight.
 
     One row of bf16 goes through torch's own product of a matrix and a vector, which reads the weight as it is and sums
     in fp32. For more rows the weight is widened part by part, so that the copy stays in the processor's cache.
@@ -162,7 +162,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradientSink | 
 
 
 def column(x: Tensor, region: Region, *linears: Linear) -> tuple[Tensor, ...]:
-    """Apply linear layers whose outputs are sharded over the region to the same hidden states.
+    """Apply column-parallel linears to the same hidden states.
 
     Shapes: x [..., I], a part of the sequence where the region holds parts -> [..., O_i] each, of the whole sequence.
     """
@@ -219,5 +219,5 @@ class Linear(nn.Module):
         return table
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., O]."""
+        """Return x W^T + b. [..., I] -> [..., O]."""
         return linear(x, self.weight, self.bias, self.sink)

@@ -62,7 +62,7 @@ def _exp(x: Tensor) -> Tensor:
 
 
 def _log_sum_exp(logits_TV: Tensor, *, with_sum: bool = False) -> tuple[Tensor, Tensor | None]:
-    """[T, V] -> [T] in at least fp32, by maximum and sum of exponentials; and the sum of each row if asked for."""
+    """Return the log-sum-exp of each row, [T, V] -> [T] in at least fp32, and with `with_sum` the sum of each row."""
     work = at_least_fp32(logits_TV.dtype)
     result = torch.empty(logits_TV.shape[0], dtype=work, device=logits_TV.device)
     sums = torch.empty_like(result) if with_sum else None
@@ -200,7 +200,7 @@ def vocabulary_loss(
     smoothing: float = 0.0,
     absent: int | None = None,
 ) -> Tensor:
-    """Cross-entropy of the next token, for each token.
+    """Return the cross-entropy of the next token, for each token.
 
     Shapes: hidden [..., D], a part of the sequence where the region holds parts; weight [V, D], the rows that are
         here; targets [...] (ids below the vocabulary's size), of the whole sequence; bias [V], the part that is here

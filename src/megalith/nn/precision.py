@@ -71,7 +71,7 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in the product dtype, rounded to the dtype of `a`. Shapes as `torch.matmul`."""
+    """Return a @ b, computed in the product dtype and rounded to the dtype of `a`. Shapes as `torch.matmul`."""
     dtype = product_dtype(a)
     return torch.matmul(a.to(dtype), b.to(dtype)).to(a.dtype)
 

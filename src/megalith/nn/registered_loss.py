@@ -33,7 +33,7 @@ class Vocabulary:
     _project: Callable[[Tensor], Tensor] | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of this rank's tokens of hidden states [..., D] -> [..., V here]; for losses on hidden states."""
+        """Return this rank's columns of the logits: [..., D] -> [..., V here]; for losses on hidden states."""
         assert self._project is not None, "this loss has its logits"
         return self._project(_Whole.apply(hidden, self._region, False))
 

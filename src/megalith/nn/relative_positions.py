@@ -70,7 +70,7 @@ class RelativePositions(nn.Module):
         self.relative_attention_bias = Buckets(num_buckets, num_heads, **factory)
 
     def forward(self, queries: range, keys: int) -> Tensor:
-        """Of the positions of queries to the keys from 0 on. -> [H, Q, S] with the heads that are here."""
+        """Return the bias of queries at these positions to the first keys. -> [H, Q, S], H heads of this rank."""
         table = self.relative_attention_bias.weight[:, self.heads.start : self.heads.stop]
         here = torch.arange(queries.start, queries.stop, device=table.device)
         distances = torch.arange(keys, device=table.device) - here[:, None]

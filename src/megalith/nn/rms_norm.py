@@ -38,7 +38,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """y = x / sqrt(mean(x^2) + eps) * weight, all of one dtype, fp32 or fp64. [..., D], [D] -> [..., D].
+    """Return x / sqrt(mean(x^2) + eps) * weight, all of one dtype, fp32 or fp64. [..., D], [D] -> [..., D].
 
     Reference twin: `torch.nn.functional.rms_norm`.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.

@@ -34,7 +34,7 @@ class GradientSink(Protocol):
 
 
 def attach_sink(module: Module, sink: GradientSink | None) -> None:
-    """Give every layer below `module` that can use one the sink `sink` (None takes it away)."""
+    """Set the gradient sink of every layer below `module` that has one; None removes it."""
     for layer in module.modules():
         if hasattr(layer, "sink"):
             setattr(layer, "sink", sink)  # noqa: B010 - a plain attribute, not a submodule

@@ -129,7 +129,7 @@ class GradientBuffers:
 
     @cached_property
     def grad_shards(self) -> Mapping[str, Tensor]:
-        """This rank's shard of each gradient, if it owns one; that of the step after `finish`."""
+        """Shard of each gradient that this rank owns; valid after `finish`."""
         grad_shards = {name: self.owned_shard(name, grad) for name, grad in self.grads.items()}
         return {name: owned_shard for name, owned_shard in grad_shards.items() if owned_shard.numel() > 0}
 

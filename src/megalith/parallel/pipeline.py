@@ -229,14 +229,14 @@ class DeferredWeightGrads:
     def accumulate_linear(
         self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor, *, buffer_reused: bool = False
     ) -> None:
-        """As `GradientSink.accumulate_linear`; never deferred with `buffer_reused`."""
+        """Accumulate or defer; never deferred with `buffer_reused` (`GradientSink.accumulate_linear`)."""
         if self._current_queue is None or buffer_reused:
             self._sink.accumulate_linear(parameter, grad_TO, x_TI)
         else:
             self._defer(self._sink.accumulate_linear, parameter, grad_TO, x_TI)
 
     def accumulate_embedding(self, parameter: Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
-        """As `GradientSink.accumulate_embedding`."""
+        """Accumulate or defer (`GradientSink.accumulate_embedding`)."""
         if self._current_queue is None:
             self._sink.accumulate_embedding(parameter, ids_T, grad_TD)
         else:

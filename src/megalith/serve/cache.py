@@ -107,7 +107,7 @@ class CacheView:
             self._prepare_single_token(cache, new_rows[0])
 
     def _prepare_single_token(self, cache: PagedKVCache, row: int) -> None:
-        """For one new token of a sequence in consecutive blocks, make the views of all layers at once."""
+        """Make the views of all layers at once, for one new token of a sequence in consecutive blocks."""
         rows = self.spans[0].rows
         if isinstance(rows, slice) and product_dtype(cache.keys) == cache.keys.dtype:
             buffers = (cache.keys, cache.values)
@@ -154,7 +154,7 @@ class LayerCacheView:
         )
 
     def attend(self, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
-        """See `nn.cache.LayerCache.attend`; B is 1."""
+        """Attend (`nn.cache.LayerCache.attend`); B is 1."""
         view = self.view
         if self.single_token_views is not None and rule.sees_all(view.length):
             return self._attend_one(q_SBHK, k_SBGK, v_SBGK, rule.scale_of(q_SBHK.shape[3]))
@@ -232,7 +232,7 @@ class EncoderCacheView:
         self._layers = dict(zip(layers, view.layers, strict=True))
 
     def attend_across(self, layer: CrossAttention, q_SBHK: Tensor) -> Tensor:
-        """See `nn.cross_attention.EncodedCache.attend_across`."""
+        """Attend to the encoder's output (`nn.cross_attention.EncodedCache.attend_across`)."""
         return self._layers[layer].attend_encoder(q_SBHK, layer.rule)
 
     def write(self, chunk: int, states_EBD: Tensor) -> None:

@@ -26,11 +26,11 @@ class TorchProfiler:
         self._profile = torch.profiler.profile(activities=activities, record_shapes=shapes, with_stack=stacks)
 
     def begin(self) -> None:
-        """Look from here on."""
+        """Start profiling."""
         self._profile.start()
 
     def end(self) -> str:
-        """Write both files; returns what the user should hear, empty for nothing."""
+        """Write both files; return a message for the user, or an empty text."""
         self._profile.stop()
         self._profile.export_chrome_trace(str(self._path))
         order = "self_cuda_time_total" if self._on_gpu else "self_cpu_time_total"
@@ -47,12 +47,12 @@ class NsysMarks:
         self._nvtx: Any = torch.autograd.profiler.emit_nvtx(record_shapes=shapes)
 
     def begin(self) -> None:
-        """From here on."""
+        """Start profiling."""
         torch.cuda.cudart().cudaProfilerStart()
         self._nvtx.__enter__()
 
     def end(self) -> str:
-        """To here."""
+        """Stop profiling."""
         self._nvtx.__exit__(None, None, None)
         torch.cuda.cudart().cudaProfilerStop()
         return ""

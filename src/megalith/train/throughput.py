@@ -64,7 +64,7 @@ def step_flops(
 def registered_flops(
     chunks: Sequence[LanguageModel], context: ParallelContext, tokens: int, of_built_in: float
 ) -> float:
-    """Model FLOPs of a step of a model with registered layers; all ranks call this.
+    """Return the model FLOPs of a step of a model with registered layers; all ranks call this.
 
     They are those of the built-in layers, `of_built_in`, and 6 for each token and parameter that the model has beyond
     these (Kaplan et al. 2020, arXiv:2001.08361); of a model of another kind 6 for all its parameters.

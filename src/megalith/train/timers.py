@@ -168,7 +168,7 @@ class WaitClock(Observer):
             self._seconds += time.perf_counter() - self._since
 
     def take(self) -> float:
-        """Seconds waited since the last call; on a GPU this waits for what is under way."""
+        """Return the seconds waited since the last call; on a GPU this waits for transfers under way."""
         for start, end in self._events:
             end.synchronize()
             self._seconds += start.elapsed_time(end) / 1e3

@@ -158,7 +158,7 @@ def temp_folder(final: Path, needed: int) -> Iterator[TempFolder]:
 
 
 def set_aside(folder: Path, *, claimed: bool = False) -> Path:
-    """Give a folder that is to be deleted a name that nobody takes for a checkpoint; returns where it is now.
+    """Rename a folder that is to be deleted, so that nobody takes it for a checkpoint; return its new path.
 
     Deleting it where it stands would show half a checkpoint if this process died meanwhile.
     """
@@ -270,7 +270,7 @@ def reporting_disk_full(folder: Path, needed: int, *, claimed: bool = False) -> 
 
 
 def _refused(folder: Path, needed: int, error: OSError) -> str:
-    """Say which limit of the disk was met: its space, its number of files, the user's share or the size of a file."""
+    """Describe which limit of the disk was met: space, number of files, the user's quota or the size of a file."""
     reason = error.strerror or "disk full"
     if error.errno == errno.EFBIG:
         soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]

@@ -119,7 +119,7 @@ class RankWriter:
         return RankWriteResult(results, records, time.perf_counter() - began)
 
     def cancel(self) -> None:
-        """Have `write`, in whatever thread it is, end soon."""
+        """Make `write`, in any thread, end soon."""
         self._cancelled.set()
 
     def _files(self) -> list[list[MetadataIndex]]:

@@ -265,7 +265,7 @@ def _guarded(path: Path, load: Callable[[IO[bytes]], Any]) -> Any:
 
 
 def _cut(path: Path) -> str | None:
-    """Say that the end of a file is missing, or return None: torch's archives have their directory at the end."""
+    """Describe a truncated file, or return None: torch's archives have their directory at the end."""
     try:
         require_file(path)
         size = path.stat().st_size

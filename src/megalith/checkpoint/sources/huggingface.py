@@ -122,7 +122,7 @@ class HuggingFaceSource:
 
     @cached_property
     def _stored(self) -> dict[str, _Stored]:
-        """All tensors of the files by name, from the headers."""
+        """Tensors of the files by name, from the headers."""
         found: dict[str, _Stored] = {}
         for file, names in _weight_files(self.path).items():
             with _open(file) as opened:

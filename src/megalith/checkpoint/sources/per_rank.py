@@ -107,7 +107,7 @@ class PerRankSource:
 
     @cached_property
     def _found(self) -> dict[str, bool]:
-        """Names of the folders -> whether the file is there."""
+        """Name of each folder -> True if it has a model file."""
         return {
             folder.name: (folder / MODEL_FILE).is_file()
             for folder in sorted(self.path.iterdir())
@@ -116,8 +116,8 @@ class PerRankSource:
 
     @cached_property
     def _first(self) -> Mapping[str, Any]:
-        """Content of the first file that is there."""
-        name = next((name for name, there in self._found.items() if there), None)
+        """Content of the first file that exists."""
+        name = next((name for name, exists in self._found.items() if exists), None)
         if name is None:
             raise CheckpointError(
                 f"{self.path} has the folders {', '.join(self._found)}, and none of them holds {MODEL_FILE}: the "
@@ -136,8 +136,8 @@ class PerRankSource:
 
     @property
     def _names(self) -> Iterator[str]:
-        """Of the weights in the first and in the last of the files, which have the ends of the model."""
-        last = [name for name, there in self._found.items() if there][-1]
+        """Names of the weights in the first and the last file, which hold both ends of the model."""
+        last = [name for name, exists in self._found.items() if exists][-1]
         bodies = [self._first]
         with suppress(CheckpointError):  # whoever reads it says so
             bodies.append(_read(self.path / last / MODEL_FILE))
@@ -479,7 +479,7 @@ class MappedFolder:
                 self._stops.append(int(stop, 16))
 
     def release(self, tensor: Tensor) -> None:
-        """Give back the whole pages of a tensor that was read and not written; the next read brings them back."""
+        """Free the whole pages of a tensor that was read and not written; the next read maps them again."""
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         stop = (tensor.data_ptr() + span * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -39,7 +39,7 @@ class Source(Protocol):
 
     @property
     def format(self) -> str:
-        """Its name as `--ckpt-format` has it, or `huggingface`."""
+        """Name of the format, as in `--ckpt-format`, or `huggingface`."""
 
     def contents(self) -> Contents:
         """Return the tensors in model space and the keys of the objects."""

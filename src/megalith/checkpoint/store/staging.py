@@ -80,7 +80,7 @@ class Staging:
             part.result()
 
     def release(self) -> None:
-        """Give the memory back; copies hold no longer."""
+        """Free the memory; staged copies are invalid afterwards."""
         wait(self._copying)
         self._copying = []
         if self._pinned:

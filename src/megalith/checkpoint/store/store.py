@@ -492,7 +492,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def nothing_in(path: Path) -> str:
-    """Say that a path leads to no checkpoint, and what is there instead."""
+    """Describe what is at a path that holds no checkpoint."""
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
         return (

@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def kill_step(self) -> int:
-        """Return the iteration in which the training is killed, some steps after the checkpoint at half of the run."""
+        """Iteration in which the training is killed, some steps after the checkpoint at half of the run."""
         return self.iterations // 2 + max(3, self.iterations // 40) + 1
 
 

@@ -310,7 +310,7 @@ class Progress:
             self._say(f"sending {part}")
 
     def finish(self) -> None:
-        """Say that the current part has arrived."""
+        """Print that the current part has arrived."""
         if self._current is not None:
             self._say(f"received {self._current}")
             self._current = None

@@ -106,7 +106,7 @@ class ParallelConfig:
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
     def virtual_stages(self, num_layers: int) -> int:
-        """Virtual pipeline stages of each process."""
+        """Return the number of virtual pipeline stages of each process."""
         if self.num_virtual_stages_per_pipeline_rank is not None:
             return self.num_virtual_stages_per_pipeline_rank
         if self.num_layers_per_virtual_pipeline_stage is None:

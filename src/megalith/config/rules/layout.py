@@ -64,11 +64,11 @@ def fitting_layouts(run: RunConfig) -> str:
     ]
     fitting = [sizes for sizes in product(*choices) if world % prod(sizes) == 0 and prod(sizes) > 1]
 
-    def rank(sizes: tuple[int, ...]) -> tuple[int, float]:
-        """Most processes first, then the least change of any size."""
+    def preference(sizes: tuple[int, ...]) -> tuple[int, float]:
+        """Return a key that sorts by most processes, then by the least change of any size."""
         return -prod(sizes), max(abs(log(size / given[name])) for name, size in zip(names, sizes, strict=True))
 
-    nearest = sorted(fitting, key=rank)[:_MOST]
+    nearest = sorted(fitting, key=preference)[:_MOST]
     return ", or ".join(
         " ".join(f"--{name.replace('_', '-')} {size}" for name, size in zip(names, sizes, strict=True) if size > 1)
         for sizes in nearest

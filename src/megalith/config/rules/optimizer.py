@@ -189,7 +189,7 @@ def one_length_of_the_warm_up(draft: Draft) -> str:
 
 
 def _decay_length(draft: Draft) -> tuple[int, str, str] | None:
-    """Length of the decay, its unit and where it comes from; None when the run has no single length."""
+    """Return the length of the decay, its unit and where it comes from; None if the run has no single length."""
     train, schedule = draft.run.train, draft.run.schedule
     if (train.train_iters is None) == (train.train_samples is None):
         return None

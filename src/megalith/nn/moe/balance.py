@@ -83,7 +83,7 @@ class Auxiliary:
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Around the repetition of a forward pass."""
+        """Mark the block as the recomputation of a forward pass, which counts nothing again."""
         before, self.again = self.again, True
         try:
             yield
@@ -137,7 +137,7 @@ def balancing_scores(logits_TE: Tensor, rule: RoutingRule) -> tuple[Tensor, Tens
 
 
 def switch_loss(scores_TE: Tensor, load_E: Tensor, rule: RoutingRule, *, scored: int, counted: int) -> Tensor:
-    """E sum_e f_e p_e of the scores that are here: 1 when all experts have equal shares.
+    """Return E sum_e f_e p_e of this rank's scores: 1 when all experts have equal shares.
 
     Args:
         scores_TE: of the tokens that are here; p_e is their sum over `scored`.

@@ -59,8 +59,10 @@ class Experts(nn.Module):
         self._downs = [layer.linear_fc2 for layer in layers]
 
     def forward(self, x_ND: Tensor, counts: list[int], weights_N: Tensor) -> Tensor:
-        """Expert k computes its `counts[k]` rows, and its result is multiplied by the weight of each row: the state
-        between the projections is, as in Megatron, and the bias of the second."""
+        """Compute expert k on its `counts[k]` rows and weigh each row.
+
+        As in Megatron the weight multiplies the activations between the projections, and the bias of the second one.
+        """
         if self.weigh_inputs:
             x_ND = (x_ND * weights_N.unsqueeze(-1)).to(x_ND.dtype)
             weights_N = torch.ones_like(weights_N)

@@ -41,7 +41,7 @@ def _one_kernel(x_NI: Tensor, weights_OI: Sequence[Tensor]) -> bool:
 
 
 def _products(x_NI: Tensor, weights_OI: Sequence[Tensor], counts: list[int], *, transposed: bool) -> Tensor:
-    """Of each expert x W^T (transposed) or x W, in the dtype of x."""
+    """Return x W^T (transposed) or x W of each expert, in the dtype of x."""
     if _one_kernel(x_NI, weights_OI):
         assert _grouped_mm is not None
         stacked = torch.stack(list(weights_OI))
@@ -87,7 +87,7 @@ class _Grouped(torch.autograd.Function):
 
 
 def grouped(x_NI: Tensor, counts: list[int], layers: Sequence[Linear]) -> Tensor:
-    """Each layer's product, without its bias, with its `counts` rows in turn. [N, I] -> [N, O]."""
+    """Multiply each layer's weight by its `counts` rows in turn, without bias. [N, I] -> [N, O]."""
     if not torch.is_grad_enabled():
         parts = zip(x_NI.split(counts), layers, strict=True)
         return torch.cat([linear(x, layer.weight, None, None) for x, layer in parts])
@@ -97,7 +97,7 @@ def grouped(x_NI: Tensor, counts: list[int], layers: Sequence[Linear]) -> Tensor
 
 
 def add_biases(y_NO: Tensor, counts: list[int], layers: Sequence[Linear], weights_N: Tensor | None = None) -> Tensor:
-    """`y` and to each row the bias of its layer, multiplied by the weight of the row where there are weights."""
+    """Add to each row of `y` the bias of its layer, multiplied by the weight of the row if there are weights."""
     if layers[0].bias is None:
         return y_NO
     parts = []

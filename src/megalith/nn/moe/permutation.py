@@ -58,7 +58,7 @@ def order_by_expert(experts_TK: Tensor, experts: int) -> Order:
 
 
 def _sum_of_rows(x_ND: Tensor, order: Order) -> Tensor:
-    """[N, D] -> [T, D]: of each token the sum of its rows."""
+    """Sum the rows of each token: [N, D] -> [T, D]."""
     if order.dropped:
         x_ND = torch.cat([x_ND, x_ND.new_zeros(1, x_ND.shape[1])])
     total_TD = x_ND.index_select(0, order.row_TK[:, 0])
@@ -90,12 +90,12 @@ class _FromExperts(torch.autograd.Function):
 
 
 def to_experts(x_TD: Tensor, order: Order) -> Tensor:
-    """Tokens in the order of their experts, [T, D] -> [N, D]."""
+    """Permute tokens into the order of their experts. [T, D] -> [N, D]."""
     y: Tensor = _ToExperts.apply(x_TD, order)
     return y
 
 
 def from_experts(x_ND: Tensor, order: Order) -> Tensor:
-    """For each token the sum of what its experts gave, [N, D] -> [T, D]; zeros where none took it."""
+    """Sum the outputs of each token's experts. [N, D] -> [T, D]; zeros for a token that all dropped."""
     y: Tensor = _FromExperts.apply(x_ND, order)
     return y

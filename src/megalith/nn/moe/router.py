@@ -96,7 +96,7 @@ class Router(nn.Module):
         self.mean_loads: deque[Tensor] = deque()
 
     def placements(self) -> dict[str, Placement]:
-        """All whole on every rank."""
+        """Return `Replicated` for every parameter."""
         return {name: Replicated() for name, _ in self.named_parameters()}
 
     def begin_step(self) -> None:
@@ -137,7 +137,7 @@ class Router(nn.Module):
         return Choice(choice.experts_TK, weights_TK)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """[T, D] -> [T, E], in the dtype that routing computes in."""
+        """Return the router logits, [T, D] -> [T, E], in the dtype that routing computes in."""
         dtype = self.settings.dtype or x_TD.dtype
         wide = product_dtype_on(x_TD.device.type, dtype)
         bias_E = None if self.bias is None else self.bias.to(wide)

@@ -27,7 +27,7 @@ _MOST_ROUNDS = 1000
 
 
 def _root_of_softplus(x: Tensor) -> Tensor:
-    """sqrt(log(1 + e^x)); where the logarithm is 0 in the dtype the root has no slope, so it is held above 0."""
+    """Return sqrt(log(1 + e^x)); the logarithm is kept above 0, where the root has no finite derivative."""
     return torch.nn.functional.softplus(x).clamp(min=torch.finfo(x.dtype).tiny).sqrt()
 
 
@@ -128,7 +128,7 @@ def _choose_by_own(logits_TE: Tensor, own: Registered, top_k: int) -> Choice:
 
 
 def at_least(x: Tensor) -> Tensor:
-    """`x` in at least fp32."""
+    """Return `x` in at least fp32."""
     return x.to(at_least_fp32(x.dtype))
 
 
@@ -196,7 +196,7 @@ def capacity(tokens: int, rule: RoutingRule) -> int:
 
 
 def within_capacity(choice: Choice, rule: RoutingRule) -> Tensor:
-    """Which choices [T, K] an expert has room for: the greatest weights, or the first tokens; ties go to the first."""
+    """Return which choices [T, K] fit the capacity: the greatest weights, or the first tokens, also in a tie."""
     experts_TK, weights_TK = choice.experts_TK, choice.weights_TK.detach()
     tokens, chosen = experts_TK.shape
     room = capacity(tokens, rule)

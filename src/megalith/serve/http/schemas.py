@@ -235,7 +235,7 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
 
 
 def _culprit(errors: Sequence[Any], field: str) -> str:
-    """Name the item of a field that fits none of the forms of a union: by the form that most items before it fit."""
+    """Return the item of a list that fits no form of a union; the form that most items before it fit decides."""
 
     def progress(error: Any) -> tuple[bool, list[int]]:
         return not error["type"].endswith("_type"), [part for part in error["loc"] if isinstance(part, int)]

@@ -312,7 +312,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @contextmanager
 def stop_signals() -> Iterator[int | None]:
-    """Have the signals that stop a server written to a pipe; yield its end to read, None outside the main thread.
+    """Write the signals that stop a server to a pipe; yield its read end, None outside the main thread.
 
     The event loop reads them at once, in whatever thread it is, and while the main thread computes.
     """

@@ -76,7 +76,7 @@ class Service:
 
     @property
     def failure(self) -> str | None:
-        """Why nothing can be served any more; None while all is well."""
+        """Reason why nothing can be served any more; None while the engine runs."""
         return self.worker.failure
 
     @cached_property
