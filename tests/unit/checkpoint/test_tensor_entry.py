@@ -95,7 +95,7 @@ def test_entries_that_begin_alike_are_taken_apart_once(tmp_path: Path, monkeypat
 def test_a_tensor_too_large_for_a_plain_archive_goes_through_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_archive, "_LARGEST", 100)
+    monkeypatch.setattr(torch_archive, "_MAX_TENSOR_BYTES", 100)
     tensor = torch.randn(64)[8:]
     (entry,) = written(tmp_path / "file", [tensor])
     assert torch.equal(torch.load(io.BytesIO(entry), weights_only=True), tensor)

@@ -55,7 +55,7 @@ from megalith.checkpoint.content import (
 )
 from megalith.checkpoint.files.hashing import FileRecord, HashedFile, HashingReader, hash_files
 from megalith.checkpoint.files.safe_loading import dump_bytes, load_bytes, read_metadata
-from megalith.checkpoint.files.torch_archive import Heads, read_tensor_entry, write_tensor_entry
+from megalith.checkpoint.files.torch_archive import HeaderCache, read_tensor_entry, write_tensor_entry
 from megalith.checkpoint.files.torch_internals import StorageInfo
 from megalith.errors import CheckpointError
 
@@ -268,7 +268,7 @@ def read_sharded(
     # Objects first and here: torch's list of safe types is global, so threads must not share it.
     objects = {key: _read_object(path, metadata, key) for key in content.objects}
     through = through or HashingReader(path, {})
-    heads: Heads = {}
+    header_cache: HeaderCache = {}
     by_file: dict[str, list[_Read]] = {}
     for parts in by_key(content.chunks).values():
         for read in _reads(path, metadata, parts):
@@ -276,10 +276,10 @@ def read_sharded(
     stored = sum(read.place.length for reads in by_file.values() for read in reads)
     if len(by_file) <= 1 or stored < _WORTH_A_THREAD:  # conversions read tensor by tensor
         for name, reads in by_file.items():
-            _read_file(path / name, reads, through, heads)
+            _read_file(path / name, reads, through, header_cache)
     else:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="checkpoint-reader") as pool:
-            list(pool.map(lambda name: _read_file(path / name, by_file[name], through, heads), by_file))
+            list(pool.map(lambda name: _read_file(path / name, by_file[name], through, header_cache), by_file))
     return objects
 
 
@@ -317,14 +317,16 @@ def _reads(path: Path, metadata: Metadata, wanted: Sequence[Chunk]) -> Iterator[
         check_filled(str(path), chunk, filled)
 
 
-def _read_file(path: Path, reads: Sequence[_Read], through: HashingReader, heads: Heads) -> None:
+def _read_file(path: Path, reads: Sequence[_Read], through: HashingReader, header_cache: HeaderCache) -> None:
     """Read from one file in ascending order, straight into the destination where a whole entry goes there."""
     with path.open("rb", buffering=0) as file, through.reading(path.name, file.fileno()) as reading:
         for read in sorted(reads, key=lambda read: read.place.offset):
             whole = read.shape == tuple(read.target.shape)
             target = read.target if whole else None
             try:
-                tensor = read_tensor_entry(reading, read.place.offset, read.place.length, read.shape, target, heads)
+                tensor = read_tensor_entry(
+                    reading, read.place.offset, read.place.length, read.shape, target, header_cache
+                )
             except (EOFError, ValueError) as error:
                 raise CheckpointError(f"{path} is damaged at {read.key}: {error}") from error
             if tensor is not read.target:

@@ -1,24 +1,24 @@
-"""Archives of `torch.save`, taken apart and put together here: ZIP files of uncompressed records, of which `data.pkl`
-describes the value and `data/<n>` holds the elements of its n-th tensor.
+"""Reader and writer of `torch.save` archives: ZIP files of uncompressed records, of which `data.pkl` describes the
+value and `data/<n>` holds the elements of its n-th tensor.
 
-Tensor entries. Each tensor of a `.distcp` file is an archive of its own. Reading it with `torch.load` costs a Python
-copy, a fresh allocation and a copy into the destination; here the elements go from the file to the destination in one
-read. What is not of the plain form (another byte order, a transposed view) goes through `torch.load`.
-`torch.save` holds Python's interpreter while it sums and writes a tensor, and sums it apart from the hash of the file;
-here each byte is read once, by zlib and the system, while other threads run.
+Tensor entries. Each tensor of a `.distcp` file is one archive. Reading it with `torch.load` costs a Python copy, a
+fresh allocation and a copy into the destination; here the elements are read straight into the destination. Tensors
+that are not stored contiguously in little-endian order are read by `torch.load`. `torch.save` holds the interpreter
+lock while it checksums and writes a tensor, and the hash of the file needs a second pass; here each byte is read once,
+by zlib and the system, while other threads run.
 
-Files laid out before their tensors are known, and filled afterwards from anywhere:
+Preallocated files, which are laid out before their tensors are known and filled afterwards by any process:
 
     preallocate       writes the archive with space for each tensor
     tensor_offsets    returns the byte offset of each tensor
     write_at          writes a part of a tensor; several processes may write different parts at once
-    write_checksums   completes the checksums of the archive, when all is written
+    write_checksums   enters the checksums of the archive, after the last write
 
-Nothing of the size of a tensor is in memory at any time, but what `write_at` is given. Items are written by position
-rather than through mapped memory: a full disk is then an error instead of a signal, and hosts that share a network file
-system do not write back each other's pages.
+No tensor is held in memory except the arguments of `write_at`. Bytes are written by position rather than through mapped
+memory: a full disk is then an error instead of a signal, and hosts that share a network file system do not write back
+each other's pages.
 
-`torch_internals` lists what else is private to torch; the canaries of both are in one test.
+`torch_internals` lists the other private parts of torch that are used; the canaries of both are in one test.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ _RECORD = struct.Struct("<4sHHHHHIIIHH")
 _DESCRIPTOR = struct.Struct("<4sIII")
 _ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _ENTRY_CRC = 16  # offset of the checksum in a directory entry
-_END = struct.Struct("<4sHHHHIIH")
-_FLAGS = 0x0808  # sizes and sum behind the record; names in UTF-8
+_DIRECTORY_END = struct.Struct("<4sHHHHIIH")
+_FLAGS = 0x0808  # sizes and checksum follow the record, in a descriptor; names in UTF-8
 _HAS_DESCRIPTOR = 8  # bit of the flags
-_DESCRIPTOR_MARK = b"PK\7\x08"
-_ENTRY_MARK = b"PK\1\2"
+_DESCRIPTOR_MAGIC = b"PK\7\x08"
+_ENTRY_MAGIC = b"PK\1\2"
 _ALIGNMENT = 64  # torch's own default, which `.storage_alignment` records
 _BLOCK = 2**20
 _CHECKSUM_THREADS = 8  # zlib.crc32 and pread release the interpreter lock
@@ -79,11 +79,11 @@ _STORAGES = {
         "Bool": torch.bool,
     }.items()
 }
-_PLAIN = {dtype: getattr(torch, name.removeprefix("torch.")) for name, dtype in _STORAGES.items()}
-_LONGEST_HEAD = 4096  # bytes before the elements that are worth remembering
-_LARGEST = 2**32 - 2**16  # bytes of a tensor whose archive needs no ZIP64: sizes and offsets have 32 bits
-# What a ZIP archive, a pickle in it and the header that this makes raise when they are not what they claim to be.
-_UNREADABLE = (
+_STORAGE_OF = {dtype: getattr(torch, name.removeprefix("torch.")) for name, dtype in _STORAGES.items()}
+_MAX_HEADER_BYTES = 4096  # longest header that is cached
+_MAX_TENSOR_BYTES = 2**32 - 2**16  # bytes of a tensor whose archive needs no ZIP64: sizes and offsets have 32 bits
+# Exceptions that parsing a damaged ZIP archive, or the pickle in it, may raise.
+_PARSE_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
     pickle.UnpicklingError,
@@ -135,7 +135,7 @@ class _HeaderUnpickler(RestrictedUnpickler):
 
 
 class _FileSlice(io.RawIOBase):
-    """Bytes [start, start + length) of an open file, with a position of its own."""
+    """Bytes [start, start + length) of an open file, as a file with its own position."""
 
     def __init__(self, fd: int, start: int, length: int) -> None:
         super().__init__()
@@ -162,9 +162,11 @@ class _FileSlice(io.RawIOBase):
         return got
 
 
-Heads = dict[tuple[int, tuple[int, ...]], tuple[bytes, _Header]]
-"""What stands in entries before their elements, by the entry's length and shape. Most entries begin as an earlier one
-did, and to take an archive apart costs more than to read a small tensor."""
+HeaderCache = dict[tuple[int, tuple[int, ...]], tuple[bytes, _Header]]
+"""(length, shape) of an entry -> the bytes before its elements, and the parsed header.
+
+Most entries begin with the same bytes as an earlier one, and parsing an archive costs more than reading a small tensor.
+"""
 
 
 def read_tensor_entry(
@@ -173,18 +175,21 @@ def read_tensor_entry(
     length: int,
     shape: tuple[int, ...],
     target: Tensor | None,
-    heads: Heads | None = None,
+    header_cache: HeaderCache | None = None,
 ) -> Tensor:
-    """Read the tensor of a `shape` that stands at [start, start + length) of an open file.
+    """Read the tensor of a `shape` at [start, start + length) of an open file.
 
-    It is read into `target`, of that shape, where that can be done directly, else into a new CPU tensor of the stored
-    dtype. `heads` is what earlier calls have found, and this one adds to. A ValueError if the entry is no such tensor,
-    an EOFError if the file ends within it.
+    It is read into `target`, of that shape, if that is a contiguous CPU tensor of the stored dtype, else into a new CPU
+    tensor. `header_cache` is shared by calls, and extended.
+
+    Raises:
+        ValueError: the entry is no tensor of this shape.
+        EOFError: the file ends within it.
     """
     entry = _FileSlice(file.fd, start, length)
-    located = _located(entry, file, start, (length, shape), {} if heads is None else heads)
+    located = _locate_cached(entry, file, start, (length, shape), {} if header_cache is None else header_cache)
     if located is None:
-        tensor = _through_torch(entry)
+        tensor = _load_with_torch(entry)
     else:
         header, position = located
         if header.size != shape:
@@ -195,40 +200,43 @@ def read_tensor_entry(
         if position + tensor.nbytes > start + length:
             raise EOFError(f"{tensor.nbytes} bytes at {position} reach past the entry's end at {start + length}")
         if tensor.numel():
-            file.read(_memory(tensor), position)
+            file.read(_byte_view(tensor), position)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"stored shape is {list(tensor.shape)}, the metadata says {list(shape)}")
     return tensor
 
 
-def _memory(tensor: Tensor) -> memoryview:
+def _byte_view(tensor: Tensor) -> memoryview:
     """View the bytes of a contiguous CPU tensor, for writing."""
-    octets: Any = tensor.view(-1).view(torch.uint8).numpy()
-    return memoryview(octets)
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
-def _located(
-    entry: _FileSlice, file: FileReader, start: int, key: tuple[int, tuple[int, ...]], heads: Heads
+def _locate_cached(
+    entry: _FileSlice, file: FileReader, start: int, key: tuple[int, tuple[int, ...]], header_cache: HeaderCache
 ) -> tuple[_Header, int] | None:
-    """Locate as `_locate` does; an entry that begins byte for byte as an earlier one is like that one."""
-    if key in heads:
-        expected, header = heads[key]
-        if _bytes_at(file, start, len(expected)) == expected:
+    """Return what `_locate` returns, from the cache if the entry begins with the bytes of an earlier one."""
+    if key in header_cache:
+        expected, header = header_cache[key]
+        if _read_bytes(file, start, len(expected)) == expected:
             return header, start + len(expected)
     located = _locate(entry, file.fd, start)
-    if located is not None and 0 < located[1] - start <= _LONGEST_HEAD:
-        heads[key] = _bytes_at(file, start, located[1] - start), located[0]
+    if located is not None and 0 < located[1] - start <= _MAX_HEADER_BYTES:
+        header_cache[key] = _read_bytes(file, start, located[1] - start), located[0]
     return located
 
 
-def _bytes_at(file: FileReader, start: int, length: int) -> bytes:
+def _read_bytes(file: FileReader, start: int, length: int) -> bytes:
     head = bytearray(length)
     file.read(memoryview(head), start)
     return bytes(head)
 
 
 def _locate(entry: _FileSlice, fd: int, start: int) -> tuple[_Header, int] | None:
-    """Return header and absolute offset of the elements of a contiguous tensor; a ValueError for any other."""
+    """Return header and absolute offset of the elements; None if torch has to load the entry.
+
+    Raises:  ValueError if the entry is damaged.
+    """
     try:
         found = _find_record(entry)
         if found is None:
@@ -239,22 +247,22 @@ def _locate(entry: _FileSlice, fd: int, start: int) -> tuple[_Header, int] | Non
         return header, _data_start(fd, record, start)
     except RefusedTypeError:
         return None
-    except _UNREADABLE as error:
+    except _PARSE_ERRORS as error:
         raise ValueError(f"no torch archive ({type(error).__name__}: {error})") from error
 
 
 def _find_record(entry: _FileSlice) -> tuple[_Header, zipfile.ZipInfo] | None:
-    """Return header and record of the elements of a plain entry, else None."""
+    """Return header and record of the elements; None if they are not stored contiguously in little-endian order."""
     with zipfile.ZipFile(io.BufferedReader(entry, 4096)) as archive:
         records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
             return None
         header = _HeaderUnpickler(archive.read(records["data.pkl"])).load()
     record = records.get(f"data/{header.record}") if isinstance(header, _Header) else None
-    return None if record is None or not _is_plain(header, record) else (header, record)
+    return None if record is None or not _is_stored_contiguous(header, record) else (header, record)
 
 
-def _is_plain(header: _Header, record: zipfile.ZipInfo) -> bool:
+def _is_stored_contiguous(header: _Header, record: zipfile.ZipInfo) -> bool:
     contiguous, stride = [], 1
     for extent in reversed(header.size):
         contiguous.append(stride)
@@ -267,7 +275,7 @@ def _is_plain(header: _Header, record: zipfile.ZipInfo) -> bool:
     return stored and laid_out and record.file_size >= torch.Size(header.size).numel() * header.dtype.itemsize
 
 
-def _through_torch(entry: _FileSlice) -> Tensor:
+def _load_with_torch(entry: _FileSlice) -> Tensor:
     entry.seek(0)
     try:
         tensor = torch.load(io.BytesIO(entry.readall()), map_location="cpu", weights_only=True)
@@ -283,22 +291,22 @@ def _through_torch(entry: _FileSlice) -> Tensor:
 
 def write_tensor_entry(stream: io.BufferedWriter, tensor: Tensor) -> None:
     """Write a CPU tensor without gradient as `torch.save` does, to a stream over a `HashedFile`."""
-    if tensor.dtype not in _PLAIN or tensor.nbytes > _LARGEST:
+    if tensor.dtype not in _STORAGE_OF or tensor.nbytes > _MAX_TENSOR_BYTES:
         torch.save(exact_storage(tensor), stream)
         return
     tensor = tensor.contiguous()
-    archive = _Archive(stream)
-    archive.add("data.pkl", _pickled(tensor))
+    archive = _ArchiveWriter(stream)
+    archive.add("data.pkl", _pickle_header(tensor))
     archive.add(".format_version", b"1")
     archive.add(".storage_alignment", str(_ALIGNMENT).encode())
     archive.add("byteorder", b"little")
-    archive.add("data/0", _memory(tensor) if tensor.numel() else b"")
+    archive.add("data/0", _byte_view(tensor) if tensor.numel() else b"")
     archive.add("version", b"3\n")
     archive.finish()
 
 
-class _Archive:
-    """A ZIP file of uncompressed records whose contents begin at multiples of 64 bytes."""
+class _ArchiveWriter:
+    """Writer of a ZIP file of uncompressed records whose contents begin at multiples of 64 bytes."""
 
     def __init__(self, stream: io.BufferedWriter) -> None:
         raw = stream.raw
@@ -313,26 +321,28 @@ class _Archive:
         filling = -(start + head + 4) % _ALIGNMENT
         # torch pads by an extra field of this id too, so that records can be mapped.
         extra = struct.pack("<2sH", b"FB", filling) + b"Z" * filling
-        self._put(_RECORD.pack(b"PK\3\4", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra)
+        self._write(_RECORD.pack(b"PK\3\4", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra)
         if isinstance(content, memoryview):
             self._stream.flush()
             checksum = self._raw.write_summed(content)
             self._size += len(content)
         else:
             checksum = zlib.crc32(content)
-            self._put(content)
+            self._write(content)
         sizes = (checksum, len(content), len(content))
-        self._put(_DESCRIPTOR.pack(_DESCRIPTOR_MARK, *sizes))
-        self._entries += _ENTRY.pack(_ENTRY_MARK, 0, 0, _FLAGS, 0, 0, 0, *sizes, len(path), 0, 0, 0, 0, 0, start) + path
+        self._write(_DESCRIPTOR.pack(_DESCRIPTOR_MAGIC, *sizes))
+        self._entries += (
+            _ENTRY.pack(_ENTRY_MAGIC, 0, 0, _FLAGS, 0, 0, 0, *sizes, len(path), 0, 0, 0, 0, 0, start) + path
+        )
         self._count += 1
 
     def finish(self) -> None:
-        """Write the table of the records."""
+        """Write the directory of the records."""
         start = self._size
-        self._put(self._entries)
-        self._put(_END.pack(b"PK\5\6", 0, 0, self._count, self._count, len(self._entries), start, 0))
+        self._write(self._entries)
+        self._write(_DIRECTORY_END.pack(b"PK\5\6", 0, 0, self._count, self._count, len(self._entries), start, 0))
 
-    def _put(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> None:
         self._stream.write(data)
         self._size += len(data)
 
@@ -342,8 +352,10 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, buffer: io.BytesIO, tensor: Tensor) -> None:
         super().__init__(buffer, protocol=2)  # torch.serialization.DEFAULT_PROTOCOL
-        self._storage = object()  # in place of the elements; `data.pkl` says their type, record, device and number
-        self._id = ("storage", _PLAIN[tensor.dtype], "0", "cpu", tensor.numel())
+        self._storage = (
+            object()
+        )  # stands for the elements in the pickle, which names their type, record, device and number
+        self._id = ("storage", _STORAGE_OF[tensor.dtype], "0", "cpu", tensor.numel())
 
     def persistent_id(self, value: Any) -> Any:
         return self._id if value is self._storage else None
@@ -354,23 +366,23 @@ class _Pickler(pickle.Pickler):
         return rebuild_tensor, (self._storage, 0, tuple(value.shape), value.stride(), False, OrderedDict())
 
 
-def _pickled(tensor: Tensor) -> bytes:
+def _pickle_header(tensor: Tensor) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer, tensor).dump(tensor)
     return buffer.getvalue()
 
 
 def exact_storage(tensor: Tensor) -> Tensor:
-    """Return the tensor, contiguous, over a storage of just its elements: `torch.save` writes the whole storage."""
+    """Return the tensor, contiguous, with a storage of exactly its elements: `torch.save` writes the whole storage."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous():
         return tensor
     if not tensor.is_contiguous() or tensor.numel() == 0:
         return tensor.clone(memory_format=torch.contiguous_format)
-    octets = tensor.reshape(-1).view(torch.uint8).numpy()
-    return torch.from_numpy(octets).view(tensor.dtype).view(tensor.shape)
+    array = tensor.reshape(-1).view(torch.uint8).numpy()
+    return torch.from_numpy(array).view(tensor.dtype).view(tensor.shape)
 
 
-# --- files laid out before their tensors are known --------------------------------------------------------------------
+# --- preallocated files -----------------------------------------------------------------------------------------------
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -386,15 +398,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def preallocate(path: Path, value: Any) -> None:
-    """Write a new file as `torch.save` does, with space for the tensors on the meta device and with the others whole.
+    """Write a new file as `torch.save` does, with space for tensors on the meta device; other tensors are written.
 
-    It has its disk space afterwards, and is durable. The tensors in `value` are different objects.
+    Its disk space is allocated, and it is synced. The tensors in `value` are different objects.
     """
     with (
         _blank_memory(sum(_aligned_nbytes(tensor) for tensor in tensors_in(value))) as memory,
         torch.serialization.skip_data(),
     ):
-        torch.save(_with_storage(value, memory, [0]), path)
+        torch.save(_with_file_storage(value, memory, [0]), path)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if hasattr(os, "posix_fallocate"):  # not on macOS
@@ -409,7 +421,7 @@ def preallocate(path: Path, value: Any) -> None:
 
 @contextmanager
 def _blank_memory(nbytes: int) -> Iterator[memoryview]:
-    """Map read-only memory that is never touched, so that none is taken or reserved."""
+    """Map read-only memory that is never touched, so that no physical memory is used or reserved."""
     memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     with memoryview(memory) as view, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -421,8 +433,8 @@ def _aligned_nbytes(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
-def _with_storage(value: Any, memory: memoryview, at: list[int]) -> Any:
-    """Copy the value with a storage of its own for each tensor."""
+def _with_file_storage(value: Any, memory: memoryview, at: list[int]) -> Any:
+    """Copy the value; meta tensors become views of `memory`, from offset at[0] on, which is advanced."""
     if isinstance(value, Tensor):
         if not value.is_meta:
             return value.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -432,10 +444,10 @@ def _with_storage(value: Any, memory: memoryview, at: list[int]) -> Any:
         at[0] += _aligned_nbytes(value)
         return torch.frombuffer(memory, dtype=value.dtype, count=value.numel(), offset=start).view(value.shape)
     if isinstance(value, Mapping):
-        made = {key: _with_storage(item, memory, at) for key, item in value.items()}
+        made = {key: _with_file_storage(item, memory, at) for key, item in value.items()}
         return made if type(value) is dict else type(value)(made)  # type: ignore[call-arg]
     if isinstance(value, list | tuple):
-        return type(value)([_with_storage(item, memory, at) for item in value])
+        return type(value)([_with_file_storage(item, memory, at) for item in value])
     return value
 
 
@@ -452,35 +464,35 @@ def tensor_offsets(path: Path) -> list[int]:
 
 def _data_start(fd: int, info: zipfile.ZipInfo, archive: int = 0) -> int:
     """Return the byte offset of the content of a record, in an archive that begins at byte `archive`."""
-    # The extra field of the local header may be longer than that of the directory: padding stands in the former.
+    # The extra field of the local header may be longer than that of the directory: the padding is in the former.
     local, start = bytearray(_LOCAL_HEADER.size), archive + info.header_offset
     read_exactly(fd, memoryview(local), start)
     return start + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(local))
 
 
 @torch.no_grad()
-def write_at(fd: int, start: int, place: Tensor, values: Tensor) -> None:
-    """Write `values`, cast to the dtype of `place`, into the tensor that begins at byte `start` of a file.
+def write_at(fd: int, start: int, view: Tensor, values: Tensor) -> None:
+    """Write `values`, cast to the dtype of `view`, into the tensor that begins at byte `start` of a file.
 
-    `place` is a view of that tensor on the meta device; its offset and strides say which elements are meant.
+    `view` is a view of that tensor on the meta device: its offset and strides select the elements to write.
     """
-    assert place.shape == values.shape, f"{list(values.shape)} does not go to {list(place.shape)}"
-    if not place.numel():
+    assert view.shape == values.shape, f"values {list(values.shape)} for a view {list(view.shape)}"
+    if not view.numel():
         return
-    octets: Any = values.detach().to("cpu", place.dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
-    data, size, first = memoryview(octets), place.element_size(), int(place.storage_offset())
-    outer = _outer_dims(place)
-    run = prod(place.shape[outer:]) * size
-    for number, index in enumerate(product(*map(range, place.shape[:outer]))):
-        element = first + sum(i * step for i, step in zip(index, place.stride(), strict=False))
-        _write_all(fd, data[number * run : (number + 1) * run], start + element * size)
+    array: Any = values.detach().to("cpu", view.dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
+    data, size, first = memoryview(array), view.element_size(), int(view.storage_offset())
+    outer = _outer_dims(view)
+    run_bytes = prod(view.shape[outer:]) * size
+    for number, index in enumerate(product(*map(range, view.shape[:outer]))):
+        element = first + sum(i * step for i, step in zip(index, view.stride(), strict=False))
+        _write_all(fd, data[number * run_bytes : (number + 1) * run_bytes], start + element * size)
 
 
-def _outer_dims(place: Tensor) -> int:
+def _outer_dims(view: Tensor) -> int:
     """Return the number of leading dimensions that are strided; the elements of the others are contiguous."""
-    length, outer = 1, place.ndim
-    while outer and (place.shape[outer - 1] == 1 or place.stride(outer - 1) == length):
-        length *= place.shape[outer - 1]
+    length, outer = 1, view.ndim
+    while outer and (view.shape[outer - 1] == 1 or view.stride(outer - 1) == length):
+        length *= view.shape[outer - 1]
         outer -= 1
     return outer
 
@@ -492,7 +504,7 @@ def _write_all(fd: int, data: memoryview, at: int) -> None:
 
 
 def write_checksums(path: Path) -> None:
-    """Enter the checksums of the tensors into a filled file, durably; torch does not look at them, others do."""
+    """Write the checksums of the tensors into a filled file and sync it; torch ignores them, ZIP tools do not."""
     with zipfile.ZipFile(path) as archive:
         # `preallocate` wrote blank records, whose checksum is 0.
         open_records = [info for info in archive.infolist() if not info.CRC and info.file_size]
@@ -500,18 +512,18 @@ def write_checksums(path: Path) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         entries = _directory_entries(fd, directory)
-        with ThreadPoolExecutor(_CHECKSUM_THREADS, thread_name_prefix="seal") as pool:
-            list(pool.map(lambda info: _enter(fd, info, entries[info.filename]), open_records))
+        with ThreadPoolExecutor(_CHECKSUM_THREADS, thread_name_prefix="checksum") as pool:
+            list(pool.map(lambda info: _write_checksum(fd, info, entries[info.filename]), open_records))
         os.fsync(fd)
     finally:
         os.close(fd)
 
 
 def _directory_entries(fd: int, start: int) -> dict[str, int]:
-    """Return name of a record -> offset of its entry in the archive's directory."""
+    """Return the offset of each record's entry in the archive's directory, by name."""
     data = os.pread(fd, os.fstat(fd).st_size - start, start)
     found, at = {}, 0
-    while data[at : at + 4] == _ENTRY_MARK:
+    while data[at : at + 4] == _ENTRY_MAGIC:
         name, extra, comment = _ENTRY.unpack_from(data, at)[10:13]
         first = at + _ENTRY.size
         found[data[first : first + name].decode()] = start + at
@@ -519,13 +531,13 @@ def _directory_entries(fd: int, start: int) -> dict[str, int]:
     return found
 
 
-def _enter(fd: int, info: zipfile.ZipInfo, entry: int) -> None:
-    """Compute the checksum of a record and enter it in the directory and behind the record."""
+def _write_checksum(fd: int, info: zipfile.ZipInfo, entry: int) -> None:
+    """Compute the checksum of a record and write it into its directory entry and its descriptor."""
     data = _checksum(fd, info).to_bytes(4, "little")
     _write_all(fd, memoryview(data), entry + _ENTRY_CRC)
-    behind = _data_start(fd, info) + info.file_size
-    if info.flag_bits & _HAS_DESCRIPTOR and os.pread(fd, 4, behind) == _DESCRIPTOR_MARK:
-        _write_all(fd, memoryview(data), behind + 4)
+    descriptor = _data_start(fd, info) + info.file_size
+    if info.flag_bits & _HAS_DESCRIPTOR and os.pread(fd, 4, descriptor) == _DESCRIPTOR_MAGIC:
+        _write_all(fd, memoryview(data), descriptor + 4)
 
 
 def _checksum(fd: int, info: zipfile.ZipInfo) -> int:
@@ -537,7 +549,7 @@ def _checksum(fd: int, info: zipfile.ZipInfo) -> int:
 
 
 def changed_records(path: Path) -> list[str]:
-    """List the records of an archive, if it is one, whose bytes differ from their CRC-32; some were written without."""
+    """List the records of a ZIP archive whose bytes differ from their CRC-32; those without one are skipped."""
     if not zipfile.is_zipfile(path):
         return []
     try:

@@ -1,17 +1,17 @@
-"""Parameter names of Megatron's files of every generation, of the modules, and the keys of format torch_dist.
+"""Parameter names in modules and in Megatron's files of every generation, and the keys of format torch_dist.
 
-`parse_name` takes a name apart (layer, expert, path of module and parameter); all else that is asked of a name is asked
-of its fields. Whatever is not in the place that Megatron has for it is a parameter as any other, whatever it is called.
+`parse_name` parses a name into layer, expert, and path of module and parameter; all other code asks these fields. A
+parameter at a place that Megatron does not define has no special meaning, whatever its name contains.
 
-In a file of format torch a name has no prefix of a wrapper and a layer number that counts from the first layer of its
-pipeline stage or virtual chunk. Three generations are read:
+In a file of format torch a name has no wrapper prefix, and layers are numbered from the first of the pipeline stage or
+virtual chunk. Three generations are read:
 
     core, local modules          decoder.layers.0.input_layernorm.weight
     core, TransformerEngine      decoder.layers.0.self_attention.linear_qkv.layer_norm_weight
     before core (2019 to 2023)   language_model.encoder.layers.0.input_norm.weight, in nested dicts
 
-Written are the names of core with local modules, which are our own, or where a converter is told to (`--saver legacy`)
-those from before core, of either of the two generations in `LEGACY`.
+Files are written with the names of core with local modules, which are also our own, or with those from before core
+(`--saver legacy`), of either of the two generations in `LEGACY`.
 Source: docs/reference/checkpoints.md#parameter-names and #torch_dist.
 """
 
@@ -30,7 +30,7 @@ OUTPUT_LAYER = "output_layer"
 PREDICTION = "mtp"
 """The stack of the layers of multi-token prediction."""
 HEAD_OF_T5 = "lm_head.output_layer."
-"""The output layer of T5, which Megatron's model holds, and so writes, under `output_layer.` a second time."""
+"""The output layer of T5, which Megatron's model also holds, and so also writes, under `output_layer.`."""
 
 _IN_LAYER = re.compile(r"((encoder|decoder)\.layers\.(?:(\d+)\.)?|mtp\.layers\.(\d+)\.(?:transformer_layer\.)?)(.+)")
 _OF_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)|experts)\.(linear_fc[12]\..+)")
@@ -39,16 +39,16 @@ _GROUPED = re.compile(r"mlp\.experts\.weight([12])")
 
 @dataclass(frozen=True)
 class ParameterName:
-    """The name of a parameter, or the key of a weight in format torch_dist, taken apart; `str` joins it.
+    """Parsed name of a parameter, or parsed key of a weight in format torch_dist; `str` joins it.
 
     Attributes:
         path: Names of module and parameter within the expert, the layer or the model: `mlp.linear_fc1.weight`.
-        prefix: What stands before that and before the expert: `decoder.layers.3.`; empty outside layers.
+        prefix: Part before the path and the expert: `decoder.layers.3.`; empty outside layers.
         stack: encoder, decoder or `PREDICTION`; None outside layers.
-        layer: Number of the layer; None outside layers, and in a key of all the layers of a stack.
-        routed: Whether it belongs to experts that a router chooses, as those that take every token do not.
-        expert: Number of the expert; None in a name of all experts of a layer, or of all that a rank has.
-        grouped: Whether it is such a name of the latter kind, `weight1` or `weight2` of Megatron's GroupedMLP.
+        layer: Number of the layer; None outside layers, and in a key that stacks all layers.
+        routed: Whether it belongs to routed experts; shared experts are not routed.
+        expert: Number of the expert; None in a key that stacks all experts, and if `grouped`.
+        grouped: Whether it holds all experts of a rank: `weight1` or `weight2` of Megatron's GroupedMLP.
     """
 
     path: str
@@ -81,7 +81,7 @@ class ParameterName:
 
 @lru_cache(2**16)
 def parse_name(name: str) -> ParameterName:
-    """Take apart the name that a parameter has in a module or in a file of core, or the torch_dist key of a weight.
+    """Parse the name of a parameter in a module or in a file of core, or the torch_dist key of a weight.
 
     >>> parse_name("decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight").expert
     5
@@ -108,7 +108,7 @@ _NORMS_WITHIN = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Norm of a layer -> its name as part of the linear layer behind it, as in TransformerEngine's fused modules."""
+"""Norm of a layer -> its name as part of the linear layer that follows, as in TransformerEngine's fused modules."""
 _LATENT_NORMS_WITHIN = {
     f"self_attention.{part}_layernorm.": f"self_attention.linear_{part}_up_proj.layer_norm_" for part in ("q", "kv")
 }
@@ -117,7 +117,7 @@ _IN_MODEL_SPACE = _NORMS_WITHIN | {within: norm for norm, within in _LATENT_NORM
 
 
 def _moved(path: str, table: Mapping[str, str]) -> str:
-    """Replace the beginning of a path by the table; a path that begins otherwise stays."""
+    """Replace the beginning of a path by the table, if it is in there."""
     return next((new + path.removeprefix(old) for old, new in table.items() if path.startswith(old)), path)
 
 
@@ -126,13 +126,13 @@ def _inverse(table: Mapping[str, str]) -> dict[str, str]:
 
 
 def _moved_key(key: str, table: Mapping[str, str]) -> str:
-    """Replace the beginning of the path by the table in the key of a weight of a layer."""
+    """Replace the beginning of the path in a key by the table; only in keys of layers."""
     name = parse_name(key)
     return key if name.stack is None or name.routed else name.prefix + _moved(name.path, table)
 
 
 def model_space_key(key: str) -> str:
-    """Return the key in model space of the key of a weight in a file, where norms may be in other modules.
+    """Return the model-space key of a weight's key in a file, where norms may belong to other modules.
 
     >>> model_space_key("decoder.layers.pre_mlp_layernorm.weight")
     'decoder.layers.mlp.linear_fc1.layer_norm_weight'
@@ -143,7 +143,7 @@ def model_space_key(key: str) -> str:
 
 
 def file_key(key: str, *, latent: bool, fused: bool, has_experts: bool) -> str:
-    """Return the key in a file of Megatron of the key of a weight in model space.
+    """Return the key in Megatron's files of a weight's key in model space.
 
     Args:
         latent: Attention is computed from latent vectors.
@@ -156,14 +156,14 @@ def file_key(key: str, *, latent: bool, fused: bool, has_experts: bool) -> str:
 
 
 def has_latent_norm_within(key: str) -> bool:
-    """Return whether the key of a weight is of a norm of latent attention that is part of the linear layer behind."""
+    """Return whether a key is of a norm of latent attention that is fused with the linear layer that follows."""
     return _moved_key(key, _inverse(_LATENT_NORMS_WITHIN)) != key
 
 
 def linear_behind(name: ParameterName, *, latent: bool) -> str | None:
-    """Return the weight of the linear layer that a parameter of a norm is in one module with; None of any other.
+    """Return the weight of the linear layer with which a norm's parameter is fused; None for any other parameter.
 
-    `latent` tells whether that is so of the norms of latent attention, as it is of the others.
+    `latent` says whether norms of latent attention are fused, too.
     """
     within = _moved_key(str(name), _NORMS_WITHIN | _LATENT_NORMS_WITHIN if latent else _NORMS_WITHIN)
     return None if within == str(name) else f"{within.rpartition('layer_norm_')[0]}weight"
@@ -178,14 +178,14 @@ _LINEARS = (
     *("cross_attention.linear_proj", "cross_attention.linear_q", "cross_attention.linear_kv"),
     *("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"),
 )
-"""The modules of a layer that have an entry for the state of FP8, beside all those of experts."""
+"""Modules of a layer that have an entry for FP8 state, besides those of experts."""
 CORE = "core"
 LEGACY = {
     "2023": ("input_layernorm", "post_attention_layernorm", "final_layernorm"),
     "0.12": ("input_norm", "post_attention_norm", "final_norm"),
 }
-"""Generation of the names from before core -> what it calls the norms. The earlier is that of Megatron-LM 23.06, the
-later what `--use-legacy-models` read until Megatron-Core 0.12."""
+"""Names of the norms in each generation from before core: Megatron-LM 23.06, and what `--use-legacy-models` read until
+Megatron-Core 0.12."""
 _LEGACY_PARTS = {
     "self_attention.linear_qkv": "self_attention.query_key_value",
     "self_attention.linear_proj": "self_attention.dense",
@@ -224,12 +224,12 @@ def flattened(model: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def is_computed(name: str) -> bool:
-    """Return whether an entry of a file is the state of FP8 or a table of rotary embedding, as Megatron names them."""
+    """Return whether an entry of a file is FP8 state or a table of rotary embedding, which are not parameters."""
     return name.rpartition(".")[2] in _COMPUTED
 
 
 def _in_core(name: str) -> ParameterName:
-    """Take apart the name of a parameter in a file of any generation, with the layer that core has it in."""
+    """Parse the name of a parameter in a file of any generation, translated to core's layer."""
     for wrapper in _WRAPPERS:
         name = name.removeprefix(wrapper)
     found = parse_name(_moved(_moved(name, _RENAMED), {"decoder.final_norm.": "decoder.final_layernorm."}))
@@ -237,16 +237,16 @@ def _in_core(name: str) -> ParameterName:
 
 
 def is_legacy_qkv(name: str) -> bool:
-    """Return whether a name in a file is that of the projection to queries, keys and values before core."""
+    """Return whether a name in a file is the query-key-value projection of the generations before core."""
     found = _in_core(name)
     return found.stack is not None and found.module == _LEGACY_PARTS["self_attention.linear_qkv"]
 
 
 def module_name(name: str, layers: Sequence[int], first_expert: int = 0) -> str | None:
-    """Return our name of a parameter in a file; None if it is in a layer that the stage does not have.
+    """Return our name of a parameter in a file; None if the stage has no such layer.
 
-    `layers` has the model's number of each layer of the stage or virtual chunk. The experts of a layer in one tensor
-    (`grouped_experts`) keep their name.
+    `layers` has the model's number of each layer of the stage or virtual chunk. Grouped experts (`grouped_experts`)
+    keep their name.
 
     >>> module_name("language_model.encoder.layers.1.attention.query_key_value.weight", range(4, 6))
     'decoder.layers.5.self_attention.linear_qkv.weight'
@@ -263,15 +263,13 @@ def module_name(name: str, layers: Sequence[int], first_expert: int = 0) -> str 
 
 
 def _renumbered(name: ParameterName, layer: int | None, shift: int) -> str:
-    """Join a name with another number of the layer (None: its own), and `shift` added to that of the expert."""
+    """Return a name with another layer number (None: unchanged), and `shift` added to the expert number."""
     prefix = name.prefix if layer is None else f"{name.stack}.layers.{layer}."
     return str(replace(name, prefix=prefix, expert=None if name.expert is None else name.expert + shift))
 
 
 def grouped_experts(name: str, experts: Iterable[int]) -> list[str]:
-    """Return the parameters in one tensor of the local experts, `weight1` or `weight2` of Megatron's GroupedMLP.
-
-    The list is empty for any other name.
+    """Return the parameters that `weight1` or `weight2` of Megatron's GroupedMLP holds; empty for any other name.
 
     >>> grouped_experts("decoder.layers.0.mlp.experts.weight1", range(2, 4))[0]
     'decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight'
@@ -283,10 +281,9 @@ def grouped_experts(name: str, experts: Iterable[int]) -> list[str]:
 def entries(
     names: Iterable[str], layers: Sequence[int], first_expert: int = 0, *, last: bool
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield the entries, name in the file and ours, of the dict that Megatron writes of a stage or virtual chunk.
+    """Yield (name in the file, our name) of the entries that Megatron writes of a stage or virtual chunk, in its order.
 
-    They are in Megatron's order. Ours is None for the state of FP8, which stands after each linear. `last`: whether the
-    output layer is here.
+    Our name is None for FP8 state, which follows each linear. `last`: whether the stage has the output layer.
     """
     names = list(names)
     for name, following in zip(names, [*names[1:], ""], strict=True):
@@ -307,7 +304,7 @@ def _has_extra_state(name: str) -> bool:
 
 
 def _local(name: str, layers: Sequence[int], first_expert: int) -> str:
-    """Return a name with the layer counted from the first of the stage, and the expert from the first that is there."""
+    """Return a name with layers counted from the first of the stage, and experts from the first of the rank."""
     found = parse_name(name)
     layer = None if found.stack in (None, PREDICTION) or found.layer is None else layers.index(found.layer)
     return _renumbered(found, layer, -first_expert)
@@ -316,7 +313,7 @@ def _local(name: str, layers: Sequence[int], first_expert: int) -> str:
 def legacy_path(name: str, layers: Sequence[int], generation: str, *, tied: bool) -> tuple[str, ...] | None:
     """Return the keys of a parameter in the nested dicts from before core, from the outermost.
 
-    None for a parameter that the models of that time had not. `layers` as of `module_name`, `generation` is a key of
+    Return None for a parameter that models had not then. `layers` as of `module_name`, `generation` is a key of
     `LEGACY`; `tied`: an output layer is the copy of the embedding in the last stage.
 
     >>> legacy_path("decoder.layers.5.pre_mlp_layernorm.weight", range(4, 6), "2023", tied=True)
@@ -339,11 +336,11 @@ def legacy_path(name: str, layers: Sequence[int], generation: str, *, tied: bool
 
 
 def with_family(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Add to the args of a checkpoint those that say the family; args that have them are returned unchanged.
+    """Add the model family to the args of a checkpoint, derived from the names of its weights.
 
-    Megatron's args are the same whatever its program trained. The tokenizer does not tell either: a GPT may have that
-    of BERT. The names of the weights do (those of the first and the last stage at least), of any generation, with or
-    without the prefix of a wrapper.
+    Megatron's args do not contain it, and the tokenizer does not determine it: a GPT may have that of BERT. `names`
+    are at least those of the first and the last stage, of any generation, with or without a wrapper's prefix.
+    Args that have the family are returned unchanged.
 
     >>> with_family({}, ["decoder.layers.0.mlp.linear_fc1.weight"])["model_family"]
     'gpt'

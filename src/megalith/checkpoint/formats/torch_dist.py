@@ -2,14 +2,13 @@
 
 Layers are stacked: `decoder.layers.3.mlp.linear_fc1.weight` of a model of L layers is row 3 of the key
 `decoder.layers.mlp.linear_fc1.weight`, whose global shape has a leading axis of L. The experts of a layer are stacked
-too: `decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight` is place [3, 5] of
-`decoder.layers.mlp.experts.experts.linear_fc1.weight`, [L, E, ...]. Where Megatron says by `--moe-layer-freq` that the
-layers are not alike, each has keys of its own, with its number in them, and only the experts are stacked. So it is with
-layers of multi-token prediction. T5 has two stacks of layers, `encoder` and `decoder`. Names are those of a whole
-model: the number of an expert counts through all ranks. The layer norms carry the names of TransformerEngine's fused
-modules, whichever modules computed them.
+too: `decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight` is element [3, 5] of
+`decoder.layers.mlp.experts.experts.linear_fc1.weight`, [L, E, ...]. If `--moe-layer-freq` makes some layers dense, each
+layer has its own keys, which contain its number, and only the experts are stacked; likewise the layers of multi-token
+prediction. T5 has two stacks of layers, `encoder` and `decoder`. Layers and experts are numbered over the whole model.
+Layer norms have the names of TransformerEngine's fused modules, whichever modules computed them.
 
-Optimizer state stands in model space: each state tensor is keyed and cut like the parameter that it belongs to.
+Optimizer state is in model space: each state tensor is keyed and cut like its parameter.
 
 This module touches no file. Source: docs/reference/checkpoints.md#torch_dist, verified on checkpoints of
 Megatron-LM core 0.16.1.
@@ -41,26 +40,26 @@ _OF_FEED_FORWARD = ("linear_fc1", "linear_fc2")
 class Slot:
     """Stacked tensor and index in it of a parameter."""
 
-    key: str  # of the tensor that it stands in
-    index: tuple[int, ...] = ()  # on the leading axes of that, which the parameter itself does not have
+    key: str  # of the stacked tensor
+    index: tuple[int, ...] = ()  # on its leading axes, which the parameter itself does not have
     leading_dims: tuple[int, ...] = ()  # sizes of those axes: layers, experts
 
 
 @dataclass(frozen=True)
 class Stacking:
-    """Numbers of layers and experts by which parameters are stacked, and the modules that they are of."""
+    """Numbers of layers and experts along which parameters are stacked, and the modules of a layer."""
 
-    stacks: Mapping[str, tuple[int, ...]]  # name -> experts of each layer, 0 where it is dense
-    non_homogeneous: bool = False  # each layer has keys of its own
-    shared: bool = False  # whether mixtures have experts that take every token
-    predictions: tuple[int, ...] = ()  # experts of each layer of multi-token prediction, 0 where it is dense
+    stacks: Mapping[str, tuple[int, ...]]  # name -> number of experts of each layer, 0 in a dense one
+    non_homogeneous: bool = False  # each layer has its own keys
+    shared: bool = False  # whether MoE layers have shared experts
+    predictions: tuple[int, ...] = ()  # number of experts of each layer of multi-token prediction
     attention: tuple[str, ...] = ("linear_proj", "linear_qkv")  # the linear modules of self-attention
-    latent: bool = False  # whether that makes its heads out of latent vectors
-    fused: bool = False  # whether files have the keys of TransformerEngine's modules rather than of Megatron's own
-    projected: bool = False  # whether mixtures have projections around their experts
+    latent: bool = False  # whether it is multi-latent attention
+    fused: bool = False  # whether files have the keys of TransformerEngine's modules, not of Megatron's local ones
+    projected: bool = False  # whether MoE layers project tokens into a latent space (`--moe-latent-size`)
 
     def slot(self, name: str) -> Slot:
-        """Return the stacked tensor and the index of a parameter; a LayoutError if the model does not have its layer.
+        """Return the stacked tensor and the index of a parameter. Raises LayoutError if the model lacks its layer.
 
         >>> dense(4).slot("decoder.layers.3.input_layernorm.weight").key
         'decoder.layers.self_attention.linear_qkv.layer_norm_weight'
@@ -75,28 +74,28 @@ class Stacking:
             flag = "--mtp-num-layers" if ahead else "--num-layers"
             raise LayoutError(f"{name} is outside a model of {len(experts)} layers; pass the whole model's {flag}")
         prefix, index, leading_dims = (found.prefix, (), ()) if ahead else self._of_layer(found.stack, found.layer)
-        if found.expert is None or not experts[found.layer]:  # as a dense layer of a user may have modules of that name
+        if found.expert is None or not experts[found.layer]:  # a registered dense layer may have modules of that name
             return Slot(model_space_key(prefix + name.removeprefix(found.prefix)), index, leading_dims)
         key = f"{prefix}mlp.experts.experts.{found.path}"
         return Slot(key, (*index, found.expert), (*leading_dims, experts[found.layer]))
 
     def _experts_of(self, stack: str) -> tuple[int, ...]:
-        """Return the number of experts of each layer of a stack, 0 where it is dense; none of a stack that is not."""
+        """Return the number of experts of each layer of a stack, 0 in a dense one; empty for an unknown stack."""
         return self.predictions if stack == PREDICTION else self.stacks.get(stack, ())
 
     def _of_layer(self, stack: str, layer: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """Return the prefix of the keys of a layer, its index on the axis of layers, and the extent of that."""
+        """Return the prefix of a layer's keys, its index along the axis of layers, and the size of that axis."""
         if self.non_homogeneous:
             return f"{stack}.layers.{layer}.", (), ()
         return f"{stack}.layers.", (layer,), (len(self.stacks[stack]),)
 
     def written_keys(self, keys: Iterable[str]) -> dict[str, str]:
-        """Return key in model space, of an optimizer's state too -> key in a torch_dist file, where they differ.
+        """Map keys in model space, also of optimizer state, to those in a torch_dist file, where they differ.
 
-        It is another for norms. Model space has those before attention and before the feed-forward layer as parts of
-        the linear layer behind them, as TransformerEngine's fused modules do; but where latent vectors are made, and
-        where experts are chosen, no such layer follows. Of Megatron's own modules only those of latent attention have
-        norms under their own names.
+        They differ for norms. In model space the norms before attention and before the feed-forward layer are parts of
+        the linear layer that follows them, as in TransformerEngine's fused modules. In files, norms before latent
+        projections and before routers are modules of their own; with Megatron's local modules, those of latent
+        attention are.
 
         >>> dense(2).written_keys(["decoder.layers.mlp.linear_fc1.layer_norm_weight"])
         {}
@@ -112,13 +111,13 @@ class Stacking:
         return key.removesuffix(weight) + written
 
     def _has_experts(self, key: str) -> bool:
-        """Return whether the key of a weight is of layers with experts."""
+        """Return whether a weight's key belongs to layers with experts."""
         found = parse_name(key)
         experts = () if found.stack is None else self._experts_of(found.stack)
         return any(experts) if found.layer is None else bool(experts[found.layer])
 
     def extra_state_objects(self, layers: Collection[int] | None = None) -> dict[str, None]:
-        """Return the empty `_extra_state` entries that Megatron asks for, one per linear."""
+        """Return the keys of the empty `_extra_state` objects that Megatron's loader requires, one per linear."""
         keys = [
             key
             for stack, experts in self.stacks.items()
@@ -157,12 +156,12 @@ def _object_key(module: str, index: tuple[int, ...], leading_dims: tuple[int, ..
 
 
 def is_of_experts(key: str) -> bool:
-    """Return whether a key, of an optimizer's state too, is of experts that a router chooses."""
+    """Return whether a key, also of optimizer state, belongs to routed experts."""
     return parse_name(weight_of(key)).routed
 
 
 def is_always_fp32(key: str) -> bool:
-    """Return whether the key of a weight is of what is fp32 in a model of any dtype: offsets that a router adds."""
+    """Return whether a weight is fp32 in a model of any dtype: the expert biases of a router."""
     name = parse_name(key)
     return name.stack is not None and name.path in ("mlp.router.expert_bias", "mlp.router.qb_beta")
 
@@ -173,7 +172,7 @@ def dense(num_layers: int) -> Stacking:
 
 
 def stacking_of(model: ModelConfig) -> Stacking:
-    """Return the stacking of an architecture: as Megatron, by what `--moe-layer-freq` says, not by what it comes to."""
+    """Return the stacking of an architecture. As in Megatron the text of `--moe-layer-freq` decides, not its value."""
     apart = model.mixture and read_pattern(model.moe_layer_freq) != 1
     stacks = {name: model.experts_of(layers) for name, layers in model.stacks.items()}
     predictions = (model.experts[-1],) * model.predictions
@@ -200,7 +199,7 @@ CHECKPOINT_VERSION = 3.0
 """Megatron's `checkpoint_version`: QKV rows packed per query group, sizes under `tensor_model_parallel_size`."""
 
 CONTENT_METADATA: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-"""What Megatron 0.13 and later read to choose the optimizer layout to ask for: the non-distributed model space."""
+"""Metadata by which Megatron 0.13 and later choose the optimizer layout: the non-distributed model space."""
 
 OPTIMIZER_PREFIX = "optimizer.state."
 RNG_KEY = "rng_state"
@@ -209,10 +208,10 @@ WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 
 class Box(Protocol):
-    """A part of a tensor that this rank holds: a parameter, or the state that an optimizer has of one.
+    """A rectangular part of this rank's local tensor of a parameter or an optimizer state.
 
-    `name` is that of the parameter; of a state it is `<state>.<parameter>`, such as exp_avg, exp_avg_sq and fp32_param.
-    `tensor` begins at `offset` of what this rank holds, which has `shape`, and has as many dimensions.
+    `name` is that of the parameter, or `<state>.<parameter>` with a state such as exp_avg, exp_avg_sq and fp32_param.
+    `tensor` begins at `offset` in the local tensor, which has `shape`, and has as many dimensions.
     """
 
     @property
@@ -267,7 +266,7 @@ def weight_chunks(
     size: int = 1,
     dedup: bool = False,
 ) -> list[Chunk]:
-    """Cut boxes of parameters as `model_chunks` does; `dedup` leaves out what a rank before this one has too."""
+    """Cut boxes of parameters as `model_chunks` does; `dedup` leaves out rows that an earlier rank also holds."""
     return [
         chunk
         for box in boxes
@@ -297,12 +296,12 @@ def optimizer_chunks(
 def _chunks(
     box: Box, name: str, prefix: str, placement: Placement, stacking: Stacking, rank: int, size: int, *, dedup: bool
 ) -> Iterator[Chunk]:
-    """Yield the chunks of a box that belongs to the parameter `name`; `prefix` stands before the key."""
+    """Yield the chunks of a box of the parameter `name`; `prefix` precedes the key."""
     slot, dim, extent = stacking.slot(name), dim_of(placement), global_shape(box.shape, placement, size)
     first, last = box.offset[dim], box.offset[dim] + box.tensor.shape[dim]
     for piece in local_pieces(placement, extent[dim], size, rank):
         start, stop = max(first, piece.local), min(last, piece.local + piece.length)
-        # Replicated parts: of the ranks that hold one, the first writes it.
+        # The first of the ranks that hold a replicated part writes it.
         if start < stop and (not dedup or piece.holders[0] == rank):
             part = box.tensor.narrow(dim, start - first, stop - start)
             part = part.view(*(1 for _ in slot.index), *part.shape)
@@ -311,7 +310,7 @@ def _chunks(
 
 
 def weight_of(key: str) -> str:
-    """Return the key of the weight that a tensor is, or is the optimizer's state of."""
+    """Return the key of the weight that a tensor is, or whose optimizer state it is."""
     return key.removeprefix(OPTIMIZER_PREFIX).partition(".")[2] if key.startswith(OPTIMIZER_PREFIX) else key
 
 
@@ -323,7 +322,7 @@ def is_extra_state(key: str) -> bool:
 def rng_object_key(
     tp_rank: int = 0, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1, ep_rank: int = 0, ep_size: int = 1
 ) -> str:
-    """Return the key of a rank's random states, a list over the replicas; experts count only where they are divided."""
+    """Return the key of a rank's random states, a list over the replicas; with `ep_size` above 1 per expert rank."""
     at, of = [pp_rank, tp_rank], [pp_size, tp_size]
     if ep_size > 1:
         at, of = [*at, ep_rank], [*of, ep_size]
@@ -337,7 +336,7 @@ def is_rng_object(key: str) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerScalars:
-    """Parameter groups, step and loss scaler: optimizer state that is no tensor in model space."""
+    """Parameter groups, step and loss scaler: optimizer state other than tensors."""
 
     param_groups: list[dict[str, Any]]  # Megatron's groups without `params` and `step`
     step: int  # steps applied; the bias corrections depend on it
@@ -350,8 +349,8 @@ def optimizer_common(
 ) -> dict[Any, Any]:
     """Build `common["optimizer"]` as Megatron's non-distributed optimizers write it, for parameters of a `precision`.
 
-    Under expert parallelism Megatron has an optimizer of its own for experts (groups with `is_expert_parallel`), and
-    the two stand under 0 and 1. `scaler` has scale, growth_tracker and hysteresis_tracker of fp16's loss scaler.
+    Under expert parallelism Megatron has a second optimizer for experts (groups with `is_expert_parallel`), and the two
+    are stored under the keys 0 and 1. `scaler` has scale, growth_tracker and hysteresis_tracker of fp16's loss scaler.
     """
     groups = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in param_groups]
     apart = [[group for group in groups if bool(group.get("is_expert_parallel")) == expert] for expert in (False, True)]
@@ -374,7 +373,7 @@ def with_expert_groups(groups: Sequence[Mapping[str, Any]], decayed: Collection[
 
 
 def read_optimizer_common(state: Mapping[Any, Any]) -> OptimizerScalars:
-    """Read `common["optimizer"]` in either nesting; of several optimizers that are chained, the groups of all."""
+    """Read `common["optimizer"]` in either nesting; the groups of chained optimizers are concatenated."""
     numbered = sorted(key for key in state if isinstance(key, int))
     if numbered:
         parts = [read_optimizer_common(state[number]) for number in numbered]

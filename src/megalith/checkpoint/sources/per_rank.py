@@ -4,8 +4,8 @@
         model_optim_rng.pt    weights under the names of its modules, optimizer, random states
         distrib_optim.pt      the flat buffers of the distributed optimizer, where it was used
 
-Files are mapped, so that a tensor is read when it is asked for, and the boxes of model space are views of it. Names and
-layouts of all generations: `formats.megatron_names`, `formats.megatron_optimizer`.
+Files are memory-mapped: a tensor is read on first access, and the boxes of model space are views of it. Names and
+layouts of all versions of Megatron: `formats.megatron_names`, `formats.megatron_optimizer`.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ from megalith.checkpoint.sources.source import Contents, StoredTensor, listing
 from megalith.errors import CheckpointError, LayoutError
 
 # As Megatron formats it: mp_rank_{tp:02d}, then _{pp:03d} and _{ep:03d} where these sizes are above 1.
-_PLACE = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
+_RANK_FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 # Keys of older versions -> today's (docs/reference/checkpoints.md#top-level-keys).
-_SCHEDULE = {
+_SCHEDULER_KEYS = {
     "start_lr": "max_lr",
     "warmup_iter": "lr_warmup_steps",
     "warmup_steps": "lr_warmup_steps",
@@ -81,13 +81,13 @@ _SCHEDULE = {
 }
 
 
-Named = dict[str, tuple[str, Tensor]]
+NamedTensors = dict[str, tuple[str, Tensor]]
 """Our name of a parameter -> its name in the file and the tensor, in the order of the file."""
 
 
 @dataclass(frozen=True)
 class _Box:
-    """A view of a mapped tensor as a box of what a rank holds (`formats.torch_dist.Box`)."""
+    """A view of a mapped tensor, as a box of a rank's local tensor (`formats.torch_dist.Box`)."""
 
     name: str
     tensor: Tensor
@@ -103,43 +103,43 @@ class PerRankSource:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    # --- what the files say of themselves -------------------------------------------------------------------------
+    # --- metadata of the files -------------------------------------------------------------------------------------
 
     @cached_property
-    def _found(self) -> dict[str, bool]:
+    def _has_model_file(self) -> dict[str, bool]:
         """Name of each folder -> True if it has a model file."""
         return {
             folder.name: (folder / MODEL_FILE).is_file()
             for folder in sorted(self.path.iterdir())
-            if _PLACE.fullmatch(folder.name)
+            if _RANK_FOLDER.fullmatch(folder.name)
         }
 
     @cached_property
-    def _first(self) -> Mapping[str, Any]:
+    def _first_body(self) -> Mapping[str, Any]:
         """Content of the first file that exists."""
-        name = next((name for name, exists in self._found.items() if exists), None)
+        name = next((name for name, exists in self._has_model_file.items() if exists), None)
         if name is None:
             raise CheckpointError(
-                f"{self.path} has the folders {', '.join(self._found)}, and none of them holds {MODEL_FILE}: the "
-                "checkpoint was copied in part, or its save did not end; copy it again or load another iteration"
+                f"{self.path} has the folders {', '.join(self._has_model_file)}, and none of them holds {MODEL_FILE}: "
+                "the checkpoint was copied in part, or its save did not end; copy it again or load another iteration"
             )
         return _read(self.path / name / MODEL_FILE)
 
     @cached_property
     def _args(self) -> dict[str, Any]:
-        args = self._first.get("args")
+        args = self._first_body.get("args")
         if not isinstance(args, Namespace):
             raise CheckpointError(
                 f"{self.path} holds no args, so that its model cannot be known; Megatron writes them since 2020"
             )
-        return with_family(vars(args), self._names)
+        return with_family(vars(args), self._weight_names)
 
     @property
-    def _names(self) -> Iterator[str]:
+    def _weight_names(self) -> Iterator[str]:
         """Names of the weights in the first and the last file, which hold both ends of the model."""
-        last = [name for name, exists in self._found.items() if exists][-1]
-        bodies = [self._first]
-        with suppress(CheckpointError):  # whoever reads it says so
+        last = [name for name, exists in self._has_model_file.items() if exists][-1]
+        bodies = [self._first_body]
+        with suppress(CheckpointError):  # `_files` raises it again
             bodies.append(_read(self.path / last / MODEL_FILE))
         for body in bodies:
             for key, part in body.items():
@@ -157,14 +157,16 @@ class PerRankSource:
 
     @cached_property
     def _files(self) -> dict[RankCoordinates, Mapping[str, Any]]:
-        """Content of the file of each rank; a CheckpointError if one is missing or of another iteration."""
+        """Content of each rank's file. Raises CheckpointError if one is missing or of another iteration."""
         layout = self._layout
         folder_of = {coords: folder_name(coords, layout) for coords in layout.ranks}
         lines = []
         for name in folder_of.values():
-            if not self._found.get(name):
-                lines.append(f"{name}/{MODEL_FILE} is missing" + ("" if name in self._found else " with its folder"))
-        others = [name for name in self._found if name not in folder_of.values()]
+            if not self._has_model_file.get(name):
+                lines.append(
+                    f"{name}/{MODEL_FILE} is missing" + ("" if name in self._has_model_file else " with its folder")
+                )
+        others = [name for name in self._has_model_file if name not in folder_of.values()]
         if others:
             lines.append(f"not expected: {', '.join(others)}")
         if lines:
@@ -190,13 +192,13 @@ class PerRankSource:
 
     @cached_property
     def _chunks(self) -> dict[str, list[Chunk]]:
-        """Key -> views of the mapped files, each element of a global tensor once."""
+        """Chunks of each global tensor by key, as views of the mapped files; each element once."""
         weights = [chunk for coords, named in self._weights.items() for chunk in self._weight_chunks(coords, named)]
-        return by_key([*weights, *self._states[0]])
+        return by_key([*weights, *self._optimizer_chunks[0]])
 
     @cached_property
-    def _states(self) -> tuple[list[Chunk], tuple[str, ...]]:
-        """Chunks of the optimizer's state, and why it is left out."""
+    def _optimizer_chunks(self) -> tuple[list[Chunk], tuple[str, ...]]:
+        """Chunks of the optimizer state, and the reasons why it cannot be read."""
         if not self._has_optimizer:
             return [], ()
         try:
@@ -205,15 +207,15 @@ class PerRankSource:
             return [], (str(error),)
 
     @cached_property
-    def _weights(self) -> dict[RankCoordinates, list[Named]]:
+    def _weights(self) -> dict[RankCoordinates, list[NamedTensors]]:
         stages = self._layout.stages
         return {
-            coords: [self._named(coords, body, chunk) for chunk in range(len(stages[coords.pp]))]
+            coords: [self._weights_of_chunk(coords, body, chunk) for chunk in range(len(stages[coords.pp]))]
             for coords, body in self._files.items()
         }
 
-    def _named(self, coords: RankCoordinates, body: Mapping[str, Any], chunk: int) -> Named:
-        """Return the weights of one virtual chunk; a CheckpointError if they are not those of the model."""
+    def _weights_of_chunk(self, coords: RankCoordinates, body: Mapping[str, Any], chunk: int) -> NamedTensors:
+        """Return the weights of one model chunk. Raises CheckpointError if they are not those of the model."""
         (tp, pp, _), stages, params, where = coords, self._layout.stages, self._params, self._file(coords, MODEL_FILE)
         experts = self._experts(coords)
         key = model_key(chunk, len(stages[pp]))
@@ -227,7 +229,7 @@ class PerRankSource:
         for name in expected:
             if name.startswith(HEAD_OF_T5) and name in found:  # written twice: under `output_layer.` too
                 found.pop(name.removeprefix("lm_head."), None)
-        # Of grouped experts one tensor holds several parameters that are expected by name.
+        # With grouped GEMM one tensor holds the parameters of several experts, which are expected by name.
         grouped = {name: grouped_experts(name, experts) for name in found}
         held = {one for name, several in grouped.items() for one in several or [name]}
         lines = [
@@ -264,25 +266,27 @@ class PerRankSource:
         except LayoutError as error:
             raise CheckpointError(f"{self.path}: {name} does not divide as the saved args say: {error}") from error
 
-    def _weight_chunks(self, coords: RankCoordinates, weights: Sequence[Named]) -> list[Chunk]:
+    def _weight_chunks(self, coords: RankCoordinates, weights: Sequence[NamedTensors]) -> list[Chunk]:
         found = (("", name, raw, tensor) for part in weights for name, (raw, tensor) in part.items())
-        return self._cut(weight_chunks, coords, found)
+        return self._to_chunks(weight_chunks, coords, found)
 
-    def _state_chunks(self, coords: RankCoordinates, weights: Sequence[Named]) -> list[Chunk]:
+    def _state_chunks(self, coords: RankCoordinates, weights: Sequence[NamedTensors]) -> list[Chunk]:
         raw_of = {name: raw for part in weights for name, (raw, _) in part.items()}
-        states = self._state(coords, weights)
-        return self._cut(optimizer_chunks, coords, ((f"{kind}.", name, raw_of[name], x) for kind, name, x in states))
+        states = self._optimizer_tensors(coords, weights)
+        return self._to_chunks(
+            optimizer_chunks, coords, ((f"{kind}.", name, raw_of[name], x) for kind, name, x in states)
+        )
 
-    def _cut(
+    def _to_chunks(
         self,
         chunks_of: Callable[..., list[Chunk]],
         coords: RankCoordinates,
         found: Iterable[tuple[str, str, str, Tensor]],
     ) -> list[Chunk]:
-        """Cut what a rank holds (prefix, our name, name in the file, tensor) into chunks, each element once.
+        """Cut a rank's tensors (prefix, our name, name in the file, tensor) into chunks, each element once.
 
-        No second copy of the embedding is taken, and what all expert-parallel ranks have, which is all but the experts,
-        from the first of them.
+        The second copy of a tied embedding is left out, and all but the experts is read from the first expert-parallel
+        rank only.
         """
         params, (tp, pp, ep) = self._params, coords
         boxes = [
@@ -293,8 +297,10 @@ class PerRankSource:
         ]
         return chunks_of(boxes, params.placements, params.stacking, rank=tp, size=self._layout.tp, dedup=True)
 
-    def _state(self, coords: RankCoordinates, weights: Sequence[Named]) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield kind, our name and tensor of a rank's optimizer state; an UnreadableState if its form is unknown."""
+    def _optimizer_tensors(
+        self, coords: RankCoordinates, weights: Sequence[NamedTensors]
+    ) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield kind, our name and tensor of a rank's optimizer state. Raises UnreadableState for an unknown form."""
         stored = [
             {name: tensor for name, (_, tensor) in part.items() if name not in self._params.buffers} for part in weights
         ]
@@ -305,7 +311,7 @@ class PerRankSource:
             if not is_distributed(state):
                 together = {name: tuple(tensor.shape) for one in part for name, tensor in one.items()}
                 yield from state_tensors(state, together, self._args.get("decoupled_lr"), where)
-            elif number or coords.ep == 0:  # of the dense part only one expert-parallel rank has the buffers
+            elif number or coords.ep == 0:  # only the first expert-parallel rank has the buffers of the dense part
                 file = self._file(coords, BUFFER_FILE)
                 body = map_tensors(file)
                 body = body[number] if isinstance(body, list) and len(body) == len(states) else body
@@ -314,12 +320,12 @@ class PerRankSource:
 
     @property
     def _num_optimizers(self) -> int:
-        """Number of optimizers: experts that are spread over ranks have one of their own."""
+        """Number of optimizers: under expert parallelism the experts have a second one."""
         return 2 if self._layout.ep > 1 else 1
 
     @cached_property
     def _has_optimizer(self) -> bool:
-        """True where the tensors of the optimizer are there; a CheckpointError if some files lack them."""
+        """True if the files have optimizer state. Raises CheckpointError if only some do."""
         missing = []
         for coords, body in self._files.items():
             name, state = folder_name(coords, self._layout), body.get("optimizer")
@@ -336,10 +342,10 @@ class PerRankSource:
         return self.path / folder_name(coords, self._layout) / name
 
     def _boxes(self, coords: RankCoordinates, prefix: str, name: str, raw: str, tensor: Tensor) -> Iterator[_Box]:
-        """Yield a parameter's tensor as boxes, with rows of query, key and value in the order of version 2 and later.
+        """Yield a parameter's tensor as boxes, with query, key and value rows in the order of checkpoint version 2.
 
-        Before it stood [3, heads, size] rows (version 0) or [heads, size, 3] (1) where later [heads, 3, size] do.
-        Experts in one tensor stand in it one after another, each transposed, whatever the shape says.
+        The rows of query, key and value are [3, heads, size] in version 0, [heads, size, 3] in version 1 and [heads, 3,
+        size] since. Grouped experts follow each other in one tensor, each transposed, whatever the shape says.
         """
         if several := grouped_experts(name, self._experts(coords)):
             width = self._shape(several[0], coords.tp)[::-1]
@@ -347,7 +353,7 @@ class PerRankSource:
                 yield _Box(prefix + one, matrix.t(), (0, 0), width[::-1])
             return
         label, shape = prefix + name, tuple(tensor.shape)
-        version = float(self._first.get("checkpoint_version", 0))
+        version = float(self._first_body.get("checkpoint_version", 0))
         if version >= 2 or not is_legacy_qkv(raw):
             yield _Box(label, tensor, (0,) * len(shape), shape)
             return
@@ -360,14 +366,14 @@ class PerRankSource:
                 rows = tensor.view(heads, size, 3, *shape[1:])[head, :, part]
             yield _Box(label, rows, ((head * 3 + part) * size,) + (0,) * (len(shape) - 1), shape)
 
-    # --- the port -------------------------------------------------------------------------------------------------
+    # --- methods of `Source` --------------------------------------------------------------------------------------
 
     def contents(self) -> Contents:
         tensors = {
             key: StoredTensor(parts[0].global_shape, parts[0].tensor.dtype, len(parts))
             for key, parts in self._chunks.items()
         }
-        return Contents(tensors, frozenset(self._random_states), self._states[1])
+        return Contents(tensors, frozenset(self._random_states), self._optimizer_chunks[1])
 
     @cached_property
     def _random_states(self) -> dict[str, Any]:
@@ -389,8 +395,8 @@ class PerRankSource:
         }
         schedule = body.get("opt_param_scheduler", body.get("lr_scheduler"))
         if schedule is not None:
-            common["opt_param_scheduler"] = {_SCHEDULE.get(key, key): value for key, value in schedule.items()}
-        with suppress(UnreadableState):  # whoever asks for the tensors hears why they are left out
+            common["opt_param_scheduler"] = {_SCHEDULER_KEYS.get(key, key): value for key, value in schedule.items()}
+        with suppress(UnreadableState):  # `contents` has the reason
             if "optimizer" in body:
                 states = optimizers(body["optimizer"], self._num_optimizers, str(self.path))
                 common["optimizer"] = self._optimizer_common(states)
@@ -403,19 +409,19 @@ class PerRankSource:
 
     def read(self, content: CheckpointContent) -> dict[str, Any]:
         for target in content.chunks:
-            near = self._near(target)
-            filled = fill(target, near)
-            for part in near:
-                self._mapped.release(part.tensor)
+            candidates = self._candidates(target)
+            filled = fill(target, candidates)
+            for part in candidates:
+                self._mapped_files.release(part.tensor)
             check_filled(str(self.path), target, filled)
         return {key: self._random_states[key] for key in content.objects}
 
     @cached_property
-    def _mapped(self) -> MappedFolder:
+    def _mapped_files(self) -> MappedFolder:
         return MappedFolder(self.path)
 
-    def _near(self, target: Chunk) -> list[Chunk]:
-        """Return the chunks of the target's key in the same rows: of a key of all the layers those of its own."""
+    def _candidates(self, target: Chunk) -> list[Chunk]:
+        """Return chunks of the target's key that may overlap it: those of its layer if the key stacks all layers."""
         if target.tensor.ndim == 0:
             return self._chunks.get(target.key, [])
         rows = range(target.offset[0], target.offset[0] + target.tensor.shape[0])
@@ -426,7 +432,7 @@ class PerRankSource:
 
     @cached_property
     def _by_row(self) -> dict[str, dict[int, list[Chunk]]]:
-        """Key -> first row -> chunks that begin there."""
+        """Chunks by key and first row."""
         found: dict[str, dict[int, list[Chunk]]] = {}
         for key, parts in self._chunks.items():
             for part in parts:
@@ -456,14 +462,14 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 _MAPS = Path("/proc/self/maps")
-_DONTNEED = 4  # MADV_DONTNEED of Linux; torch's mapping is no `mmap.mmap`, whose method could be called
+_DONTNEED = 4  # MADV_DONTNEED of Linux; torch's mapping is no `mmap.mmap`, which has `madvise`
 
 
 class MappedFolder:
-    """The files of a folder that are mapped into this process, as far as the system tells (Linux).
+    """Files of a folder that are mapped into this process, as listed by Linux; none on other systems.
 
-    What is read of a mapped file stays in the memory of the process until the system needs the room: without `release`
-    reading a checkpoint through would count, for a limit on the process too, as much memory as it has bytes.
+    Pages that were read stay in the resident memory of the process until the system needs it: without `release` reading
+    a checkpoint would count its whole size, also against a memory limit.
     """
 
     def __init__(self, folder: Path) -> None:

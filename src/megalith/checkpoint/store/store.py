@@ -1,8 +1,8 @@
 """Save folders: saving, verifying, loading and deleting checkpoints by iteration.
 
 A save is visible only when it is complete and durable; a load fills the given tensors in place and checks every file
-against the manifest, those with tensors while it reads them. Neither ever changes a checkpoint that is there. A damaged
-checkpoint is found, named and passed over in favour of the newest sound one.
+against the manifest, files with tensors while it reads them. Neither ever changes an existing checkpoint. A damaged
+checkpoint is reported and skipped in favour of the newest one that passes verification.
 
 `Retention` decides which checkpoints stay, `locate` which folder a path on a command line means, `saving` how a save
 proceeds.
@@ -58,25 +58,25 @@ class Retention:
     """Rule for the checkpoints that are kept beside the newest; all of them, by default.
 
     Attributes:
-        keep_last: how many of the newest complete ones, the newest included.
-        retain_interval: multiples of it are never deleted. Without `keep_last` every other one is deleted when the next
-            one is saved, as Megatron's `--save-retain-interval` does.
+        keep_last: number of the newest complete checkpoints to keep, the newest included.
+        retain_interval: iterations that are multiples of it are never deleted. Without `keep_last` every other
+            checkpoint is deleted when the next one is saved, as Megatron's `--save-retain-interval` does.
     """
 
     keep_last: int | None = None
     retain_interval: int | None = None
 
     def superseded(
-        self, saved: int, before: int | None, there: Sequence[int], is_complete: Callable[[int], bool]
+        self, saved: int, before: int | None, existing: Sequence[int], is_complete: Callable[[int], bool]
     ) -> list[int]:
         """Return the iterations to delete; none after `saved`, and none if that is not complete.
 
-        `before` is what the tracker said before the save. A checkpoint that is not complete counts for nothing; it goes
-        when enough newer ones are there.
+        `before` is the iteration in the tracker file before the save. An incomplete checkpoint is not counted, and is
+        deleted once `keep_last` newer complete ones exist.
         """
         if self.keep_last is None and self.retain_interval is None:
             return []
-        older = sorted((iteration for iteration in there if iteration < saved), reverse=True)
+        older = sorted((iteration for iteration in existing if iteration < saved), reverse=True)
         if not older or not is_complete(saved):
             return []
         if self.keep_last is None:
@@ -97,10 +97,10 @@ KEEP_ALL = Retention()
 
 
 RELEASE = "release"
-"""What the tracker of Megatron says of a checkpoint without an iteration, and the name of its folder."""
+"""Text of Megatron's tracker file for a checkpoint without an iteration, and the name of its folder."""
 SAVE_STAGES = ("pre_save", "mid_save", "pre_commit", "mid_commit", "post_commit")
-"""Where a save calls `on_stage`, on every rank: before the first byte; with its tensors written; before the rename;
-between the rename and the tracker (on other ranks than 0: about then); at the end."""
+"""Stages at which a save calls `on_stage`, on every rank: before the first byte; after the tensors were written; before
+the rename; between the rename and the update of the tracker (only rank 0 does these); at the end."""
 
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
@@ -111,8 +111,8 @@ _log = logging.getLogger("megalith.checkpoint")
 class DirectoryStore:
     """A save folder in Megatron's layout: `iter_%07d/`, of any format that can be read, and the tracker file.
 
-    What has no iteration is iteration 0 here, and weights only: Megatron's `release/`, where the tracker says so, and a
-    Hugging Face model folder, which is a checkpoint itself rather than a folder of them.
+    A checkpoint without an iteration has iteration 0 here, and only weights: Megatron's `release/` if the tracker names
+    it, and a Hugging Face model folder, which is itself the checkpoint.
 
     Every rank calls the same methods in the same order and with the same iterations, each with its own content; an
     error on one rank is raised on all (`rank_group`). The first rank lists the folder for all. The chunks to save are
@@ -122,8 +122,8 @@ class DirectoryStore:
         path: the save folder; it is made by the first save.
         ctx: the ranks that share it; this process alone by default.
         save_format: torch_dist or torch.
-        claimed: whether this run holds the claim of the folder while it uses the store: then nothing is saved or
-            deleted once another run has taken it over, or the folder was renamed or removed.
+        claimed: this run has claimed the folder (`claim`): nothing is saved or deleted after another run took it over,
+            or after the folder was renamed or removed.
     """
 
     def __init__(
@@ -144,9 +144,9 @@ class DirectoryStore:
         if save_format == "torch":
             self._writer = partial(PerRankWriter, layout=self._layout)
         self._sound: dict[int, Signature] = {}
-        self._begun: dict[int, Signature] = {}  # sound but for what a load is still to see
+        self._begun: dict[int, Signature] = {}  # verified except for the files that a load hashes
         self._fetching: Prefetch | None = None
-        # A checkpoint whose table of contents is read once.
+        # The folder whose metadata was read last.
         self._opened: tuple[tuple[Path, Signature], CheckpointFolder] | None = None
 
     def folder(self, iteration: int) -> Path:
@@ -163,7 +163,7 @@ class DirectoryStore:
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Hold the store for this run, so that no second run saves into it."""
+        """Claim the save folder for this run within the block, so that no second run saves into it."""
         self._ranks.run_on_first(self._refuse_newer)
         with ExitStack() as stack:
             self._ranks.run_on_first(lambda: stack.enter_context(claimed(self.path)))
@@ -186,12 +186,12 @@ class DirectoryStore:
         files: Mapping[str, bytes] = NO_FILES,
         on_stage: Callable[[str], None] = ignore_stage,
     ) -> SaveReport:
-        """Write a checkpoint and point the tracker to it, durably. An error leaves what was there as it is.
+        """Write a checkpoint and point the tracker to it, durably. An error leaves existing checkpoints unchanged.
 
         Args:
             iteration: its number; a checkpoint that has it already is replaced.
-            manifest: what JSON can hold about the run: configuration, tokenizer card, data fingerprint.
-            files: further files to lay into it, name -> bytes.
+            manifest: JSON-serialisable facts about the run: configuration, tokenizer and data fingerprints.
+            files: contents of additional files, by name.
             on_stage: called with each of `SAVE_STAGES`.
         """
         return self._saving(iteration, content, manifest, files, on_stage).run()
@@ -230,17 +230,17 @@ class DirectoryStore:
         def update_tracker() -> None:
             before = self._latest()
             replace_durably(self.path / TRACKER_FILE, str(iteration).encode("ascii"), claimed=self._claimed)
-            there = self._iterations()
+            existing = self._iterations()
             # Only now: until the tracker names the new checkpoint, an older one is what a crash resumes from.
-            superseded = self._retention.superseded(iteration, before, there, self._is_complete)
-            self._delete(superseded, beside=staging is not None)
+            superseded = self._retention.superseded(iteration, before, existing, self._is_complete)
+            self._delete(superseded, in_background=staging is not None)
 
         self._sound.pop(iteration, None)
         what = (self.folder(iteration), content, files, manifest_fields, on_stage, update_tracker)
         return CheckpointSave(self._ranks, *what, staging, self._writer, claimed=self._claimed)
 
     def _is_complete(self, iteration: int) -> bool:
-        """Return whether every file of a checkpoint is there with its size; hashing them all would take too long."""
+        """Return whether every file of a checkpoint exists with its size; hashing them all would take too long."""
         try:
             folder = self._existing(iteration)
             body = folder.manifest()
@@ -249,11 +249,11 @@ class DirectoryStore:
             return False
 
     def delete_after(self, iteration: int) -> None:
-        """Delete the checkpoints of later iterations, which a run that went back has left behind."""
+        """Delete the checkpoints of later iterations, which a run that resumed from an earlier one has left."""
         self._ranks.run_on_first(lambda: self._delete([other for other in self._iterations() if other > iteration]))
 
-    def _delete(self, iterations: Sequence[int], *, beside: bool = False) -> None:
-        """Delete checkpoints but links, with `beside` in a thread; log failures unless the claim was lost."""
+    def _delete(self, iterations: Sequence[int], *, in_background: bool = False) -> None:
+        """Delete checkpoints except links, in a thread if `in_background`; log failures unless the claim was lost."""
         asides = []
         for iteration in iterations:
             folder = self.folder(iteration)
@@ -267,7 +267,7 @@ class DirectoryStore:
                     if self._claimed:
                         check_claim(self.path, workspace_of(self.path))
                     _log.warning("%s cannot be deleted: %s", folder, error.strerror or error)
-        if beside and asides:  # training does not wait until large files are removed
+        if in_background and asides:  # training does not wait until large files are removed
             threading.Thread(target=delete, args=(asides,), name="checkpoint-removal").start()
         else:
             delete(asides)
@@ -275,12 +275,12 @@ class DirectoryStore:
     def load(self, iteration: int, content: CheckpointContent, *, verify: bool = True) -> LoadedContent:
         """Fill the tensors of `content` in place; read its objects and the common state.
 
-        With `verify` every file is compared with the manifest's hashes, unless that was done and none has changed;
-        files of tensors while they are read.
+        With `verify` every file is compared with the manifest's hashes, unless it was verified before and has not
+        changed; files with tensors are hashed while they are read.
 
         Raises:
-            DamagedCheckpointError: a file is not as it was saved; the tensors hold nothing that may be used.
-            CheckpointError: it does not fit; then no tensor has been touched.
+            DamagedCheckpointError: a file has changed since the save; the tensors may be partly filled.
+            CheckpointError: the checkpoint does not fit `content`; no tensor was changed.
         """
         if verify and (problems := self.verify(iteration, deferred=True)):
             raise damaged(self.folder(iteration), problems)
@@ -303,10 +303,10 @@ class DirectoryStore:
         return loaded
 
     def _loaded(self, load: Callable[[], LoadedContent]) -> LoadedContent:
-        """Return what a load gives on this rank, if it succeeds on all; it may be too large to send to the others."""
+        """Return the result of `load` on this rank if it succeeds on all; nothing is sent, as it may be large."""
         loaded: list[LoadedContent] = []
         self._ranks.run_on_all(lambda: loaded.append(load()))
-        self._opened = None  # a run needs it no more
+        self._opened = None  # not needed after a load
         return loaded[0]
 
     def contents(self, iteration: int) -> Contents:
@@ -334,11 +334,11 @@ class DirectoryStore:
         return self._ranks.run_on_first(lambda: self._existing(iteration).source.format)
 
     def weights_only(self, iteration: int) -> bool:
-        """Return whether a checkpoint is weights to begin from, rather than the state of a run to continue."""
+        """Return whether a checkpoint holds only weights to start from, without the state of a run."""
         return self._ranks.run_on_first(lambda: iteration == 0 and self._released() is not None)
 
     def verify(self, iteration: int, *, deferred: bool = False) -> list[str]:
-        """List all that is wrong with a checkpoint; empty if it is sound. `deferred` as of `newest_verified`."""
+        """List all problems of a checkpoint; empty if it passes. `deferred` as of `newest_verified`."""
         signature = self._ranks.run_on_first(lambda: self._existing(iteration).signature())
         if signature in (self._sound.get(iteration), self._begun.get(iteration) if deferred else None):
             return []  # verified before, and no file has changed since
@@ -354,7 +354,7 @@ class DirectoryStore:
         return problems
 
     def _fetch(self, iteration: int) -> None:
-        """Let the disk begin with what the load is going to read."""
+        """Prefetch the files that the load will read."""
         self._stop_fetching()
         folder = self._existing(iteration)
         self._fetching = Prefetch(
@@ -369,9 +369,10 @@ class DirectoryStore:
     def newest_verified(self, *, deferred: bool = False) -> tuple[int | None, list[str]]:
         """Return the newest checkpoint that passes verification, or None, and warnings about those passed over.
 
-        It is the tracker's if sound, else the newest sound one before it, else any sound one. With `deferred` it is
-        sound so far as is seen without reading what a load reads; `load` says whether the rest is. A NewerFormatError
-        if a checkpoint of a later version would be passed over.
+        The tracker's is preferred, then the newest before it, then the others. With `deferred` files that a load reads
+        are left for `load` to verify.
+
+        Raises:  NewerFormatError if a checkpoint of a later version would be skipped.
         """
         candidates, notes = self._ranks.run_on_first(self._candidates)
         for iteration in candidates:
@@ -386,11 +387,11 @@ class DirectoryStore:
     def _candidates(self) -> tuple[list[int], list[str]]:
         """Return the iterations in the order of trial, and warnings about the tracker file."""
         put_back_replaced(self.path)
-        there, tracked = self._iterations(), self._latest()
-        last = there[-1] if tracked is None and there else tracked or 0
+        existing, tracked = self._iterations(), self._latest()
+        last = existing[-1] if tracked is None and existing else tracked or 0
         # Up to the tracker's from the newest, then those after it.
-        ordered = sorted(there, key=lambda iteration: (iteration > last, abs(iteration - last)))
-        return ordered, self._tracker_notes(tracked, there)
+        ordered = sorted(existing, key=lambda iteration: (iteration > last, abs(iteration - last)))
+        return ordered, self._tracker_notes(tracked, existing)
 
     def _iterations(self) -> list[int]:
         if not self.path.is_dir():
@@ -412,20 +413,20 @@ class DirectoryStore:
         except OSError:
             return None
 
-    def _tracker_notes(self, tracked: int | None, there: Sequence[int]) -> list[str]:
-        """Return warnings about a tracker file that disagrees with the checkpoints that are there."""
+    def _tracker_notes(self, tracked: int | None, existing: Sequence[int]) -> list[str]:
+        """Return warnings about a tracker file that disagrees with the existing checkpoints."""
         path, text = self.path / TRACKER_FILE, self._tracker_text()
         if self._released() is not None:
             return []
-        if not there and (what := no_save_folder(self.path)) is not None:
+        if not existing and (what := no_save_folder(self.path)) is not None:
             return [f"{self.path} {what}"]
         if text is None:
-            return [f"{path} is missing"] if there else []
+            return [f"{path} is missing"] if existing else []
         if tracked is None:
             return [f"{path} holds {text[:40]!r} instead of an iteration"]
-        if tracked not in there:
+        if tracked not in existing:
             return [f"{path} points to iteration {tracked}, and {self.folder(tracked)} does not exist"]
-        later = [self.folder(iteration).name for iteration in there if iteration > tracked]
+        later = [self.folder(iteration).name for iteration in existing if iteration > tracked]
         verb = "is" if len(later) == 1 else "are"
         return [f"{path} says {tracked}; the later {', '.join(later)} {verb} left aside"] if later else []
 
@@ -465,22 +466,22 @@ def locate(path: Path, iteration: int | None = None) -> Path:
     """Return the checkpoint folder that a path on a command line means.
 
     A path is a save folder, one checkpoint folder in it (`iter_0000100`, `release`), a Hugging Face model folder, or a
-    checkpoint folder that was copied under a name of its own. Of a save folder it is `iteration`, by default that of
-    its tracker file, else the last.
+    checkpoint folder that was copied under another name. In a save folder it is that of `iteration`, by default the
+    tracker's, else the last.
     """
     if not path.is_dir():
         raise CheckpointError(nothing_in(path))
     if is_checkpoint(path):
         return path
     store = DirectoryStore(path)
-    there = store.iterations()
-    if not there:
+    existing = store.iterations()
+    if not existing:
         raise CheckpointError(nothing_in(path))
     if iteration is None:
         latest = store.latest()
-        iteration = latest if latest in there else there[-1]
-    if iteration not in there:
-        held = ", ".join(map(str, there))
+        iteration = latest if latest in existing else existing[-1]
+    if iteration not in existing:
+        held = ", ".join(map(str, existing))
         raise CheckpointError(f"{path} holds no iteration {iteration}; it holds {held}")
     return store.folder(iteration)
 
