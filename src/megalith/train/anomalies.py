@@ -1,7 +1,8 @@
 """The anomaly policy of a run: locate the first non-finite number, then stop, skip the update or recompute the step.
 
-An anomalous step is never applied (`StepCheck` decides before the update), so that its state is restored by its
-counters and random streams; its micro-batches are kept until it is accepted. All ranks decide by the same numbers.
+An anomalous step is never applied (`StepCheck` decides before the update), so that restoring the counters and random
+streams restores the state before it. Its micro-batches are kept until it is accepted. All ranks decide by the same
+numbers.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from megalith.train.step_hooks import NaNInjector, StepHook
 
 MAX_CONSECUTIVE = 20  # skipped steps after which skipping is no remedy, at the smallest loss scale too
 _NEVER_RECOVER = (
-    "Weights that are not finite never recover: go on from the last checkpoint (--load), or, in a "
-    "new run, with a smaller --init-method-std"
+    "Weights that are not finite never recover: continue from the last checkpoint (--load), or start "
+    "a new run with a smaller --init-method-std"
 )
 _NO_SCALE_HELPS = (
     "No loss scale helps against this overflow: use --bf16 or fp32 instead of --fp16, lower --lr or --init-method-std, "
-    "or start again from an earlier checkpoint (--load, --ckpt-step)"
+    "or continue from an earlier checkpoint (--load, --ckpt-step)"
 )
 
 TakeStep = Callable[..., StepResult]
@@ -49,7 +50,7 @@ class Attempt:
         batches: The micro-batches to compute it on, each kept in `drawn` until the step is accepted.
         before: Counters and random streams before the step.
         apply: Whether its update may be applied at once.
-        rejected: The result counts as anomalous whatever it is (--error-injection-type correct_result).
+        rejected: Treat the result as anomalous in any case (--error-injection-type correct_result).
         loss_sums: Per micro-batch: interleaved (sum, count) of each loss; empty on ranks without the loss.
     """
 
@@ -123,7 +124,7 @@ class AnomalyPolicy:
             state.restore_snapshot(attempt.before)
             result = self._compare(result, take_step(iter(attempt.drawn), len(attempt.drawn)), notify)
         if attempt.rejected:
-            result = replace(result, anomaly="the result is doubted (--error-injection-type correct_result)")
+            result = replace(result, anomaly="the result is treated as wrong (--error-injection-type correct_result)")
         if result.anomaly:
             self.num_bad, self._consecutive = self.num_bad + 1, self._consecutive + 1
             result = self._handle(result, attempt, take_step, notify)
@@ -144,14 +145,14 @@ class AnomalyPolicy:
         """Return one line about the steps that were computed twice; empty if none were."""
         if not self.num_compared:
             return ""
-        return f"{self.num_different} of {self.num_compared} steps gave another result when they were computed again"
+        return f"{self.num_different} of {self.num_compared} steps had another result when they were recomputed"
 
     def _compare(self, first: StepResult, second: StepResult, notify: Callable[[BadStep], None]) -> StepResult:
         self.num_compared += 1
         if (first.loss, first.grad_norm) != (second.loss, second.grad_norm):
             self.num_different += 1
             reason = (
-                f"two computations differ for the {self.num_different}. time: loss {first.loss!r} and {second.loss!r}, "
+                f"recomputed steps that differ: {self.num_different}; loss {first.loss!r} and {second.loss!r}, "
                 f"gradient norm {first.grad_norm!r} and {second.grad_norm!r},"
             )
             samples = second.consumed_samples - second.num_samples, second.consumed_samples - 1
@@ -165,12 +166,12 @@ class AnomalyPolicy:
         samples = self._worst_samples(result, attempt)
         if self.policy == "rerun":
             state.restore_snapshot(attempt.before)
-            again = take_step(iter(drawn), len(drawn))
-            if not again.anomaly:
-                unchanged = again.loss == result.loss and again.grad_norm == result.grad_norm
-                found = "the same, and right" if unchanged else "all right: a transient error of a machine"
+            second = take_step(iter(drawn), len(drawn))
+            if not second.anomaly:
+                unchanged = second.loss == result.loss and second.grad_norm == result.grad_norm
+                found = "equal" if unchanged else "finite"
                 notify(self._report(result, "rerun", samples, None, found))
-                return replace(again, seconds=again.seconds + result.seconds)
+                return replace(second, seconds=second.seconds + result.seconds)
         numbers = result.loss, math.nan if result.grad_norm is None else result.grad_norm
         first, searched = None, not all(map(math.isfinite, numbers))
         if searched:
@@ -178,9 +179,9 @@ class AnomalyPolicy:
             state.restore_snapshot(attempt.before)
             first = find_first_non_finite(state, drawn, self.pipeline_schedule, (self.injector,))
             state.restore_snapshot(after)
-        found = "not finite again" if first else "finite: a transient error of a machine" if searched else ""
+        found = "non-finite" if first else "finite" if searched else ""
         if self.policy == "rerun":
-            found = "bad again"
+            found = "anomalous"
         if first is not None and first.micro_batch is not None:
             samples = self._samples_of_micro_batch(result, drawn, first.micro_batch, first.replica)
         stuck = first is not None and first.weight  # a weight that is not finite stays so
@@ -192,7 +193,7 @@ class AnomalyPolicy:
         raise BadStepError(_error_text(report, result, self.policy, self._consecutive))
 
     def _stop_at_lowest_scale(self, result: StepResult, attempt: Attempt, notify: Callable[[BadStep], None]) -> None:
-        """Stop a run that skips every step though its loss scale cannot get any smaller."""
+        """Stop a run that skips every step at the smallest loss scale."""
         samples = self._worst_samples(result, attempt)
         self.state.restore_snapshot(attempt.before)
         first = find_first_non_finite(self.state, attempt.drawn, self.pipeline_schedule)
@@ -205,7 +206,7 @@ class AnomalyPolicy:
         raise BadStepError(f"{report}; nothing of this step is saved. {remedy}")
 
     def _report(
-        self, result: StepResult, action: str, samples: tuple[int, int], first: FirstNonFinite | None, again: str
+        self, result: StepResult, action: str, samples: tuple[int, int], first: FirstNonFinite | None, recomputed: str
     ) -> BadStep:
         return BadStep(
             result.iteration,
@@ -215,7 +216,7 @@ class AnomalyPolicy:
             action,
             *samples,
             first,
-            again,
+            recomputed,
             self.num_bad,
         )
 
@@ -258,8 +259,8 @@ def _error_text(report: BadStep, result: StepResult, policy: str, in_a_row: int)
     if policy == "skip":
         return text + f"It is bad step {in_a_row} in a row: --nan-policy skip does not help here"
     return text + (
-        "Lower --lr, lengthen the warm-up or look at these samples; --nan-policy skip leaves such steps out, "
-        "--no-check-for-nan-in-loss-and-grad goes on all the same"
+        "Lower --lr, lengthen the warm-up or look at these samples; --nan-policy skip skips such steps, "
+        "--no-check-for-nan-in-loss-and-grad disables this check"
     )
 
 
@@ -268,9 +269,9 @@ class _Finding:
     """A non-finite number; the smallest of several occurred first."""
 
     phase: int  # 0 weights, 1 forward passes, 2 losses, 3 backward passes, 4 gradients of weights
-    # micro_batch, place, call: its order within the phase; the place in the model counts backwards in phase 3
+    # micro_batch, stage, call: its order within the phase; the stage is negative in phase 3, which runs backwards
     micro_batch: int
-    place: int
+    stage: int  # virtual pipeline stage
     call: int
     rank: int
     what: str
@@ -289,10 +290,11 @@ class _NonFiniteSearch:
         if phase in self.first or not tensor.is_floating_point() or bool(tensor.isfinite().all()):
             return
         context, op = self._state.context, self._runner.current_op
-        place = chunk * context.pp.size + context.pp.index
+        stage = chunk * context.pp.size + context.pp.index
         micro_batch = -1 if op is None or phase in (0, 4) else op.micro_batch
-        order = -place if phase == 3 else place
-        self.first[phase] = _Finding(phase, micro_batch, order, self._calls, context.rank, what)
+        self.first[phase] = _Finding(
+            phase, micro_batch, -stage if phase == 3 else stage, self._calls, context.rank, what
+        )
 
     def hook(self, name: str, chunk: int) -> Any:
         def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -315,8 +317,8 @@ def find_first_non_finite(
     All ranks call it together, after a step was found anomalous, and get the same answer; None if everything was finite
     this time. `state` is that before the step; its gradients and random streams are invalid afterwards.
 
-    Forward passes precede backward passes; within these the order is micro-batch, place in the model, call. A
-    non-finite number spreads to the ranks of the next collective, so that the first rank in this order is its origin.
+    Forward passes precede backward passes; within these the order is micro-batch, virtual stage, call. A non-finite
+    number spreads to the ranks of the next collective, so that the first rank in this order is its origin.
     """
     runner = MicroBatchRunner(
         state.chunks,
@@ -352,8 +354,8 @@ def find_first_non_finite(
     if not gathered:
         return None
     first = min(gathered)
-    place = state.context.layout.coordinates(first.rank)
+    coordinates = state.context.layout.coordinates(first.rank)
     micro_batch = first.micro_batch if first.micro_batch >= 0 else None
     if first.phase == 2:
         micro_batch = int(first.what.rpartition(" ")[2])
-    return FirstNonFinite(first.rank, first.what, micro_batch, place["dp"], weight=first.phase == 0)
+    return FirstNonFinite(first.rank, first.what, micro_batch, coordinates["dp"], weight=first.phase == 0)

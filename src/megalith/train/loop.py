@@ -1,7 +1,7 @@
 """The training loop: steps, evaluations and checkpoints in Megatron's order, until the end or a request to stop.
 
-`train` is a generator: whoever drives it sees each `StepResult` and may stop between two. It prints nothing; the hooks
-do.
+`train` is a generator: the caller receives each `StepResult` and may stop between two steps. It prints nothing; the
+hooks do.
 """
 
 from __future__ import annotations
@@ -138,17 +138,17 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
         BadStepError: anomalous loss or gradient and the policy is to stop.
     """
     config, state, window = run.loop_config, run.state, Window()
-    unsaved, size = False, config.micro_batches_after(state.consumed_samples)
+    unsaved, num_micro_batches = False, config.micro_batches_after(state.consumed_samples)
     final_iteration = 0 if config.skip_training else config.train_iterations
     ephemeral_interval = config.ephemeral_save_interval
     while not _should_stop(run) and state.iteration < final_iteration:
-        if (new_size := config.micro_batches_after(state.consumed_samples)) != size:
-            run.hook.on_batch_size_change(config.samples_of(size), config.samples_of(new_size))
+        if (new_number := config.micro_batches_after(state.consumed_samples)) != num_micro_batches:
+            run.hook.on_batch_size_change(config.samples_of(num_micro_batches), config.samples_of(new_number))
             if unsaved:
                 _save(run)
-            unsaved, size = False, new_size
+            unsaved, num_micro_batches = False, new_number
         if state.iteration in config.iterations_to_skip:
-            _skip_iteration(run, size)
+            _skip_iteration(run, num_micro_batches)
             continue
         result = _step(run)
         if result is None:
@@ -164,7 +164,7 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
             run.hook.after_window(window.close(config.train_iterations, flops, *peaks))
             if run.timers.level:
                 _report_times(run, run.timers.take(), steps=steps)
-        if run.consensus.save_failed or not run.consensus.save_in_progress:  # all ranks are done with its current stage
+        if run.consensus.save_failed or not run.consensus.save_in_progress:  # all ranks completed its current stage
             _advance_save(run)
         if state.iteration % config.eval_interval == 0 and state.iteration >= config.eval_start_iteration:
             _validate(run)
@@ -194,12 +194,14 @@ def _step(run: TrainingRun) -> StepResult | None:
     """
     config, state = run.loop_config, run.state
     iteration, rng_state = state.iteration, state.rng_streams.state()
-    size = config.micro_batches_after(state.consumed_samples)
+    num_micro_batches = config.micro_batches_after(state.consumed_samples)
     logged = (iteration + 1) % config.log_interval == 0
     try:
-        batches, small_result = _small_batch_step(run, size) if config.log_noise and logged else (run.train, None)
+        batches, small_result = run.train, None
+        if config.log_noise and logged:
+            batches, small_result = _small_batch_step(run, num_micro_batches)
         attempt = run.anomalies.begin(batches)
-        result = run.take_step(attempt.batches, size, apply=attempt.apply)
+        result = run.take_step(attempt.batches, num_micro_batches, apply=attempt.apply)
         result = run.anomalies.resolve(attempt, result, run.take_step, run.hook.on_bad_step)
     except BadStepError:
         _complete_save(run)  # of an earlier step
@@ -221,7 +223,7 @@ def _step(run: TrainingRun) -> StepResult | None:
     return result
 
 
-def _small_batch_step(run: TrainingRun, size: int) -> tuple[Iterator[MicroBatch], StepResult | None]:
+def _small_batch_step(run: TrainingRun, num_micro_batches: int) -> tuple[Iterator[MicroBatch], StepResult | None]:
     """Compute the gradient of the first micro-batches of a step, the fewest the pipeline schedule accepts.
 
     Returns:
@@ -229,7 +231,7 @@ def _small_batch_step(run: TrainingRun, size: int) -> tuple[Iterator[MicroBatch]
     """
     state = run.state
     min_micro_batches = state.context.pp.size if len(state.chunks) > 1 else 1
-    if min_micro_batches >= size:
+    if min_micro_batches >= num_micro_batches:
         return run.train, None
     before, ahead = state.snapshot(), list(islice(run.train, min_micro_batches))
     small_result = run.take_step(iter(ahead), min_micro_batches, apply=False)
@@ -331,9 +333,9 @@ def _save(run: TrainingRun, *, persistent: bool = True, final: bool = False) -> 
     _report_times(run, {"save-checkpoint": time.perf_counter() - began})
 
 
-def _report_times(run: TrainingRun, own: Mapping[str, float], *, steps: int = 1) -> None:
-    """Report to the hooks how long something took on each rank, divided by `steps`."""
-    times = gather_times(own, run.state.context, steps=steps)
+def _report_times(run: TrainingRun, seconds: Mapping[str, float], *, steps: int = 1) -> None:
+    """Report to the hooks the seconds of this and all other ranks by timer name, divided by `steps`."""
+    times = gather_times(seconds, run.state.context, steps=steps)
     run.hook.after_timing(run.state.iteration, times)
 
 

@@ -93,7 +93,9 @@ class MetricsWriter(Hook):
         self.event("gradient noise", **asdict(noise))
 
     def on_bad_step(self, bad: BadStep) -> None:
-        self.event("bad step", **asdict(bad))
+        values = asdict(bad)
+        values["again"] = values.pop("recomputed")  # the key of metrics.jsonl
+        self.event("bad step", **values)
 
     def on_batch_size_change(self, before: int, after: int) -> None:
         self.event("batch size", before=before, after=after)

@@ -79,6 +79,14 @@ class FirstNonFinite:
         return f"first of all {self.what} is not finite, on rank {self.rank}{of}"
 
 
+_RECOMPUTED = {
+    "equal": "the same, and finite",
+    "finite": "finite, so that it was a transient error of a machine",
+    "non-finite": "not finite either",
+    "anomalous": "anomalous again",
+}
+
+
 @dataclass(frozen=True)
 class BadStep:
     """A step with an anomalous loss or gradient, and the action taken."""
@@ -93,14 +101,14 @@ class BadStep:
     first_sample: int
     last_sample: int
     first: FirstNonFinite | None = None
-    again: str = ""  # the result of recomputing it, in words; empty if it was not recomputed
-    number: int = 0  # bad steps of this process so far, this one included
+    recomputed: str = ""  # result of recomputing it: "equal", "finite", "non-finite" or "anomalous"; "" if it was not
+    number: int = 0  # number of bad steps of this process, including this one
 
     def __str__(self) -> str:
         samples = f"training samples {self.first_sample} to {self.last_sample}"
         where = f"{self.first} ({samples})" if self.first else samples
-        again = f"; computed again it is {self.again}" if self.again else ""
-        return f"{self.reason} at iteration {self.iteration}: {where}{again}"
+        recomputed = f"; recomputed: {_RECOMPUTED[self.recomputed]}" if self.recomputed else ""
+        return f"{self.reason} at iteration {self.iteration}: {where}{recomputed}"
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,7 @@ class GradientNoise:
 
 @dataclass(frozen=True)
 class WindowReport:
-    """The steps between two lines of the log: averages and counts; what has no comment is of the last step."""
+    """The steps between two lines of the log: averages and counts; fields without a comment are of the last step."""
 
     iteration: int
     train_iterations: int

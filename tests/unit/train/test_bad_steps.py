@@ -61,12 +61,12 @@ def _filled(**settings: bool) -> StepCheck:
 def test_a_loss_is_judged_by_those_before() -> None:
     check = _filled(spiky_loss=True, large_norm=True)
     assert check.loss_anomaly(40.0) == ""
-    assert check.loss_anomaly(41.0) == "the loss is 41, 10.2 times the largest of the last 40 steps,"
-    assert check.norm_anomaly(9.9) == "" and "the gradient norm is 10.1" in check.norm_anomaly(10.1)
+    assert all(number in check.loss_anomaly(41.0) for number in ("41", "10.2", "40"))
+    assert check.norm_anomaly(9.9) == "" and "10.1" in check.norm_anomaly(10.1)
     assert check.reject_norm_above == 10.0
     quiet = _filled()
     assert quiet.loss_anomaly(41.0) == "" and quiet.reject_norm_above == math.inf
-    assert "the loss is 41, where the mean" in quiet.alarm(41.0)
+    assert "41" in quiet.alarm(41.0)
     assert quiet.alarm(4.5) == ""
     assert StepCheck(spiky_loss=True).loss_anomaly(1e9) == "", "nothing to compare with yet"
 
@@ -76,7 +76,7 @@ def test_what_is_not_finite_is_bad_unless_a_scaler_sees_to_it() -> None:
         assert StepCheck().loss_anomaly(value) and StepCheck().norm_anomaly(value)
         assert not StepCheck(not_finite=False).loss_anomaly(value)
         assert not StepCheck(not_finite=False).norm_anomaly(value)
-    assert StepCheck().norm_anomaly(None) == "a gradient is not finite", "an overflow that no scaler answers"
+    assert StepCheck().norm_anomaly(None), "an overflow that no scaler answers"
     assert StepCheck(not_finite=False).norm_anomaly(None) == ""
 
 
@@ -119,7 +119,7 @@ def test_a_rerun_after_a_transient_error_gives_what_a_clean_run_gives() -> None:
     clean, _, _ = _run(policy="rerun")
     results, told, policy = _run(["nan@step=2,point=activation,module=decoder.layers.0.mlp,times=1"], policy="rerun")
     assert _same(results, clean)
-    assert [bad.again for bad in told] == ["all right: a transient error of a machine"]
+    assert [bad.recomputed for bad in told] == ["finite"]
     assert policy.num_bad == 1
 
 
@@ -139,7 +139,7 @@ def test_a_large_norm_is_a_bad_step_with_its_flag() -> None:
     check = StepCheck(large_norm=True)
     check.norms.extend([1e-4] * 20)
     results, told, _ = _run(check=check, steps=1, policy="skip")
-    assert not results[0].applied and "the gradient norm is" in told[0].reason
+    assert not results[0].applied and "gradient norm" in told[0].reason
 
 
 def test_skipping_for_ever_is_no_remedy() -> None:
@@ -173,11 +173,11 @@ def test_steps_that_are_skipped_for_ever_stop_without_a_scaler_too() -> None:
 
 def test_injected_errors_are_told_apart() -> None:
     clean, _, _ = _run()
-    for kind, words in (("transient_error", "a transient error"), ("correct_result", "the same, and right")):
+    for kind, recomputed in (("transient_error", "finite"), ("correct_result", "equal")):
         results, told, policy = _run(policy="rerun", injector=NaNInjector(1, kind, 1234))
         assert _same(results, clean)
-        assert len(told) == policy.num_bad == 4 and all(words in bad.again for bad in told)
-    with pytest.raises(BadStepError, match="again"):
+        assert len(told) == policy.num_bad == 4 and {bad.recomputed for bad in told} == {recomputed}
+    with pytest.raises(BadStepError):
         _run(policy="rerun", injector=NaNInjector(1, "persistent_error", 1234))
 
 
@@ -194,9 +194,9 @@ def test_every_step_twice_changes_nothing() -> None:
     assert AnomalyPolicy(make_state(), "1f1b").summary() == ""
     results, told, policy = _run(compare=True)
     assert _same(results, clean) and not told
-    assert policy.summary() == "0 of 4 steps gave another result when they were computed again"
+    assert policy.summary().startswith("0 of 4 steps") and (policy.num_different, policy.num_compared) == (0, 4)
     _, told, policy = _run(["spike@step=2,point=loss,times=1"], compare=True)
-    assert policy.summary().startswith("1 of 4 steps") and "two computations differ for the 1. time" in told[0].reason
+    assert policy.summary().startswith("1 of 4 steps") and [bad.action for bad in told] == ["alarm"]
 
 
 def test_iterations_are_passed_over(make_loop_config: Callable[..., LoopConfig]) -> None:
