@@ -1,4 +1,4 @@
-"""Update rules that see whole matrices: Muon, adaptive Muon and SOAP.
+"""Update rules of whole matrices: Muon, adaptive Muon and SOAP.
 
 Under tensor parallelism each rank holds some rows or columns of a matrix. Muon gathers the momentum alone, or computes
 blockwise; other rules run on matrices that `GatheredMatrices` has gathered. Every rank computes the whole update and
@@ -61,7 +61,7 @@ def newton_schulz(matrix: Tensor, coefficients: Sequence[tuple[float, float, flo
 
 
 def shape_scale(rows: int, columns: int, mode: str) -> float:
-    """Return the factor of the updates of a matrix by its shape, as of `--muon-scale-mode`."""
+    """Return the factor of a matrix's update by its shape (`--muon-scale-mode`)."""
     if mode == "spectral":
         return float(max(rows, columns) ** 0.5)
     if mode == "unit_rms_norm":
@@ -203,7 +203,7 @@ def _matmul_precision(precision: str, device: torch.device) -> Iterator[None]:
         yield
         return
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium" if precision == "low" else precision)  # torch knows nothing lower
+    torch.set_float32_matmul_precision("medium" if precision == "low" else precision)  # the lowest that torch has
     try:
         yield
     finally:
@@ -211,7 +211,7 @@ def _matmul_precision(precision: str, device: torch.device) -> Iterator[None]:
 
 
 TIE_BREAKER = 1e-4
-"""Of the mean eigenvalue, the largest element of the diagonal that is added before eigenvectors are computed."""
+"""Largest element of the diagonal that is added before eigenvectors are computed, as a share of the mean eigenvalue."""
 
 
 @mark("optimizer", "soap", unit="matrix")
@@ -227,11 +227,11 @@ class Soap(UpdateRule):
         W <- W - lr Q_L [M' / (sqrt(V') + eps)] Q_R^T         M' = Q_L^T M Q_R, both without their bias
 
     As in NVIDIA's Emerging-Optimizers, which Megatron's `--optimizer soap` is: the means of G G^T have their bias
-    corrected as well, the first eigenvectors are exact, and later ones are brought up to date by one step of orthogonal
-    iteration, with V sorted as they are. M stands in the coordinates of the weights, as in the paper, so that it has
-    the meaning of AdamW's and needs no rotation when the basis changes. Directions in which there was no gradient have
-    no eigenvectors of their own: a small diagonal in ascending steps gives them those of the coordinates, so that
-    rounding does not choose. L, R, Q_L and Q_R are whole on each rank and do not depend on the layout.
+    corrected as well, the first eigenvectors are exact, and later ones are updated by one step of orthogonal iteration,
+    with V sorted like them. M is kept in the coordinates of the weights, as in the paper: it is the first moment of
+    AdamW, and is not rotated when the basis changes. Directions without gradient have arbitrary eigenvectors: a small
+    diagonal in ascending steps selects the unit vectors, so that rounding does not. L, R, Q_L and Q_R are whole on each
+    rank and do not depend on the layout.
     """
 
     beta1: float
@@ -316,7 +316,7 @@ def gather_matrix(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
 
 @dataclass(frozen=True)
 class GatheredMatrices(UpdateRule):
-    """Runs a rule that knows nothing of tensor parallelism on whole matrices.
+    """Runs a rule without tensor parallelism on whole matrices.
 
     Parameters, gradients and the states that are sharded like them are gathered over the tensor-parallel ranks, every
     rank computes the whole update, and each keeps its shard.

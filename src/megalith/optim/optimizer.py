@@ -95,11 +95,13 @@ class Optimizer:
         self._weights, self._main, self._has_main = shards.weights, shards.main, shards.weights is not shards.main
         self._ordered = [name for group in self.groups for name in group.names if name in self._main]
         self._offloaded = choose_offloaded({name: self._main[name].numel() for name in self._ordered}, offload)
-        if self._has_main and not self._sharded:  # else the main parameters are the weights, or what FSDP gathers from
+        if (
+            self._has_main and not self._sharded
+        ):  # else the master weights are the weights, or the shards that FSDP2 gathers
             self._main.update({name: to_host(self._main[name]) for name in self._offloaded})
         self.step_count, self._last_rates = 0, _Rates(0.0, 0.0, 0.0)
         self.scaler: LossScale = build_loss_scale(precision)
-        # As in Megatron, bf16 is unscaled and checked only where --loss-scale gives it a scale.
+        # As in Megatron, bf16 is unscaled and checked only if --loss-scale is set.
         self._checks_overflow = precision.fp16 or (precision.bf16 and precision.loss_scale is not None)
         self._scales = precision.fp16
         self._replicated: set[str] = set()
@@ -169,9 +171,9 @@ class Optimizer:
         return StepOutcome(applied=True, grad_norm=norm, num_zeros=zeros)
 
     def settle(self) -> None:
-        """Wait for the parameters that other ranks updated, or free those that were gathered.
+        """Wait until the parameters that other ranks updated are gathered; with FSDP2 free the gathered ones.
 
-        Call it before weights are read or written other than by a forward pass.
+        Call it before weights are read or written outside of a forward pass.
         """
         if self._memory is not None:
             self._memory.wait()
@@ -197,7 +199,7 @@ class Optimizer:
             if not names:
                 continue
             self._update_group(group, [name for name in names if name not in self._offloaded], grads, rates, scale)
-            for name in filter(self._offloaded.__contains__, names):  # one by one, so that little is there twice
+            for name in filter(self._offloaded.__contains__, names):  # one by one, which limits the copies in memory
                 self._update_group(group, [name], grads, rates, scale)
         self._last_rates = rates
         self.step_count += 1
@@ -233,14 +235,14 @@ class Optimizer:
 
     @torch.no_grad()
     def params_norm(self) -> float:
-        """Return the L2 norm of all main parameters of all ranks."""
+        """Return the L2 norm of all master weights of all ranks."""
         return self._norms.norm({name: self._main[name].to(self.gradients.device) for name in self._ordered})
 
     @torch.no_grad()
     def reload_main_params(self) -> None:
-        """Copy the model's weights to the main parameters, after they were loaded without optimizer state.
+        """Copy the model's weights to the master weights, after they were loaded without optimizer state.
 
-        `load_state_dict` of the model does so by itself.
+        After `load_state_dict` of the model this is done by a hook (`track_state_dict_loads`).
         """
         self.settle()
         if self._has_main:
@@ -248,7 +250,7 @@ class Optimizer:
                 main.copy_(self._weights[name])
 
     def track_state_dict_loads(self, modules: Sequence[nn.Module]) -> None:
-        """Copy loaded weights to the main parameters after `load_state_dict`; the next step would undo the load."""
+        """Copy loaded weights to the master weights after `load_state_dict`; the next step would undo the load."""
         for root in modules:
             for prefix, module in root.named_modules():
                 names = {name: f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)}
@@ -259,12 +261,12 @@ class Optimizer:
 
     @torch.no_grad()
     def _copy_loaded(self, module: nn.Module, names: Mapping[str, str]) -> None:
-        """Copy loaded weights of a module to the main parameters; `names` are those of its parameters in the model."""
+        """Copy loaded weights of a module to the master weights; `names` are those of its parameters in the model."""
         for own, name in names.items():
             if not self._sharded and module._parameters[own] is not self._params.get(name, module._parameters[own]):
                 raise ConfigError(
-                    f"{name}: load_state_dict(assign=True) replaces parameters that an optimizer updates; leave assign "
-                    "out, or build the optimizer behind it"
+                    f"{name}: load_state_dict(assign=True) replaces parameters that an optimizer updates; omit assign, "
+                    "or build the optimizer after it"
                 )
             if self._has_main and name in self._main:
                 main, weight = self._main[name], self._weights[name]
@@ -362,16 +364,16 @@ class _LoadHook:
 def choose_offloaded(sizes: Mapping[str, int], fraction: float) -> frozenset[str]:
     """Return the first parameters that have at most this fraction of all elements (`--optimizer-cpu-offload`).
 
-    Moments and main parameters of a hosted parameter are in the memory of the host; the device keeps the weights and
-    the gradient. Each step its gradient goes to the host, the update is made there, and the new weights come back:
+    Moments and master weights of an offloaded parameter are in host memory; the device keeps weights and gradient. In
+    each step the gradient is copied to the host, the update is computed there, and the new weights are copied back:
 
     | bytes a parameter           | on the device | on the host | each step over the bus |
     |-----------------------------|---------------|-------------|------------------------|
     | fp32                        | 8             | 8           | 12                     |
     | bf16, fp32 gradients        | 6             | 12          | 6                      |
 
-    Norm, overflow check and clipping stay on the device, where the gradients are. Memory that a copy engine reads and
-    writes is pinned where there is CUDA. On a machine without a device of its own there is nothing to move.
+    Norm, overflow check and clipping stay on the device, where the gradients are. Host
+    memory is pinned if CUDA is available. With a model on the CPU nothing is moved.
     """
     left, chosen = fraction * sum(sizes.values()), []
     for name, size in sizes.items():

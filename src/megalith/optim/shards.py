@@ -1,8 +1,8 @@
-"""This rank's shards of the parameters it updates, and how updates of other ranks reach it.
+"""This rank's shards of the parameters, and the gathering of those that other ranks updated.
 
 | data parallelism | gradients in       | updated here                | weights to compute with                      |
 |------------------|--------------------|-----------------------------|----------------------------------------------|
-| replicated       | `GradientBuffers`  | all                         | those that were updated                      |
+| replicated       | `GradientBuffers`  | all                         | the updated ones                             |
 | ZeRO-1           | `GradientBuffers`  | a part of each flat bucket  | gathered after updates (`ParameterMemory`)   |
 | ZeRO-2, ZeRO-3   | `ShardedGradients` | some rows of each parameter | gathered when they are needed (`FullyShard`) |
 """
@@ -96,9 +96,9 @@ class ParameterMemory:
 
     The memory is laid out as the gradients are, so that updates by other ranks are gathered in place. With `overlap`,
     `gather` returns at once: before a module is called it waits for the buckets of the weights that it reads. Which
-    module reads a weight cannot be told from the module tree, since a weight may be used without a call of the module
+    module reads a weight does not follow from the module tree, since a weight may be used without a call of the module
     that holds it (fused linears, the output layer). So the calls of the first step, before the first gather, are
-    watched: a weight belongs to the innermost module around it that is called.
+    recorded: a weight belongs to the innermost enclosing module that is called.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ParameterMemory:
             view.copy_(parameter.data)
             parameter.data = view
         buckets = {parameters[name]: number for number, bucket in enumerate(layout.buckets) for name in bucket.names}
-        self._calls = _CallWatch(modules, buckets, self._wait_for) if overlap else None
+        self._calls = _ParameterReads(modules, buckets, self._wait_for) if overlap else None
         self._order = _gather_order(modules, buckets, len(layout.buckets))
 
     def gather(self) -> None:
@@ -157,15 +157,15 @@ def _units(module: nn.Module) -> Iterator[nn.Module]:
 def _gather_order(modules: Iterable[nn.Module], buckets: Mapping[Parameter, int], count: int) -> list[int]:
     """Return the buckets in the order in which their weights are needed; the same on all replicas.
 
-    Buckets are in reverse order of the modules, but what no call announces must be there from the start.
+    Buckets are in reverse order of the modules; weights of modules that are never called come first.
     """
     silent = [unit for module in modules for unit in _units(module) if type(unit).forward is nn.Module.forward]
     first = {buckets[parameter] for unit in silent for parameter in unit.parameters()}
     return sorted(range(count), key=lambda number: (number not in first, -number))
 
 
-class _CallWatch:
-    """Watches the module calls of the first step; from then on modules wait for their weights when called."""
+class _ParameterReads:
+    """Records which modules are called in the first step; from then on these wait for their weights when called."""
 
     def __init__(
         self, modules: Iterable[nn.Module], buckets: Mapping[Parameter, int], wait: Callable[[int], None]
@@ -175,7 +175,7 @@ class _CallWatch:
         self._called: set[nn.Module] = set()
         self._hooks = [unit.register_forward_pre_hook(self._on_call) for unit in self._units]
         self._awaited: dict[nn.Module, list[int]] | None = None
-        self._alone: list[int] = []
+        self._unread: list[int] = []
 
     def _on_call(self, unit: nn.Module, args: Any) -> None:
         if self._awaited is None:
@@ -185,7 +185,7 @@ class _CallWatch:
             self._wait(number)
 
     def unawaited(self) -> list[int]:
-        """Return the buckets that no call waits for; ends the watch."""
+        """Return the buckets that no call waits for; ends the recording."""
         if self._awaited is None:
             reader: dict[Parameter, nn.Module] = {}
             for unit in filter(self._called.__contains__, self._units):
@@ -194,15 +194,15 @@ class _CallWatch:
                 unit: sorted({self._buckets[parameter] for parameter, own in reader.items() if own is unit})
                 for unit in set(reader.values())
             }
-            self._alone = sorted({number for parameter, number in self._buckets.items() if parameter not in reader})
+            self._unread = sorted({number for parameter, number in self._buckets.items() if parameter not in reader})
             for unit, hook in zip(self._units, self._hooks, strict=True):
                 if unit not in self._awaited:
                     hook.remove()
-        return self._alone
+        return self._unread
 
 
 class GatheredWeights:
-    """Weights that the forward passes of fully sharded modules gather; the counterpart of `ParameterMemory`."""
+    """Weights that FSDP2 gathers in forward passes; the counterpart of `ParameterMemory`."""
 
     def __init__(self, units: Sequence[FullyShard]) -> None:
         self._units = units
@@ -276,9 +276,9 @@ def flat_shards(
 def fsdp_shards(
     units: Sequence[FullyShard], ctx: ParallelContext, *, replicated_rows: Mapping[str, tuple[ReplicatedRows, ...]]
 ) -> OptimizerShards:
-    """Return the shards of parameters that FSDP2 has divided over the replicas, which are the main parameters.
+    """Return the shards of parameters that FSDP2 divides over the replicas, which are the master weights.
 
-    In half precision the rounded weights are kept beside them for checkpoints.
+    In half precision the rounded weights are kept as well, for checkpoints.
     """
     main = {name: shard for unit in units for name, shard in unit.shards.items() if shard.numel() > 0}
     weights = {name: shard.to(unit.dtype) for unit in units for name, shard in unit.shards.items() if name in main}

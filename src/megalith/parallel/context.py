@@ -212,21 +212,21 @@ def _block_dropout(dropout: Dropout | None, axis: Axis, step: int) -> Dropout | 
 class RingAttention(_BalancedPositions):
     """Ring attention: keys and values are passed around the ranks while each computes. `kernel` is not used.
 
-    Dropout: the masks of a block come from a seed of torch's default stream, the rank and the step, whether the streams
-    of the ranks are equal or not.
+    Dropout masks of a block derive from a seed of torch's default stream, the rank and the step, so that ranks draw
+    different masks even if their streams are equal.
     """
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, kernel: AttentionKernel, rule: AttentionRule
     ) -> Tensor:
-        assert rule.plain, "config/rules refuses ring attention with others"
+        assert rule.plain, "config/rules allows ring attention for plain rules only"
         sink, rule = rule.sink_H, replace(rule, sink_H=None)
         context: Tensor = _RingAttentionFunction.apply(q, k, v, sink, self.axis, Dropout.draw(dropout), rule)
         return context
 
 
 class UlyssesAttention(_BalancedPositions):
-    """Ulysses attention: all-to-all gives each rank all positions of some heads, and back.
+    """Ulysses attention: all-to-all to all positions of some heads on each rank, and back.
 
     Dropout is the kernel's, from torch's default stream: ranks whose streams are equal draw equal masks for their
     heads.
@@ -235,7 +235,7 @@ class UlyssesAttention(_BalancedPositions):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, kernel: AttentionKernel, rule: AttentionRule
     ) -> Tensor:
-        assert rule.plain, "config/rules refuses Ulysses attention with others"
+        assert rule.plain, "config/rules allows Ulysses attention for plain rules only"
         parts, heads = self.parts, q.shape[2]
         if heads % parts:
             raise LayoutError(

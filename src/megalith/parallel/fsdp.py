@@ -1,18 +1,18 @@
 """Full sharding (ZeRO-2 and ZeRO-3): torch's FSDP2 over the local tensors of the other kinds of parallelism.
 
 Each data-parallel rank has some rows of every parameter, of its gradient and of its optimizer state. A unit of the
-model (a layer, or what stands outside the layers) gathers its parameters when it is called:
+model (a layer, or the modules outside of layers) gathers its parameters when it is called:
 
 |                          | ZeRO-3 (the default)      | ZeRO-2 (`reshard_after_forward=False`)       |
 |--------------------------|---------------------------|----------------------------------------------|
 | parameters are gathered  | in each pass of each unit | once in a step                               |
-| and let go               | behind each pass          | behind the last backward pass of the step    |
+| and freed                | after each pass           | after the last backward pass of the step     |
 
-What is gathered is a plain tensor, this rank's tensor-parallel part, so that the layers and their collectives are those
-of every other layout. Gradients come from autograd: they add up where they arise, in memory of the whole parameter,
-and the last backward pass of a step reduce-scatters them, unit by unit.
+A gathered parameter is a plain tensor, this rank's tensor-parallel shard, so that the layers and their collectives are
+those of every other layout. Autograd accumulates gradients of gathered parameters, and the last backward pass of a step
+reduce-scatters them, unit by unit.
 
-What is stored is at least fp32: under half precision the rows here are the main parameters, and the gather rounds them.
+Shards are stored in at least fp32: in half precision they are the master weights, and the gather rounds them.
 
 Sources: Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277.
 """
@@ -36,17 +36,17 @@ from megalith.nn.precision import at_least_fp32
 
 
 class FullyShard:
-    """Cuts the parameters of a module over the replicas and keeps its calls working; it is changed in place.
+    """Shards the parameters of a module over the replicas, in place; it is called as before.
 
     Args:
         units: modules below it whose parameters are gathered together. The rest is a unit too, which is gathered from
             the call of `module` to the end of its backward pass.
-        reduce_dtype: in which gradients add up and are summed; that of the parameters if None.
+        reduce_dtype: dtype in which gradients are accumulated and reduced; that of the parameters if None.
 
     Attributes:
-        shapes: of the parameters before the cut, by name.
-        shards: the rows that are here, of the same memory as the parameters; possibly none of a parameter.
-        dtype: that the module computes with.
+        shapes: shapes of the unsharded parameters, by name.
+        shards: rows of each parameter on this rank, in the memory of the parameters; possibly none.
+        dtype: dtype in which the module computes.
     """
 
     def __init__(

@@ -129,7 +129,7 @@ class _StageExecutor:
         for transfer in self._pending_sends.values():
             transfer.wait()
         undone = self._pending_recvs or self._local_messages or self._saved_graphs
-        assert not undone, "the program left something undone"
+        assert not undone, "the program ended with messages or graphs left over"
 
     def _compute(self, op: Op, arrived: Tensor | None) -> Tensor | None:
         if op.kind == "F":
@@ -198,8 +198,7 @@ class _DeferredGradient(NamedTuple):
 
 
 class DeferredWeightGrads:
-    """Gradient sink that forwards to another sink: at once, or deferred until `run_deferred` (zero-bubble
-    schedules)."""
+    """Gradient sink that forwards to another sink, at once or in `run_deferred` (zero-bubble schedules)."""
 
     def __init__(self, sink: GradientSink) -> None:
         self._sink = sink
@@ -218,7 +217,7 @@ class DeferredWeightGrads:
 
     @torch.no_grad()
     def run_deferred(self, key: Hashable) -> None:
-        """Accumulate the weight gradients deferred under `key`, in the order in which they came."""
+        """Accumulate the weight gradients deferred under `key`, in the order of their backward passes."""
         for item in self._queues.pop(key):
             assert item.versions == _versions(*item.operands), (
                 "an operand of a weight gradient was overwritten before the weight gradient was computed; "

@@ -1,7 +1,7 @@
 """Hugging Face tokenizers: files of a model folder, special tokens, and the library that encodes.
 
 Nothing is downloaded and no code of the folder is run. As in Megatron, special tokens in a text become their ids, and
-the tokens that the tokenizer puts around every text (Llama's beginning of text) are included.
+the tokens that the tokenizer adds around every text (Llama's beginning of text) are included.
 
 tokenizer.json needs only the library `tokenizers`. The SentencePiece model of a Llama folder is read by sentencepiece,
 as the slow tokenizer class of transformers did. Other files in folders without tokenizer.json are converted by
@@ -28,19 +28,19 @@ TOKENIZER_FILE = "tokenizer.json"
 SLOW_FILES = (MODEL_FILE, "vocab.json", "vocab.txt", "spiece.model", "merges.txt")
 """Files of tokenizers without tokenizer.json."""
 BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
-_BEYOND_BYTE_LEVEL = (
+_UNSUPPORTED_BYTE_LEVEL_SETTINGS = (
     *("add_prefix_space", "add_bos_token", "added_tokens_decoder"),
     *("additional_special_tokens", "extra_special_tokens"),
 )
-_MATCHING = ("lstrip", "rstrip", "single_word")  # how an added token is found in a text
+_MATCHING_OPTIONS = ("lstrip", "rstrip", "single_word")  # options of an added token: how it is matched in a text
 _ROLES_OF_GPT2 = ("bos_token", "eos_token", "unk_token")
 _SPECIAL_ROLES = (*_ROLES_OF_GPT2, "pad_token", "cls_token", "sep_token", "mask_token")
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
 _MODEL_CONFIGS = ("generation_config.json", "config.json")
-_FURTHER_FILES = ("generation_config.json", "added_tokens.json", MODEL_FILE, "chat_template.jinja")
-_FILES = (TOKENIZER_FILE, *_CONFIGS, *_FURTHER_FILES)
+_ADDITIONAL_FILES = ("generation_config.json", "added_tokens.json", MODEL_FILE, "chat_template.jinja")
+_FILES = (TOKENIZER_FILE, *_CONFIGS, *_ADDITIONAL_FILES)
 _LLAMA_SPECIAL = ("<s>", "</s>", "<unk>")
-_USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]")
+_USUAL_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]")
 _ROLES = ("bos", "eos", "pad", "unk", "cls", "sep", "mask")
 
 
@@ -104,10 +104,10 @@ def _from_file(path: Path) -> Any:
         raise DataError(f"{path} is damaged, or made by a newer version of tokenizers: {error}") from error
 
 
-def _by_transformers(folder: Path, slow_files: Sequence[str]) -> Any:
+def _convert_with_transformers(folder: Path, slow_files: Sequence[str]) -> Any:
     """Convert the files of a folder with transformers. Runs no code of the folder.
 
-    Raises:  DataError if transformers is not installed, or makes none of them.
+    Raises:  DataError if transformers is not installed, or cannot convert them.
     """
     without = f"{folder} has no {TOKENIZER_FILE} ({', '.join(slow_files)} alone is not enough)"
     once = "make it once with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
@@ -122,7 +122,9 @@ def _by_transformers(folder: Path, slow_files: Sequence[str]) -> Any:
         raise DataError(f"{without}; transformers cannot convert them: {error}") from error
 
 
-def _byte_level(folder: Path, settings: Mapping[str, Any], named_tokens: Callable[[str], Iterable[str]]) -> Any | None:
+def _build_byte_level(
+    folder: Path, settings: Mapping[str, Any], named_tokens: Callable[[str], Iterable[str]]
+) -> Any | None:
     """Build the tokenizer of a folder with GPT-2's vocab.json and merges.txt and no tokenizer.json.
 
     Return None if the folder has other files or settings, which need transformers.
@@ -133,8 +135,8 @@ def _byte_level(folder: Path, settings: Mapping[str, Any], named_tokens: Callabl
     if (
         not all(path.is_file() for path in paths)
         or settings.get("tokenizer_class") not in ("GPT2Tokenizer", "GPT2TokenizerFast")
-        or any(settings.get(name) for name in _BEYOND_BYTE_LEVEL)
-        or any(isinstance(token, dict) and any(map(token.get, _MATCHING)) for token in settings.values())
+        or any(settings.get(name) for name in _UNSUPPORTED_BYTE_LEVEL_SETTINGS)
+        or any(isinstance(token, dict) and any(map(token.get, _MATCHING_OPTIONS)) for token in settings.values())
         or (folder / "added_tokens.json").is_file()
     ):
         return None
@@ -164,11 +166,15 @@ class _LlamaBackend(Backend):
         self._special_pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
         begins = add_special and settings.get("add_bos_token", True) and self._model.bos_id() >= 0
         ends = add_special and settings.get("add_eos_token", False) and self._model.eos_id() >= 0
-        self._before = [self._model.bos_id()] if begins else []
-        self._after = [self._model.eos_id()] if ends else []
+        self._prefix_ids = [self._model.bos_id()] if begins else []
+        self._suffix_ids = [self._model.eos_id()] if ends else []
 
     def encode(self, text: str) -> list[int]:
-        return [*self._before, *encode_with_special(text, self._special_pattern, self.ids, self._model), *self._after]
+        return [
+            *self._prefix_ids,
+            *encode_with_special(text, self._special_pattern, self.ids, self._model),
+            *self._suffix_ids,
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_with_special(ids, self._token_of, self._model, "")
@@ -209,7 +215,7 @@ def find_folder(named: str) -> Path:
         return path
     if path.exists():
         raise DataError(f"--tokenizer-model {named} is neither folder nor {TOKENIZER_FILE}; give the model's folder")
-    found = _cached(named)
+    found = _find_cached_snapshot(named)
     if found is None:
         raise DataError(
             f"--tokenizer-model {named} is not a folder; give one with a {TOKENIZER_FILE}, or the name of a model in "
@@ -231,7 +237,7 @@ def hub_cache(environ: Mapping[str, str]) -> Path:
     return Path(os.path.expandvars(folder)).expanduser()
 
 
-def _cached(name: str) -> Path | None:
+def _find_cached_snapshot(name: str) -> Path | None:
     """Return the cached snapshot of a model's main branch; None if there is none."""
     parts = name.split("/")
     if len(parts) > 2 or not all(parts) or any(part.startswith(".") for part in parts):
@@ -251,10 +257,10 @@ class HuggingFaceTokenizer(Tokenizer):
         named: folder with tokenizer.json and, for the end of a text, tokenizer_config.json or similar; or that file; or
             the name of a model in the Hugging Face cache. A folder without tokenizer.json needs the library for its
             files.
-        special_tokens: more special tokens, which get the next ids unless the tokenizer has them.
-        add_special_tokens: whether to add the tokens that the tokenizer puts around every text.
+        special_tokens: additional special tokens, which get the next ids unless the tokenizer has them.
+        add_special_tokens: whether to add the tokens that the tokenizer adds around every text.
 
-    Raises:  DataError if a file is missing or damaged, or nothing says which token ends a text.
+    Raises:  DataError if a file is missing or damaged, or no file says which token ends a text.
     """
 
     def __init__(
@@ -329,8 +335,12 @@ class HuggingFaceTokenizer(Tokenizer):
             special = [token for role in _ROLES_OF_GPT2 for token in self._named_tokens(role)]
             return _LlamaBackend(folder, settings, special or _LLAMA_SPECIAL, add_special=self._add_special)
         settings = {**_read_object(folder / _CONFIGS[1]), **settings}
-        own = _byte_level(folder, settings, self._named_tokens)
-        return self._fast(_by_transformers(folder, slow), slow) if own is None else self._fast(own, BYTE_LEVEL_FILES)
+        own = _build_byte_level(folder, settings, self._named_tokens)
+        return (
+            self._fast(_convert_with_transformers(folder, slow), slow)
+            if own is None
+            else self._fast(own, BYTE_LEVEL_FILES)
+        )
 
     def _fast(self, tokenizer: Any, files: Sequence[str]) -> Backend:
         return _FastBackend(tokenizer, tuple(files), self._special_tokens, add_special=self._add_special)
@@ -345,7 +355,7 @@ class HuggingFaceTokenizer(Tokenizer):
             number = number[0] if isinstance(number, list) and number else number
             if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < self.vocab_size:
                 return number
-        for token in (*self._named_tokens("sep_token"), *_USUAL_ENDS):
+        for token in (*self._named_tokens("sep_token"), *_USUAL_EOD_TOKENS):
             if token in ids:
                 return ids[token]
         raise DataError(

@@ -7,12 +7,11 @@ misses 256) and in the longest word.
 Most words repeat: a dictionary of words already split makes this faster than that library.
 
 transformers' `BertTokenizer` knows neither [BOS], [EOS] and <extra_id_N>, which Megatron appends to the vocabulary, nor
-texts without [CLS] and [SEP] around them; the tokenizer.json that `tokenizer_json` writes has both. Where the library
-splits words differently from Megatron, so does that file.
+texts without [CLS] and [SEP] around them; the tokenizer.json that `tokenizer_json` writes supports both. Where
+the library splits words differently from Megatron, so does that file.
 
 Source:  Devlin et al. 2018, arXiv:1810.04805; google-research/bert tokenization.py as in Megatron-LM, whose longest
-    word
-has 200 characters instead of 100. Character classes are those of this Python's Unicode version.
+word has 200 characters instead of 100. Character classes are those of this Python's Unicode version.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class WordPieceTokenizer(Tokenizer):
         for token in (_BEGIN, _END, *extra):
             self._ids.setdefault(token, len(self._ids))
         self.tokens: tuple[str, ...] = tuple(self._ids)
-        """The token of each id; a leading ## marks what goes on a word."""
+        """The token of each id; a leading ## marks the continuation of a word."""
         roles = {**_ROLES, "unk": _UNKNOWN, "bos": _BEGIN, "eos": _END}
         self.special = {role: self._ids[token] for role, token in roles.items()}
         self.vocab_size, self.eod, self.pad = len(self.tokens), self.special["eos"], self.special["pad"]
@@ -208,7 +207,7 @@ def is_word_continuation(tokenizer: Tokenizer) -> tuple[bool, ...]:
 
 
 def tokenizer_json(tokenizer: WordPieceTokenizer) -> str:
-    """Return the content of a tokenizer.json with the same ids, which adds nothing around a text."""
+    """Return the content of a tokenizer.json with the same ids, which adds no special tokens around a text."""
     from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
     from tokenizers.models import WordPiece
 

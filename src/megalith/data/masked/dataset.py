@@ -1,7 +1,7 @@
 """Base of the BERT and T5 datasets: runs of sentences, their cached index, and the choice of masked words.
 
 The text is prepared with `preprocess --split-sentences`, so that a sequence is a sentence. N-grams of whole words are
-masked until the wanted share of the tokens is:
+masked until the requested share of the tokens is masked:
 
     tokens                    [CLS] un ##want ##ed gu ##est [SEP]
     candidates, whole words         (1 2 3)        (4 5)
@@ -51,9 +51,9 @@ class Masking:
 
     Attributes:
         probability: share of the tokens that is masked.
-        longest_ngram: most words masked together; n words have a weight of 1 / n.
+        longest_ngram: maximum number of words masked together; n words have a weight of 1 / n.
         whole_words: mask all pieces of a word together.
-        permutation: also move as many tokens again to each other's places, to be predicted too.
+        permutation: also permute as many unmasked tokens, which are then predicted too.
         longer_ngrams: reverse the weights of the n-grams.
         geometric: draw lengths from a geometric distribution instead.
     """
@@ -120,27 +120,29 @@ def mask(
         replacement: draws the id that replaces a token; None for the token itself.
     """
     candidates = _candidates(tokens, masking, unmaskable, continues)
-    wanted = min(masking.probability * target, max(1, round(len(tokens) * masking.probability)))
+    num_to_mask = min(masking.probability * target, max(1, round(len(tokens) * masking.probability)))
     order = list(range(len(candidates)))
     random.shuffle(order)
-    left, labels, hidden = list(tokens), list[tuple[int, int]](), set[int]()
+    masked_tokens, labels, masked = list(tokens), list[tuple[int, int]](), set[int]()
     spans: list[tuple[list[int], list[int]]] = []
     for candidate in order:
-        if len(labels) >= wanted:
+        if len(labels) >= num_to_mask:
             break
-        ngram = _longest_fitting(candidates, candidate, masking.draw(random), wanted - len(labels))
-        if ngram is None or not hidden.isdisjoint(ngram):
+        ngram = _longest_fitting(candidates, candidate, masking.draw(random), num_to_mask - len(labels))
+        if ngram is None or not masked.isdisjoint(ngram):
             continue
         for position in ngram:
-            hidden.add(position)
+            masked.add(position)
             new = replacement(random)
-            left[position] = tokens[position] if new is None else new
+            masked_tokens[position] = tokens[position] if new is None else new
             labels.append((position, tokens[position]))
         spans.append((ngram, [tokens[position] for position in ngram]))
     random.shuffle(order)
     if masking.permutation:
-        labels += _permute(left, candidates, order, hidden, wanted, random, masking)
-    return MaskedTokens(left, sorted(labels, key=lambda label: label[0]), sorted(spans, key=lambda span: span[0][0]))
+        labels += _permute(masked_tokens, candidates, order, masked, num_to_mask, random, masking)
+    return MaskedTokens(
+        masked_tokens, sorted(labels, key=lambda label: label[0]), sorted(spans, key=lambda span: span[0][0])
+    )
 
 
 def _candidates(
@@ -168,34 +170,34 @@ def _longest_fitting(candidates: list[list[int]], first: int, words: int, room: 
 
 
 def _permute(
-    left: list[int],
+    masked_tokens: list[int],
     candidates: list[list[int]],
     order: list[int],
-    hidden: set[int],
-    wanted: float,
+    masked: set[int],
+    num_to_move: float,
     random: RandomState,
     masking: Masking,
 ) -> Iterator[tuple[int, int]]:
-    """Permute unmasked tokens in place in `left`; yield (position, original token).
+    """Permute unmasked tokens of `masked_tokens` in place; yield (position, original token).
 
-    The n-grams are drawn from a copy of `random`, whose next draws are those of the new places.
+    The n-grams are drawn from a copy of `random`, whose next draws choose the new positions.
     """
     moved: set[int] = set()
     copy = RandomState()
     copy.set_state(random.get_state())
     for candidate in order:
-        if len(moved) >= wanted:
+        if len(moved) >= num_to_move:
             break
-        ngram = _longest_fitting(candidates, candidate, masking.draw_by_weight(copy), wanted - len(moved))
-        if ngram is not None and hidden.isdisjoint(ngram) and moved.isdisjoint(ngram):
+        ngram = _longest_fitting(candidates, candidate, masking.draw_by_weight(copy), num_to_move - len(moved))
+        if ngram is not None and masked.isdisjoint(ngram) and moved.isdisjoint(ngram):
             moved.update(ngram)
-    places = sorted(moved)
-    sources = list(places)
+    positions = sorted(moved)
+    sources = list(positions)
     random.shuffle(sources)
-    before = list(left)
-    for place, source in zip(places, sources, strict=True):
-        left[place] = before[source]
-        yield place, before[place]
+    before = list(masked_tokens)
+    for position, source in zip(positions, sources, strict=True):
+        masked_tokens[position] = before[source]
+        yield position, before[position]
 
 
 @dataclass(frozen=True)
@@ -247,8 +249,8 @@ class MaskedDataset(ABC):
     """Masked samples of one split (`samples.SplitDataset`). Item i is the same whenever it is read.
 
     Args:
-        longest: tokens of a sample without its special ones.
-        min_sentences: fewest sentences of a sample.
+        longest: maximum tokens of a sample, special ones excluded.
+        min_sentences: minimum number of sentences of a sample.
         extra_identity: further values that the samples depend on, under Megatron's names.
 
     Raises:  DataError if no document of the split can be used.

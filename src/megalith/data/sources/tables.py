@@ -23,20 +23,20 @@ from megalith.data.sources.streams import TextFile
 from megalith.errors import DataError
 from megalith.tokenizers.protocol import import_for
 
-_ROWS_AT_ONCE = 512
+_BATCH_ROWS = 512
 _ARROW_FILE = b"ARROW1"
 _DELIMITERS = ",\t;|"
 _NAME = re.compile(r"[^\W\d][\w .:/()\[\]#%-]{0,39}")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,29}")
 _PREVIEW_BYTES = 1 << 16
-_LINES_LOOKED_AT = 200
-_ROWS_LOOKED_AT = 50
+_PREVIEW_LINES = 200
+_PREVIEW_ROWS = 50
 
 
 def choose_columns(path: Path, names: Sequence[str] | None, count: int, options: SourceOptions) -> list[int]:
     """Return the column number, from 0, of each key or of `--text-column`; `names` is None for a csv without header.
 
-    Raises:  DataError if a column is not there, or several could be meant.
+    Raises:  DataError if a column is missing, or the choice is ambiguous.
     """
     if options.text_column is not None:
         return [_column_number(path, names, count, options.text_column)]
@@ -85,22 +85,22 @@ class _ColumnarSource(RowSource):
         """Yield record batches of few rows each."""
 
     @abstractmethod
-    def _disk_after(self, rows: int) -> int:
-        """Return the bytes of the file up to the end of so many rows."""
+    def _disk_bytes_after(self, rows: int) -> int:
+        """Return the number of bytes of the file up to the end of row `rows`."""
 
     def _rows(self) -> Iterator[Row]:
         number = 0
-        with self._damage_named():
+        with self._read_errors_translated():
             for batch in self._batches():
                 columns = [batch.column(name).to_pylist() for name in self._names]
                 for cells in zip(*columns, strict=True):
                     number += 1
                     content = document_of(dict(zip(self._options.keys, cells, strict=True)), self._options.keys)
-                    yield Row(content, utf8_size(content), number, self._disk_after(number))
+                    yield Row(content, utf8_size(content), number, self._disk_bytes_after(number))
 
     @contextmanager
-    def _damage_named(self) -> Iterator[None]:
-        """Turn what pyarrow raises for a damaged file into a DataError."""
+    def _read_errors_translated(self) -> Iterator[None]:
+        """Translate pyarrow's errors about a damaged file into DataError."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -118,13 +118,13 @@ class ParquetSource(_ColumnarSource):
     def __init__(self, path: Path, options: SourceOptions) -> None:
         """Read the schema and choose the columns. Raises DataError if the file is damaged or has no such text."""
         super().__init__(path, options)
-        with self._damage_named(), self._open() as file:
+        with self._read_errors_translated(), self._open() as file:
             schema = file.schema_arrow
             self._num_rows = file.metadata.num_rows
         self._names = _text_columns(path, schema, options)
         self.about = f"parquet, {self._num_rows} rows, text from {', '.join(self._names)}"
 
-    def _disk_after(self, rows: int) -> int:
+    def _disk_bytes_after(self, rows: int) -> int:
         return self.disk_bytes * rows // max(1, self._num_rows)
 
     def _open(self) -> Any:
@@ -132,7 +132,7 @@ class ParquetSource(_ColumnarSource):
 
     def _batches(self) -> Iterator[Any]:
         with self._open() as file:
-            yield from file.iter_batches(_ROWS_AT_ONCE, columns=self._names, use_threads=False)
+            yield from file.iter_batches(_BATCH_ROWS, columns=self._names, use_threads=False)
 
 
 class ArrowSource(_ColumnarSource):
@@ -143,13 +143,13 @@ class ArrowSource(_ColumnarSource):
     def __init__(self, path: Path, options: SourceOptions) -> None:
         """Read the schema and choose the columns. Raises DataError if the file is damaged or has no such text."""
         super().__init__(path, options)
-        with self._damage_named(), self._mapped() as mapped:
+        with self._read_errors_translated(), self._mapped() as mapped:
             schema = self._reader(mapped).schema
         self._names = _text_columns(path, schema, options)
         self.about = f"arrow, text from {', '.join(self._names)}"
         self._position = 0
 
-    def _disk_after(self, rows: int) -> int:
+    def _disk_bytes_after(self, rows: int) -> int:
         return self._position
 
     def _mapped(self) -> Any:
@@ -170,8 +170,8 @@ class ArrowSource(_ColumnarSource):
                 # A stream is read sequentially; a file is not, but its batches are of similar size.
                 done = self.disk_bytes * number // reader.num_record_batches if numbered else mapped.tell()
                 self._position = done
-                for at in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                    yield batch.slice(at, _ROWS_AT_ONCE)
+                for at in range(0, batch.num_rows, _BATCH_ROWS):
+                    yield batch.slice(at, _BATCH_ROWS)
 
 
 def _text_columns(path: Path, schema: Any, options: SourceOptions) -> list[str]:
@@ -181,12 +181,12 @@ def _text_columns(path: Path, schema: Any, options: SourceOptions) -> list[str]:
     for name in names:
         kind = schema.field(name).type
         inner = kind.value_type if types.is_list(kind) or types.is_dictionary(kind) else kind
-        if not (types.is_string(inner) or types.is_large_string(inner) or _is_view(types, inner)):
+        if not (types.is_string(inner) or types.is_large_string(inner) or _is_string_view(types, inner)):
             raise DataError(f"{path}: column {name} holds {kind}, not text; give another as --text-column")
     return names
 
 
-def _is_view(types: Any, kind: Any) -> bool:
+def _is_string_view(types: Any, kind: Any) -> bool:
     return hasattr(types, "is_string_view") and bool(types.is_string_view(kind))
 
 
@@ -213,7 +213,7 @@ def preview_csv(file: TextFile, delimiter: str | None) -> CsvPreview:
     rows = [row for row in csv.reader(_lines_of(text), delimiter=found) if row]
     # The last row may be truncated, unless the whole file has been read.
     whole = rows[:-1] if len(beginning) == _PREVIEW_BYTES and len(rows) > 1 else rows
-    return CsvPreview(found, whole[:_ROWS_LOOKED_AT])
+    return CsvPreview(found, whole[:_PREVIEW_ROWS])
 
 
 def has_header(preview: CsvPreview, others: Sequence[CsvPreview], wanted: Sequence[str]) -> bool | None:
@@ -259,7 +259,7 @@ class CsvSource(RowSource):
     """Csv file with the text in one column for each key."""
 
     def __init__(self, file: TextFile, preview: CsvPreview, options: SourceOptions, *, header: bool) -> None:
-        """Choose the columns. Raises DataError if they are not there."""
+        """Choose the columns. Raises DataError if one is missing."""
         super().__init__(file.path, file.limits)
         names = [name.strip() for name in preview.rows[0]] if header else None
         self._width = len(preview.rows[0])
@@ -325,12 +325,12 @@ class _LineReader:
 
 
 def _delimiter(file: TextFile, text: str) -> str:
-    """Return the delimiter that gives most rows the same number of cells, above one; the comma if none does."""
+    """Return the delimiter by which most rows have the same number of cells, above one; the comma if none does."""
     if ".tsv" in [suffix.lower() for suffix in file.path.suffixes]:
         return "\t"
     best, most = ",", 1
     for delimiter in _DELIMITERS:
-        rows = [row for row in csv.reader(_lines_of(text)[:_LINES_LOOKED_AT], delimiter=delimiter) if row]
+        rows = [row for row in csv.reader(_lines_of(text)[:_PREVIEW_LINES], delimiter=delimiter) if row]
         cells, times = Counter(map(len, rows)).most_common(1)[0]
         if cells > most and times >= 0.9 * len(rows) - 1 and len(rows[0]) == cells:
             best, most = delimiter, cells
