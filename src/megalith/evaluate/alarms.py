@@ -19,6 +19,7 @@ from megalith.distributed.context import ParallelContext
 from megalith.evaluate.masked import MaskedResult
 from megalith.evaluate.text import Accuracy, TextLoss
 from megalith.models.language_model import LanguageModel
+from megalith.nn.norm import LayerNorm, RMSNorm
 from megalith.tokenizers import padded_vocab_size
 from megalith.train.metrics import read_metrics
 
@@ -197,20 +198,21 @@ def training_loss(save_folder: Path, iteration: int) -> float | None:
 
 
 def never_trained(model: LanguageModel, context: ParallelContext) -> bool:
-    """Return whether all norms are one and all biases zero, on all ranks; the first update changes them.
+    """Return whether all norms and biases have their initial values, on all ranks; the first update changes them.
 
     Models without biases have too little evidence in half precision, where small updates of a one are lost: they count
     as trained unless they are in at least fp32.
     """
-    biases, ones = 0, True
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            biases += 1
-            ones = ones and not bool(parameter.any())
-        elif "norm" in name:
-            ones = ones and bool((parameter == 1).all())
-    ones = ones and (biases > 0 or model.dtype in (torch.float32, torch.float64))
-    return all(comm.all_gather_objects(ones, context.world))
+    biases, initial = 0, True
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if name.endswith("bias"):
+                biases += 1
+                initial = initial and not bool(parameter.any())
+            elif isinstance(module, LayerNorm | RMSNorm):
+                initial = initial and bool((parameter == (0 if module.around_one else 1)).all())
+    initial = initial and (biases > 0 or model.dtype in (torch.float32, torch.float64))
+    return all(comm.all_gather_objects(initial, context.world))
 
 
 def size_difference(args: Mapping[str, Any], tokenizer_size: int) -> str | None:

@@ -19,7 +19,7 @@ from megalith.optim.rules import Fp32Arithmetic, UpdateRule
 from megalith.optim.torch_rule import TorchRule
 from megalith.registry import Entry, Registered, Registry, marked_in
 
-_QK_NORMS = ("q_layernorm.", "k_layernorm.")
+_QK_NORMS = ("q_layernorm", "k_layernorm")
 _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.output_layer.weight")
 
 
@@ -38,9 +38,9 @@ class Group:
 def decays(name: str, parameter: Tensor, config: OptimizerConfig) -> bool:
     """Return whether the weight decay acts on a parameter: not on biases and one-dimensional parameters.
 
-    The norms of queries and keys decay if that is asked for, weights and biases as in Megatron.
+    With `decays_qk_layernorm` weights and biases of the norms of queries and keys decay, too, as in Megatron.
     """
-    if config.decays_qk_layernorm and any(part in name for part in _QK_NORMS):
+    if config.decays_qk_layernorm and name.rpartition(".")[0].rpartition(".")[2] in _QK_NORMS:
         return True
     return not (name.endswith(".bias") or parameter.dim() == 1)
 
