@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -130,9 +129,7 @@ def test_each_step_of_the_ring_is_the_same_work_on_all_ranks_and_nothing_is_left
 
 def test_a_length_that_does_not_divide_names_its_neighbours() -> None:
     mixer = RingAttention(Axis("cp", (0, 1, 2, 3), 1))
-    with pytest.raises(
-        LayoutError, match=re.escape("--seq-length 20 does not divide into 2 x --context-parallel-size 4")
-    ):
+    with pytest.raises(LayoutError, match=r"--seq-length 20 .*--context-parallel-size 4"):
         mixer.positions(20)
     with pytest.raises(LayoutError, match="16 or 24"):
         mixer.shard(torch.zeros(1, 20), 1)

@@ -57,7 +57,7 @@ def test_a_mismatch(ranks: Any, world_size: int, kind: str, first: str, last: st
     messages = ranks.run(world_size, _mismatch, kind)
     assert len(set(messages)) == 1
     head, *calls = messages[0].splitlines()
-    assert head.startswith("--debug-collectives: the ranks of tp call different collectives (number 2 over")
+    assert head.startswith("--debug-collectives: ") and "tp" in head and "number 2" in head
     assert len(calls) == world_size
     for rank, call in enumerate(calls):
         what = last if rank == world_size - 1 else first

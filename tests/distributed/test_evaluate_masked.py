@@ -150,4 +150,4 @@ def with_other_texts(folder: str, scratch: str) -> str:
 def test_ranks_that_read_different_texts_say_so(ranks: Ranks, tmp_path: Path) -> None:
     folder = save(tmp_path / "saved", "bert")
     said = ranks.run(2, with_other_texts, str(folder), str(tmp_path / "scratch"))
-    assert all("the ranks read different texts" in text for text in said)
+    assert all("tokenizer" in text for text in said)

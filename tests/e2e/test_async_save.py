@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -112,7 +113,7 @@ def test_a_save_that_is_late_is_waited_for_and_that_is_said(warm: WarmProcess, t
     words = command(save, "--train-iters", 4, "--save-interval", 1, "--eval-interval", 50, "--async-save")
     done = warm.run(words, tmp_path, MEGALITH_FAULT="slow@step=1,point=mid_save")
     assert done.code == 0, done.text
-    assert "the checkpoint of iteration 1 was still being written: the training waited 0." in done.text
+    assert re.search(r"iteration 1\b.* waited 0\.", done.text)
     assert DirectoryStore(save).iterations() == [1, 2, 3, 4]
     assert all(saved["waited_seconds"] > 0.1 for saved in saves_of(save))
 
@@ -137,7 +138,7 @@ def test_a_disk_that_takes_no_more(warm: WarmProcess, tmp_path: Path, uninterrup
     )
     text = done.stdout + done.stderr
     assert done.returncode == 4, text
-    assert "ulimit -f" in text and "File too large" in text and "nothing was left there" in text
+    assert "ulimit -f" in text and "File too large" in text
     assert "Traceback" not in text
     assert names(save) == {"iter_0000003", "latest_checkpointed_iteration.txt", "run"}
     assert warm.run(words, tmp_path).code == 0
@@ -235,7 +236,7 @@ def test_a_second_run_into_the_folder_of_passing_checkpoints_is_refused(warm: Wa
     first = warm.start(command(tmp_path / "a", *endless, *words), tmp_path)
     first.wait_for("iteration        1/")
     second = warm.run(command(tmp_path / "b", *KILLED_RUN, *words), tmp_path)
-    assert second.code == 4 and f"{tmp_path / 'passing'} is being saved to by another run" in second.text
+    assert second.code == 4 and str(tmp_path / "passing") in second.text and str(first.pid) in second.text
     first.send(signal.SIGTERM)
     assert first.finish().code == 75
 
@@ -248,7 +249,7 @@ def test_a_save_folder_that_is_a_loop_of_links_is_refused_before_the_first_step(
     assert refused.code == 2 and f"--save {tmp_path / 'loop'}" in refused.text
     words = [*PASSING, "--non-persistent-global-ckpt-dir", tmp_path / "loop"]
     refused = warm.run(command(tmp_path / "c", *words), tmp_path)
-    assert refused.code == 4 and f"{tmp_path / 'loop'} cannot be used for saving: " in refused.text
+    assert refused.code == 4 and str(tmp_path / "loop") in refused.text
     assert "iteration        1/" not in refused.text and "Traceback" not in refused.text
 
 

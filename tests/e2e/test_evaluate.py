@@ -109,7 +109,7 @@ def test_lambada_as_typed(work: Work, repository: Path) -> None:
     )
     assert lines[start + 4] == lines[start + 6] == "-" * (len(result) + 1)
     assert lines[start + 7] == "done :-)"
-    assert "note: without effect on an evaluation: --no-load-optim, --no-load-rng" in shown
+    assert re.search("note: .*--no-load-optim, --no-load-rng", shown)
 
 
 @pytest.mark.full
@@ -164,7 +164,7 @@ def test_flags_that_contradict_the_checkpoint(work: Work, capsys: pytest.Capture
     said = capsys.readouterr().err
     for given, held in (("--num-layers 12", "2"), ("--hidden-size 768", "32"), ("--swiglu given", "not given")):
         assert re.search(rf"{given} .*checkpoint.*\b{held}\b", said), said
-    assert "--seq-length 1024 is longer than the 64 positions of the model" in said
+    assert re.search(r"--seq-length 1024 .*\b64 positions", said)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_our_command_refuses_too(work: Work, words: str, said: str, capsys: pyte
 def test_an_overlap_longer_than_a_window(work: Work, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--task", "text", "--data", str(work.wiki), "--seq-length", "16", "--overlapping-eval", "32"]
     assert main(["evaluate", str(work.checkpoint), *words]) == 2
-    assert "--overlapping-eval 32 is more than the 16 tokens of a window" in capsys.readouterr().err
+    assert re.search(r"--overlapping-eval 32 .*\b16 tokens", capsys.readouterr().err)
 
 
 def test_no_checkpoint(work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,7 +226,7 @@ def test_none_correct_is_called_out(work: Work, tmp_path: Path, capsys: pytest.C
     hopeless = tmp_path / "lambada_test.jsonl"
     hopeless.write_text('{"text": "KING: My lord, the zebra ate seventeen xylophones"}\n' * 9)
     what, cause = _alarm_of(capsys, work.checkpoint, "--task", "lambada", "--data", hopeless)
-    assert what.startswith("ALARM: 0 of 9 correct is at or below chance")
+    assert what.startswith("ALARM: 0 of 9 ")
     assert cause.startswith("  likely cause: ")
 
 
@@ -244,7 +244,7 @@ def test_all_skipped_is_called_out(work: Work, tmp_path: Path, capsys: pytest.Ca
     empty = tmp_path / "lambada.jsonl"
     empty.write_text('{"text": ""}\n{"text": "one"}\n')
     (what, _) = _alarm_of(capsys, work.checkpoint, "--task", "lambada", "--strict-lambada", "--data", empty)
-    assert what == "ALARM: all 2 samples were skipped, nothing was measured"
+    assert what.startswith("ALARM: all 2 samples ")
 
 
 def test_random_weights_are_called_out(
@@ -254,7 +254,7 @@ def test_random_weights_are_called_out(
     done = warm.run([*words, "--lr", 0, "--weight-decay", 0], tmp_path)
     assert done.code == 0, done.text
     lines = _alarm_of(capsys, tmp_path / "C", "--task", "wikitext103", "--data", work.wiki)
-    assert "ALARM: the weights are random" in "\n".join(lines)
+    assert re.search("ALARM: .*weights.* random", "\n".join(lines))
 
 
 def test_a_sound_result_has_no_alarm(work: Work, capsys: pytest.CaptureFixture[str]) -> None:

@@ -216,7 +216,7 @@ def test_several_hosts_need_to_know_their_numbers(repository: Path) -> None:
     script = str(repository / "examples/train_gpt3_124m.sh")
     done = subprocess.run(["bash", script], env={**ENVIRONMENT, "HOSTS": "2"}, capture_output=True, text=True)
     assert done.returncode != 0
-    assert "NODE_RANK: is the number of this host: 0 on the first, 1 on the second" in done.stderr
+    assert "NODE_RANK" in done.stderr
 
 
 SRUN = """#!/bin/bash

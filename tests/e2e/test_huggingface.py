@@ -112,8 +112,8 @@ def test_another_architecture_is_refused_with_every_flag(warm: WarmProcess, fold
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
     done = warm.run([*FLAGS[:-3], "--ffn-hidden-size", 32, *tokenizer, *RUN, *STILL, "--load", folder], tmp_path)
     assert done.code == 4
-    assert "--qk-layernorm: given in the checkpoint, not given here" in done.text
-    assert "--ffn-hidden-size: 24 in the checkpoint, 32 here" in done.text
+    assert "--qk-layernorm: " in done.text
+    assert re.search("--ffn-hidden-size: 24 .*32 ", done.text)
 
 
 def test_a_tokenizer_with_more_ids_than_rows_is_refused(
@@ -122,12 +122,12 @@ def test_a_tokenizer_with_more_ids_than_rows_is_refused(
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", VOCAB]  # one id more
     done = warm.run([*FLAGS, *tokenizer, *RUN, *STILL, "--load", folder], tmp_path)
     assert done.code == 4
-    assert "the tokenizer has 258 ids, and the embedding of the checkpoint 257 rows" in done.text
+    assert re.search("258 ids.* 257 rows", done.text)
     cut = {**small_weights(), "model.embed_tokens.weight": torch.zeros(200, 16)}
     write_folder(tmp_path / "cut", "qwen3", QWEN3, weights=cut, vocab_size=200)
     write_tokenizer(tmp_path / "cut")
     assert main(["generate", str(tmp_path / "cut"), "--prompt", "x"]) == 4
-    assert "the tokenizer has 257 ids, and the embedding 200 rows" in capsys.readouterr().err
+    assert re.search("257 ids.* 200 rows", capsys.readouterr().err)
 
 
 def test_generate(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -264,7 +264,7 @@ def test_a_wait_ends_though_each_look_takes_long(monkeypatch: pytest.MonkeyPatch
 
 def test_rank_0_doubts_an_address_that_is_not_its_own(meet: Meeting) -> None:
     ((code, text),) = meet(place(0, MASTER_ADDR="192.0.2.1"))
-    assert code == 6 and "MASTER_ADDR=192.0.2.1 is not an address of " in text
+    assert code == 6 and "MASTER_ADDR=192.0.2.1 " in text
 
 
 def start(warm: WarmProcess, cwd: Path, text: Path, *places: tuple[int, int, Sequence[object]]) -> list[Finished]:
@@ -281,7 +281,7 @@ def test_a_forgotten_node_rank_is_explained(warm: WarmProcess, tmp_path: Path, t
     ends = start(warm, tmp_path, text, (0, 4, []), (1, 4, []), (1, 4, []))
     assert [end.code for end in ends] == [2, 2, 2]
     for end in ends:
-        assert "two processes have rank 1: on " in end.text and "--node_rank" in end.text
+        assert "rank 1" in end.text and "--node_rank" in end.text
 
 
 def test_another_number_of_ranks(warm: WarmProcess, tmp_path: Path, text: Path) -> None:
@@ -353,7 +353,7 @@ def test_a_stop_before_the_ranks_are_started_starts_none(
         deadline = time.monotonic() + 10.0
         while "SIGTERM" not in (told := capsys.readouterr().err) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert "SIGTERM: stopping before the first step" in told
+        assert "SIGTERM: " in told
         return load(*words, **settings)  # type: ignore[arg-type]
 
     monkeypatch.setattr(train, "load", stopped_meanwhile)
@@ -540,4 +540,4 @@ def test_a_data_file_that_shrinks_is_named(repository: Path, tmp_path: Path) -> 
     assert re.match(
         r"megalith train: rank 0 \(\S+, process \d+\) of 1 was killed by signal 7 \(SIGBUS\) at step \d+ ", last
     )
-    assert last.endswith(f"; {text}.bin has shrunk from 4000 to 0 bytes while it was in use")
+    assert re.search(rf"; {re.escape(str(text))}\.bin .*\b4000 to 0 bytes", last)

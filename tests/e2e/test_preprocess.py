@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -54,10 +55,7 @@ def test_the_first_users_command_line(command: list[str], files: list[str], tmp_
     assert screen[2].startswith("Time to startup: ")
     assert screen[3].startswith("Wrote my-gpt2_text_document.bin and .idx: 100 documents, ")
     notes = done.stderr.splitlines()
-    assert notes[:2] == [
-        "note: --dataset-impl: obsolete; datasets are always memory-mapped",
-        "note: --chunk-size: obsolete; work is divided by size",
-    ]
+    assert [note.split()[1] for note in notes[:2]] == ["--dataset-impl:", "--chunk-size:"]
     assert notes[2].startswith("Processed 100 documents (") and notes[2].endswith(" MB/s).")
     dataset, tokenizer = IndexedDataset(str(tmp_path / "my-gpt2_text_document")), GPT2BPETokenizer(files[1], files[3])
     assert dataset.num_documents == 100
@@ -71,7 +69,7 @@ def test_a_text_file_with_separators(repository: Path, files: list[str], tmp_pat
     arguments = ["preprocess", "--input", "stories.txt", "--output_prefix=new/folder/stories", "--append-eod"]
     done = run([*command, *arguments, *files], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "txt, separated by '<|endoftext|>', UTF-8" in done.stdout
+    assert re.search(r"\btxt\b.*'<\|endoftext\|>'.*UTF-8", done.stdout)
     dataset = IndexedDataset(str(tmp_path / "new/folder/stories_text_document"))
     assert dataset.num_documents == 2
 
@@ -238,7 +236,7 @@ def test_an_interrupted_run_leaves_no_process_and_is_gone_on_with(
     assert {path.suffix for path in tmp_path.glob("out*")} == {".partial", ".unfinished"}
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("note going on with the unfinished run of out: ")
+    assert re.match(r"note .*\bout: \d+ documents ", done.stdout)
     assert {path.suffix for path in tmp_path.glob("out*")} == {".bin", ".idx", ".card"}
     for ending in (".bin", ".idx"):
         made, expected = tmp_path / f"out_text_document{ending}", clean / f"clean_text_document{ending}"

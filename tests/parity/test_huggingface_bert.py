@@ -110,8 +110,9 @@ def test_where_the_norms_stand_decides_which_of_theirs_it_is() -> None:
     model = ModelConfig(model_family="bert", **sizes)
     with pytest.raises(CheckpointError) as caught:
         family_for(model)
-    assert "  bert: it has apply_residual_connection_post_layernorm True, the model False" in str(caught.value)
-    assert "  megatron-bert: it has the exact GELU\n" in str(caught.value)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    assert [line for line in lines if line.startswith("bert: ") and "apply_residual_connection_post_layernorm" in line]
+    assert [line for line in lines if line.startswith("megatron-bert: ") and "GELU" in line]
     for published, found in ((False, "megatron-bert"), (True, "bert")):
         exact = replace(model, bias_gelu_fusion=False, apply_residual_connection_post_layernorm=published)
         assert family_for(exact).model_type == found

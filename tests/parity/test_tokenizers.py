@@ -422,7 +422,7 @@ def test_what_is_no_text_is_an_error(openai: GPT2BPETokenizer, bert: Any, ranked
     _, pieces = _sentence_piece(shared)
     for tokenizer in (openai, bert[0], ranked[0], *pieces):
         for text in broken:
-            with pytest.raises(DataError, match=r"character 2 is a lone surrogate \(U\+D[8C]"):
+            with pytest.raises(DataError, match=r"character 2 .*\(U\+D[8C]"):
                 tokenizer.encode(text)
             with pytest.raises(DataError, match="lone surrogate"):
                 tokenizer.encode_batch(["ab", text])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import tarfile
 import warnings
 from pathlib import Path
@@ -276,9 +277,7 @@ def test_a_wrong_model_is_refused_with_every_difference(golden: Any) -> None:
         DirectoryStore(golden("llama_torch_dist")).load(10, content)
     lines = str(caught.value).splitlines()
     # Everything else is another precision of the same.
-    assert (
-        len(lines) == 2 and "output_layer.weight has shape [512, 16] in the checkpoint and [640, 16] here" in lines[1]
-    )
+    assert len(lines) == 2 and re.search(r"output_layer\.weight .*\[512, 16\].*\[640, 16\]", lines[1])
     assert all((tensor == -7.0).all() for tensor in parameters.values()), "a refused load changed the model"
 
 

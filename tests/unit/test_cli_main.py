@@ -92,7 +92,8 @@ def test_the_first_rank_of_a_machine_speaks_of_a_bad_configuration(
     assert waited == [5.0], "torchrun would end the first rank before it has spoken"
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert cli.main(["paint"]) == 2
-    assert capsys.readouterr().err == ("megalith paint: 2 errors, nothing was started:\n  1. one\n  2. two\n")
+    head, *lines = capsys.readouterr().err.splitlines()
+    assert head.startswith("megalith paint: 2 ") and lines == ["  1. one", "  2. two"]
     assert len(waited) == 1
 
 
@@ -206,7 +207,7 @@ def test_config_prints_a_recipe_and_notes(capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["config", *good, "--no-rope-fusion"]) == 0
     printed = capsys.readouterr()
     assert "[model]\n" in printed.out and "\nnum_layers = 2\nhidden_size = 1008\n" in printed.out
-    assert printed.err.startswith("note: accepted, nothing needed here")
+    assert printed.err.startswith("note: ") and "--no-rope-fusion" in printed.err
     assert cli.main(["config", "--flags"]) == 0
     assert "--lr-decay-style constant|linear|cosine" in capsys.readouterr().out
 
@@ -224,13 +225,12 @@ def test_a_bad_configuration_ends_at_once_without_torch() -> None:
     rc, err, modules = run_in_a_process(code, *BAD.split())
     assert rc == 2
     assert not {"torch", "transformers", "numpy", "rich"} & set(modules)
-    assert err.splitlines() == [
-        "megalith config: 3 errors, nothing was started:",
-        "  1. --hiden-dropout is not a flag; did you mean --hidden-dropout?",
-        "  2. --hidden-size 1000 is not divisible by --num-attention-heads 12 (1000 = 83*12 + 4); "
-        "nearest: 996 or 1008, or use 10 heads",
-        "  3. --min-lr 1 is above --lr 0.001; use --min-lr of at most 0.001",
-    ]
+    head, unknown, heads, rate = err.splitlines()
+    assert head.startswith("megalith config: 3 ")
+    assert unknown.startswith("  1. --hiden-dropout ") and "--hidden-dropout?" in unknown
+    assert heads.startswith("  2. --hidden-size 1000 ") and "--num-attention-heads 12" in heads
+    assert "996" in heads and "1008" in heads
+    assert rate.startswith("  3. --min-lr 1 ") and "--lr 0.001" in rate
 
 
 def test_help_is_immediate() -> None:

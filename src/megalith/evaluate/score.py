@@ -66,8 +66,8 @@ class BatchScorer(Generic[M]):
     """Runner of batches: the ranks of a replica share each batch, replicas take batches in turn.
 
     Args:
-        context: the ranks that share the model and the samples; this process alone if None. All of them call together,
-            with equal samples, and get the results of all.
+        context: the ranks that share the model and the samples; this process alone if None. Calls are collective, with
+            equal samples on all ranks, and return the results of all samples.
     """
 
     def __init__(self, model: M, context: ParallelContext | None = None, *, batch_size: int = 8) -> None:
@@ -161,7 +161,7 @@ class Scorer(BatchScorer[GenerativeModel | PlainModel]):
             ids = np.asarray(sample.ids, dtype=np.int64)
             if ids.max() >= rows:
                 raise DataError(
-                    f"the tokenizer gives the id {ids.max()}, and the model has {rows} rows in its vocabulary table: "
+                    f"the tokenizer returns the id {ids.max()}, and the model has {rows} rows in its vocabulary table: "
                     "it is not the tokenizer that the model was trained with"
                 )
             digest.update(ids.tobytes() + bytes([sample.num_targets % 256]))
@@ -246,8 +246,8 @@ def score_targets(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each target, and whether no token is likelier (the first of equals counts).
 
-    Shapes: states [T, D], alike on all ranks of the region; weight [V, D] and bias [V] of the logits, the rows that are
-        here; targets [T] -> 2 x [T], alike on all ranks. Logarithms are taken in at least fp32. The first
+    Shapes: states [T, D], equal on all ranks of the region; weight [V, D] and bias [V] of the logits, this rank's rows;
+        targets [T] -> 2 x [T], equal on all ranks. Logarithms are taken in at least fp32. The first
         `num_tokens` rows of the table count, all if None.
     """
     rows = max(1, _LOGITS_AT_ONCE // weight_VD.shape[0])

@@ -14,8 +14,8 @@ s, which have at least L - s tokens of context, so that every token but the firs
     window 2          . . . x x
 
 WikiText, the Penn Treebank and LAMBADA are distributed as words between single spaces. A model that reads subwords is
-measured on the text behind them (what is replaced, and in which order, is what Megatron replaces); its loss per subword
-is then taken over the number of the benchmark's words.
+measured on the detokenised text (with Megatron's replacements, in its order); its loss is then divided by the number of
+the benchmark's words.
 
 Sources: docs/reference/evaluation.md#lambada, docs/reference/evaluation.md#wikitext-103.
 """
@@ -64,7 +64,7 @@ _PTB = (
 )
 
 BUNDLED = "cloze.jsonl"
-"""Sixty sentences of our own, to try a model without a download; far fewer and easier than LAMBADA's."""
+"""Sixty sentences, to try a model without a download; far fewer and easier than LAMBADA's."""
 _LARGEST_EXPONENT = 20.0  # Megatron's: a perplexity is at most e^20
 
 
@@ -95,7 +95,7 @@ def unchanged(text: str) -> str:
 
 
 DETOKENIZERS: dict[str, Detokenizer] = {"ptb": ptb, "wiki": wikitext, "lambada": unchanged}
-"""Part of a path -> what undoes the tokenisation of that benchmark; the first that fits counts."""
+"""Part of a path -> function that undoes the tokenisation of that benchmark; the first match counts."""
 
 
 def detokenizer_for(path: str) -> tuple[str, Detokenizer] | None:
@@ -339,7 +339,7 @@ def _detokenizer(path: Path, name: str, listener: Listener) -> Detokenizer:
 
 
 def measure_text(path: Path, scorer: Scorer, tokenizer: Tokenizer, windows: Windows, listener: Listener) -> TextLoss:
-    """Measure perplexity and bits per byte of a jsonl or of one text, each document whole, after an end of document."""
+    """Measure perplexity and bits per byte of a jsonl or a text; each document follows an end-of-document token."""
     texts = read_documents(path)
     whole = [text for text in texts if text]
     documents = [[tokenizer.eod, *ids] for ids in tokenizer.encode_batch(whole)]

@@ -1,10 +1,9 @@
-"""Where the pieces of a parameter live: the vocabulary of every placement table, and its arithmetic.
+"""Placements: how parameters are sharded over tensor-parallel ranks, and the arithmetic of shards.
 
 A module declares, beside its math, one placement for each of its parameters. The readers are the seeded
 initialisation, the checkpoint chunks, the import and export of foreign formats, the extra gradient sums,
-the norms and counts, and the documentation. A placement says nothing of ranks: it says along which tensor
-dimension the tensor-parallel axis cuts. `local_pieces` is the one function that says, for an axis of some size, which
-rows of the global tensor the tensor at some index holds; everything else here follows from it.
+the norms and counts, and the documentation. A placement names no rank, only the tensor dimension that is sharded.
+`local_pieces` alone says which rows of the global tensor a rank holds; everything else here derives from it.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from megalith.layout import shard_range
 class Replicated:
     """Every tensor-parallel rank holds the whole tensor.
 
-    With `partial` each applies it to what only it computes, such as its own heads, so that its gradient there is a part
-    of the whole one, whatever the region.
+    With `partial` each rank applies it to its own activations, such as its heads, so that its gradient is a partial
+    sum, with and without sequence parallelism.
     """
 
     partial: bool = False
@@ -95,7 +94,7 @@ Placement = Replicated | Split | Fused | GroupedHeads
 
 @dataclass(frozen=True)
 class Shard:
-    """The part [start, stop) of a dimension that is held here; `replicas` ranks hold the same part."""
+    """The part [start, stop) of a dimension on this rank; `replicas` ranks hold the same part."""
 
     start: int
     stop: int

@@ -44,8 +44,8 @@ class ModelRunner(Runner):
 
     Args:
         model: A decoder, or an encoder-decoder.
-        num_blocks: Of the cache; the same on all ranks.
-        context_length: Most positions of a model without a table of positions; those of the training if None.
+        num_blocks: Blocks of the KV cache; the same on all ranks.
+        context_length: Maximum number of positions, for models without a position table; as in training if None.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class ModelRunner(Runner):
         with torch.inference_mode():
             tokens = [token for chunk in batch.chunks for token in decoder_tokens(chunk, self.block_size)]
             tokens_1S, view = torch.tensor([tokens], device=self.model.device), self.cache.begin(batch)
-            more: dict[str, Any] = {"layers": self._layers} if self._layers is not None else {}
+            options: dict[str, Any] = {"layers": self._layers} if self._layers is not None else {}
             if self._cross_attentions:
-                more = {"encoded": self._encode_new(batch, view)}
-            return self.model.hidden_states(tokens_1S, hidden_SBD=hidden_S1D, cache=view, **more)
+                options = {"encoded": self._encode_new(batch, view)}
+            return self.model.hidden_states(tokens_1S, hidden_SBD=hidden_S1D, cache=view, **options)
 
     def _encode_new(self, batch: Batch, view: CacheView) -> EncoderCacheView:
         """Return the cross-attention cache of all chunks, after encoding the new encoder inputs one by one."""
@@ -109,7 +109,7 @@ class ModelRunner(Runner):
 
 
 class _TokenCache:
-    """Tokens of all sequences in blocks, in place of their keys and values."""
+    """Paged cache of token ids instead of keys and values."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.tokens = torch.zeros(num_blocks, block_size, dtype=torch.int64)
@@ -153,7 +153,7 @@ class PlainRunner(Runner):
 def runner_of(
     model: GenerativeModel | PlainModel, num_blocks: int, *, context_length: int | None = None
 ) -> ModelRunner | PlainRunner:
-    """Return the runner of a model that is whole in this process; arguments as of `ModelRunner`."""
+    """Return the runner of an unsharded model; arguments as of `ModelRunner`."""
     if isinstance(model, PlainModel):
         return PlainRunner(model, num_blocks)
     return ModelRunner(model, num_blocks, context_length=context_length)
@@ -181,7 +181,7 @@ _CLOSE, _PING, _RUN = range(3)
 
 
 def pack(batch: Batch) -> list[int]:
-    """Return a batch as integers, for a broadcast."""
+    """Serialise a batch to integers, for a broadcast."""
     message = [len(batch.chunks), len(batch.copies)]
     for copy in batch.copies:
         message += copy
@@ -192,16 +192,16 @@ def pack(batch: Batch) -> list[int]:
 
 
 def unpack(message: Sequence[int]) -> Batch:
-    """Restore the batch that `pack` made integers of."""
-    num_pieces, num_copies = message[:2]
+    """Return the batch that `pack` serialised."""
+    num_chunks, num_copies = message[:2]
     at = 2 + 2 * num_copies
     copies = [(message[i], message[i + 1]) for i in range(2, at, 2)]
     chunks = []
-    for _ in range(num_pieces):
-        num_tokens, start, num_blocks, num_logits, source = message[at : at + 5]
+    for _ in range(num_chunks):
+        num_tokens, start, num_blocks, num_logits, encoder_length = message[at : at + 5]
         tokens = message[at + 5 : at + 5 + num_tokens]
         at += 5 + num_tokens + num_blocks
-        chunks.append(Chunk(tokens, start, message[at - num_blocks : at], num_logits, source))
+        chunks.append(Chunk(tokens, start, message[at - num_blocks : at], num_logits, encoder_length))
     return Batch(chunks, copies)
 
 
@@ -227,8 +227,8 @@ class RankRunner(ModelRunner):
         if context.world.size != context.tp.size * context.pp.size:
             raise LayoutError(
                 f"{context.world.size} ranks are more than --tensor-model-parallel-size {context.tp.size} x "
-                f"--pipeline-model-parallel-size {context.pp.size}: start that many processes; each replica of a model "
-                "is served by a server of its own"
+                f"--pipeline-model-parallel-size {context.pp.size}: start that many processes, and one server per "
+                "replica of the model"
             )
         assert not isinstance(model, PlainModel), "a plain module is whole on one rank"
         super().__init__(model, num_blocks, block_size, context_length=context_length)
@@ -310,7 +310,7 @@ class RankRunner(ModelRunner):
 
 
 def _peer_error(error: RuntimeError) -> PeerError:
-    # gloo puts the line of its source before what happened, and advice behind it.
+    # gloo prefixes the message with a source location and appends advice.
     what = re.sub(r"^\[\S+\] ", "", str(error)).partition(" This is typically")[0]
     return PeerError(f"a rank that shares the model does not answer: {what}")
 
@@ -331,7 +331,7 @@ def decoder_prompt_of(model: LanguageModel, tokenizer: Tokenizer) -> DecoderProm
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Encode a text for an encoder; <extra_id_N> stands for itself whatever the tokenizer makes of it.
+    """Encode a text for an encoder; <extra_id_N> becomes that token even if the tokenizer would split it.
 
     Raises `DataError` if the tokenizer has fewer of these tokens, or cannot encode the text.
     """
@@ -340,7 +340,9 @@ def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     if unknown := [name for name in named if name not in sentinels]:
         shown = unknown[0] if len(unknown[0]) < 40 else f"{unknown[0][:30]}...>"
         raise DataError(f"has {shown}, and the tokenizer {len(sentinels)} tokens <extra_id_N>")
-    if not named or sentinels[named[0]] in tokenizer.encode(named[0]):  # it knows them, and puts ends around the whole
+    if not named or sentinels[named[0]] in tokenizer.encode(
+        named[0]
+    ):  # the tokenizer knows them, and adds its own special tokens
         return tokenizer.encode(text)
     ids = list[int]()
     for part in re.split(r"(<extra_id_\d+>)", text):

@@ -91,17 +91,17 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
 def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -> list[Chunk]:
     """Return what this rank saves of the model and its optimizer: over all ranks, each element once.
 
-    The replicas of the model write a share each of what they hold alike; fully sharded they hold nothing alike.
+    Each replica of the model writes a share of the replicated tensors; with full sharding nothing is replicated.
     """
-    alike, buffers = _model_chunks(state, run, dedup=True), _buffer_chunks(state, run, dedup=True)
+    replicated, buffers = _model_chunks(state, run, dedup=True), _buffer_chunks(state, run, dedup=True)
     divided = _optimizer_chunks(state, run, dedup=True) if with_optimizer else []
     if run.fully_sharded:
-        alike, divided = [], alike + divided
+        replicated, divided = [], replicated + divided
     elif not run.parallel.shards_optimizer_only:
-        alike, divided = alike + divided, []
+        replicated, divided = replicated + divided, []
     shares = []
     for of_experts, holders in ((False, _replicas(state)), (True, state.context.edp)):
-        part = [chunk for chunk in alike + buffers if is_of_experts(chunk.key) == of_experts]
+        part = [chunk for chunk in replicated + buffers if is_of_experts(chunk.key) == of_experts]
         shares += share_of(part, holders.index, holders.size)
     return shares + divided
 
@@ -194,7 +194,7 @@ def _groups(groups: Sequence[Mapping[str, Any]], state: TrainState) -> list[Mapp
 
 
 def _by_experts(state: TrainState) -> bool:
-    """Return whether random states have a key per expert-parallel rank: not if experts have a TP size of their own."""
+    """Return whether random states have a key per expert-parallel rank: only if experts have the same TP size."""
     return state.context.layout.expert_tp == state.context.layout.tp
 
 

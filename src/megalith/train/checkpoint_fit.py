@@ -42,10 +42,10 @@ class FoundCheckpoint:
     """A sound checkpoint to continue from."""
 
     iteration: int
-    notes: tuple[str, ...]  # what the user must hear about the way to it: damaged or missing checkpoints passed over
+    notes: tuple[str, ...]  # warnings: damaged or missing checkpoints that were skipped
     args: Mapping[str, Any]  # Megatron's arguments of the run that wrote it
     manifest: Mapping[str, Any] | None  # None if another program wrote it
-    weights_only: bool = False  # it is weights to begin from, not the state of a run
+    weights_only: bool = False  # it has weights to start from, without the state of a run
 
     @property
     def saved_settings(self) -> Mapping[str, Any]:
@@ -91,7 +91,7 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
     """Compare a checkpoint with the configuration of this run.
 
     Returns:
-        What the user must hear: the changes of the data that `--accept-data-change` accepts.
+        Notes for the user: the changes of the data that `--accept-data-change` accepts.
 
     Raises:
         CheckpointError: it is of another architecture, tokenizer or (unless `--finetune` or `--accept-data-change`)
@@ -119,12 +119,12 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
         )
         if not model:
             remedy = (
-                "give the data of that run, another --load, --accept-data-change to go on with this data from the "
-                "sample where that run stood, or --finetune to start anew from its weights"
+                "give the data of that run, another --load, --accept-data-change to continue with this data from the "
+                "next sample of that run, or --finetune to start a new run from its weights"
             )
         head = f"the checkpoint of iteration {found.iteration} in {run.checkpoint.load} is of another run:"
         raise CheckpointError("\n  ".join([head, *model, *data, remedy]))
-    notes = (f"{change}; --accept-data-change: going on with it" for change in data)
+    notes = (f"{change}; --accept-data-change: accepted" for change in data)
     return (*notes, *_other_source(found.args, run))
 
 
@@ -206,7 +206,7 @@ def _other_tokenizer(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[s
     if not differing:
         return []
     rows = side_by_side(("the checkpoint", "this run"), differing)
-    return ["the tokenizer is another (what is equal is left out):", *(f"  {row}" for row in rows)]
+    return ["the tokenizer differs (equal entries are not listed):", *(f"  {row}" for row in rows)]
 
 
 def _changes(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:

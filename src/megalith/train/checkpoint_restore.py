@@ -132,7 +132,7 @@ def thread_notes(found: FoundCheckpoint, device: torch.device) -> tuple[str, ...
 def _precision_notes(found: FoundCheckpoint, run: RunConfig) -> tuple[str, ...]:
     """Return a warning where the run that wrote the checkpoint had another precision."""
     was, now = str(found.args.get("params_dtype", "")).removeprefix("torch."), run.precision.params_dtype
-    return () if was in ("", now) else (f"the checkpoint is of a run in {was}; this one goes on from it in {now}",)
+    return () if was in ("", now) else (f"the checkpoint is of a run in {was}; this one continues it in {now}",)
 
 
 def _holds_streams(store: DirectoryStore, found: FoundCheckpoint, state: TrainState) -> bool:
@@ -145,7 +145,7 @@ def _holds_streams(store: DirectoryStore, found: FoundCheckpoint, state: TrainSt
 def _load_streams(loaded: LoadedContent, found: FoundCheckpoint, state: TrainState, run: RunConfig) -> tuple[str, ...]:
     """Continue this rank's random streams if the checkpoint has them; return a warning if not.
 
-    Megatron's replicas have one state in common, unless told otherwise.
+    By default Megatron's replicas share one state.
     """
     states, replicas = loaded.objects.get(rng_key(state), ()), sharing_a_key(state)
     if len(states) == replicas.size:

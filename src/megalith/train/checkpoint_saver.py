@@ -146,12 +146,12 @@ class AsyncSaver:
             self._under_way.stall += time.perf_counter() - began
 
     def advance(self, *, failed: bool = False) -> SavedCheckpoint | None:
-        """Take the save under way to its next stage, waiting for what is busy; return the checkpoint once complete.
+        """Advance the pending save by one stage, waiting for its threads; return the checkpoint once complete.
 
-        All ranks call it together.
+        Collective.
 
         Raises:
-            CheckpointError: it could not be written, on whichever rank; earlier checkpoints are untouched.
+            CheckpointError: a rank could not write it; earlier checkpoints are unchanged.
         """
         under_way, self._under_way = self._under_way, None  # an error ends it
         assert under_way is not None, "no save is under way"

@@ -1,4 +1,4 @@
-"""Decisions that all ranks take alike: sums over ranks, stop requests, the time limit, the stage of a save."""
+"""Decisions that are equal on all ranks: sums over ranks, stop requests, the time limit, the stage of a save."""
 
 from __future__ import annotations
 

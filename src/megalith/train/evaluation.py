@@ -41,7 +41,7 @@ def evaluate(
     should_stop: Callable[[], bool] = lambda: False,
     probe: Probe = no_probe,
 ) -> Evaluation | None:
-    """Average the loss over the global batches of a set, all unmasked tokens alike; None if it was stopped early.
+    """Average the loss over all unmasked tokens of the global batches of a set; None if it was stopped early.
 
     Args:
         state: Its counters are left alone; the model is in training mode afterwards.

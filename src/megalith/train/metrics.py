@@ -1,9 +1,9 @@
 """metrics.jsonl: every step, evaluation and event of a run, one JSON object a line, always on.
 
-Each line is handed to the system as it is written, so that it outlives this process, though not always a power cut. A
-crash can tear the last one; the writer starts on a fresh line and the reader passes over the torn one. After a resume
-from an earlier checkpoint the file goes back in iterations: an event marks the place and the reader drops what was done
-again.
+Each line is passed to the system as it is written, so that it survives a crash of this process, though not always a
+power cut. A crash can truncate the last line; the writer then starts a new line, and the reader skips truncated ones.
+After a resume from an earlier checkpoint iterations repeat: an event marks the resume, and the reader drops the
+abandoned steps.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class MetricsWriter(Hook):
         file.close()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a", buffering=1, encoding="utf-8")
-        warn(f"WARNING: {self._path} was deleted while it was written to; the metrics go on in a new file")
+        warn(f"WARNING: {self._path} was deleted while it was written to; the metrics continue in a new file")
 
     def after_step(self, result: StepResult) -> None:
         values = asdict(result)
@@ -115,7 +115,7 @@ class MetricsWriter(Hook):
     def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # a full disk was told of when the line was written
+            with contextlib.suppress(OSError):  # a full disk was reported when the line was written
                 file.close()
 
 

@@ -102,12 +102,8 @@ def auxiliary_losses(
 def expert_load(chunks: Sequence[LanguageModel], context: ParallelContext) -> Tensor:
     """Count how often the tokens of this rank chose each expert in this step, [layers x experts], fp64.
 
-    Dense layers have zeros.
-
-    Layers of multi-token prediction stand behind the others.
-
-    The sum over context-parallel ranks and replicas is that of all tokens; tensor-parallel ranks and stages have the
-    same.
+    Dense layers have zeros; layers of multi-token prediction come last. The result is equal on tensor-parallel ranks
+    and pipeline stages; its sum over context-parallel ranks and replicas counts all tokens.
     """
     model = chunks[0].config
     layers = model.num_layers + model.predictions
@@ -127,10 +123,10 @@ def _of_all_layers(sums: Tensor, chunks: Sequence[LanguageModel], context: Paral
 
 @torch.no_grad()
 def set_offsets(chunks: Sequence[LanguageModel], context: ParallelContext, memory: float) -> None:
-    """Set the offsets of experts that quantiles balance, to those that this step asked for.
+    """Update the expert offsets of quantile balancing with those that the routers computed in this step.
 
-    These are means over the micro-batches of all replicas, of which the share `memory` of what was before is kept. What
-    all experts have in common is taken away, for it decides nothing.
+    The new offsets are a running average, with decay `memory`, of the mean over the micro-batches of all replicas.
+    Their mean over the experts, which affects no choice, is subtracted.
 
     Source: Megatron-LM pull request 5349 (June 2026).
     """

@@ -72,7 +72,7 @@ def build_profiler(log: LogConfig, device: torch.device, rank: int, folder: Path
 
 
 class Profile(Hook):
-    """Profiles the iterations behind `start` up to `end`, in a run that begins behind `iteration`."""
+    """Profiles the iterations after `start` up to `end`, in a run that starts after `iteration`."""
 
     def __init__(
         self, profiler: TorchProfiler | NsysMarks, start: int, end: int, iteration: int, say: Callable[[str], None]
@@ -82,7 +82,7 @@ class Profile(Hook):
         if iteration == start:
             self._begin()
         elif iteration > start:
-            say(f"no profile: the run begins at iteration {iteration}, behind --profile-step-start {start}")
+            say(f"no profile: the run starts at iteration {iteration}, after --profile-step-start {start}")
 
     def after_step(self, result: StepResult) -> None:
         if result.iteration == self._start:

@@ -1,7 +1,7 @@
-"""The curves of a run under Megatron's scalar names, for whoever draws them: TensorBoard, Weights & Biases.
+"""Scalars of a run under Megatron's names, for TensorBoard and Weights & Biases.
 
-A drawer that fails (a full disk, a service that is gone) is left with one warning; the run goes on. Every number is in
-metrics.jsonl too.
+A writer that fails (a full disk, an unreachable service) is disabled with one warning; the run continues. Every number
+is also in metrics.jsonl.
 
 Source: docs/reference/console.md#tensorboard-and-wb.
 """

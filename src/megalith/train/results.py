@@ -122,7 +122,7 @@ class GradientNoise:
     # small_norm, large_norm: of their gradients
     small_norm: float
     large_norm: float
-    scale: float | None  # in samples, smoothed over the reports; None while it cannot be told
+    scale: float | None  # in samples, smoothed over the reports; None while it is undetermined
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class ScheduledSave:
-    """A checkpoint that is being written while training goes on."""
+    """A checkpoint that is being written while training continues."""
 
     iteration: int
     folder: str

@@ -28,8 +28,8 @@ from megalith.train.results import Hook, StepResult
 class RoutingTrace(Hook):
     """Writes the choices of the routers of this rank in training, without evaluations and recomputed forward passes.
 
-    Logits are those of what routers are given: before noise, and where choices are random the router's own. A run that
-    has `start` steps behind it continues its files; a new one begins them anew.
+    Logits are those of the router's input: before noise, and with random choices those that the router computes. A run
+    that resumes after `start` steps continues its files; a new run overwrites them.
     """
 
     def __init__(self, log: LogConfig, rank: int, chunks: Sequence[LanguageModel], start: int = 0) -> None:

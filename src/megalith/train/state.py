@@ -26,8 +26,8 @@ ALARM_DEVIATIONS, ALARM_SHARE = 8.0, 0.25  # standard deviations and share of th
 class StepCheck:
     """The test for anomalous steps: a loss or gradient norm that is not finite, or far above those of the steps before.
 
-    Decided from numbers that all ranks have alike, before an update is made, so that all of them do the same. The
-    numbers of the last steps are part of a checkpoint, so that a resumed run decides as the run without a break does.
+    It is decided before the update, from numbers that are equal on all ranks, so that all ranks decide equally. The
+    numbers of the last steps are part of a checkpoint, so that a resumed run decides as an uninterrupted one.
     """
 
     not_finite: bool = True

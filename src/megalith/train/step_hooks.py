@@ -121,7 +121,7 @@ class NaNInjector(StepHook):
     active: bool = False
 
     def strikes(self, iteration: int) -> bool:
-        """Return whether the step that makes this iteration is hit: alike on every rank and after a resume."""
+        """Return whether an error is injected into this iteration; equal on every rank and after a resume."""
         return self.rate > 0 and Random(f"{self.seed} {iteration}").randrange(self.rate) == 0
 
     def on_losses(self, micro_batch: int, sums: Tensor) -> Tensor:

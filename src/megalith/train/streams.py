@@ -16,7 +16,7 @@ def warn(text: str) -> None:
 
 
 def drop(stream: TextIO) -> None:
-    """Send what is still written to a broken stream to nowhere, or Python fails once more when it ends."""
+    """Redirect a broken stream to the null device: else Python fails again when it flushes at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

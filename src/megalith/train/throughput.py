@@ -136,8 +136,8 @@ def measure_peak(device: torch.device, dtype: torch.dtype, budget_seconds: float
     """Return the FLOP/s of the best square matrix product on this device, of several samples within about the budget.
 
     The first products of each size start threads, open libraries and choose kernels: they do not count. Operands are
-    random, because constant ones let a GPU clock higher. Where a dtype has no fast product, the one that stands in for
-    it is measured (`nn.precision.product_dtype`).
+    random, because constant ones let a GPU clock higher. If products of a dtype are computed in another one
+    (`nn.precision.product_dtype`), that is measured.
     """
     dtype = product_dtype(torch.empty(0, dtype=dtype, device=device))
     best, last, deadline = 0.0, 0.0, time.perf_counter() + budget_seconds

@@ -1,7 +1,7 @@
 """Timers by name, on this rank and gathered from all ranks, in the form that Megatron prints.
 
-A timer of a level above that of the run costs nothing and says nothing. On a GPU a stretch above level 0 waits for the
-device at both ends, so that it counts what was computed in it; no rank ever waits for another one because of a timer.
+A timer of a level above that of the run costs nothing and reports nothing. On a GPU a timer above level 0 synchronises
+the device at both ends, so that it measures the computation; no rank waits for another one because of a timer.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Work:
 class StragglerReport(Hook):
     """`--log-straggler`: which rank the others wait for, and what that costs.
 
-    In a step of a parallel run every rank takes the same wall time; a slow one is told by waiting less than the others.
-    How busy each rank was is gathered at the end of each interval but the first, by this hook of all of them. `named`
-    of the slowest and of the fastest ranks are named.
+    In a step of a parallel run every rank takes the same wall time; a slow rank waits less than the others. The busy
+    time of each rank is gathered at the end of each interval except the first; all ranks need this hook. The `named`
+    slowest and fastest ranks are printed.
     """
 
     def __init__(self, axis: Axis, clock: WaitClock, say: Callable[[str], None], named: int) -> None:

@@ -285,7 +285,8 @@ def test_another_dtype(form: str, models: dict[str, Path], tmp_path: Path) -> No
 def test_the_vocabulary_is_padded_anew_and_back(form: str, models: dict[str, Path], tmp_path: Path) -> None:
     """43 tokens: 48 rows in multiples of 8 on one rank, 64 on four."""
     made = convert(models["llama"], tmp_path / "four", ConversionOptions(format=form, tp=4, true_vocab_size=43))
-    assert made.notes == ["the vocabulary is padded to 64 rows instead of 48"]
+    (note,) = made.notes
+    assert "64" in note and "48" in note
     rows = whole(open_source(made.path), "output_layer.weight")
     assert rows.shape == (64, 16) and not rows[48:].any()
     convert(tmp_path / "four", tmp_path / "back", ConversionOptions(tp=1, true_vocab_size=43))
@@ -295,7 +296,8 @@ def test_the_vocabulary_is_padded_anew_and_back(form: str, models: dict[str, Pat
 def test_a_checkpoint_without_optimizer_is_converted_and_said_to_have_none(tmp_path: Path) -> None:
     save = written(model_source(states=False), tmp_path / "a")
     made = convert(save, tmp_path / "b", ConversionOptions())
-    assert made.notes == ["the checkpoint has no optimizer state: the result is weights only"]
+    (note,) = made.notes
+    assert "optimizer" in note
 
 
 def test_release(models: dict[str, Path], tmp_path: Path) -> None:

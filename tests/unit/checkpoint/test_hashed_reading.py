@@ -80,7 +80,8 @@ def test_files_that_nothing_is_read_from_are_hashed_too(tmp_path: Path) -> None:
     through = HashingReader(tmp_path, expected)
     with (tmp_path / "a").open("rb") as file, through.reading("a", file.fileno()) as reading:
         reading.read(memoryview(bytearray(10)), 20)
-    assert through.problems() == [f"{tmp_path / 'b'} has changed since it was saved: its hash differs"]
+    (problem,) = through.problems()
+    assert problem.startswith(f"{tmp_path / 'b'} ")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8, 0.999])

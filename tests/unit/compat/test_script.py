@@ -79,10 +79,8 @@ def test_a_backslash_with_a_comment_behind_it_continues_the_line() -> None:
 def test_what_needs_a_shell_is_left_and_said() -> None:
     script = read_script('D=$(cd "$(dirname "$0")" && pwd)\npython $D/pretrain_gpt.py --lr $LR\n[ -f x ] && echo\n')
     assert script.commands[0].words[-1] == "--lr"
-    assert script.notes == [
-        "$LR: set nowhere in the script, taken as empty",
-        'left as it stands, for it needs a shell: $(cd "$(dirname "$0")" && pwd)',
-    ]
+    unset, unexpanded = script.notes
+    assert unset.startswith("$LR:") and unexpanded.endswith(': $(cd "$(dirname "$0")" && pwd)')
 
 
 def test_nothing_is_run(tmp_path: Path) -> None:
@@ -100,7 +98,7 @@ def test_a_broken_script_is_read_as_far_as_it_goes(text: str) -> None:
 def test_functions_that_call_themselves_come_to_an_end() -> None:
     script = read_script("f() {\n f\n f\n f\n}\nf\npython pretrain_gpt.py --fp16\n")
     assert [command.words for command in script.commands] == [("python", "pretrain_gpt.py", "--fp16")]
-    assert script.notes == ["functions or scripts that begin each other again and again are read in part"]
+    assert len(script.notes) == 1
 
 
 def test_a_sum_calls_nothing() -> None:
@@ -115,15 +113,14 @@ def test_what_is_left_stays_one_piece_through_texts_that_are_read_again() -> Non
     (launch,) = find_launch(read_script(text))
     assert launch.flags == ("--save", 'out_$(date "+%Y %m")', "--fp16")
     script = read_script('if [ "$(date)" = now ]; then X=1; else X=2; fi\necho $X\n')
-    assert script.notes[0] == "line 1: this `if` needs a shell; what it guards is passed over"
+    assert script.notes[0].startswith("line 1: ") and "`if`" in script.notes[0]
 
 
 def test_other_scripts_are_named() -> None:
     script = read_script(". conf/base.sh\nmpirun -np 8 bash entry.sh pretrain_llama_x.py ' --lr 1 --fp16 '\n")
-    assert script.notes == [
-        "line 1: conf/base.sh is read there, and not here",
-        "line 2: it starts entry.sh, which is not read",
-    ]
+    sourced, started = script.notes
+    assert sourced.startswith("line 1: ") and "conf/base.sh" in sourced
+    assert started.startswith("line 2: ") and "entry.sh" in started
     (launch,) = find_launch(script)
     assert (launch.name, launch.processes, launch.flags) == ("pretrain_llama_x.py", 8, ("--lr", "1", "--fp16"))
 
@@ -269,7 +266,7 @@ def test_scripts_without_a_training(capsys: pytest.CaptureFixture[str], tmp_path
     assert "mean.py" in capsys.readouterr().err
     script.write_text("torchrun pretrain_vlm.py --lr 1")
     assert main(["from-megatron", str(script)]) == 2
-    assert "pretrain_vlm.py: images are not trained on" in capsys.readouterr().err
+    assert "pretrain_vlm.py" in capsys.readouterr().err
     script.write_text("torchrun pretrain_bert.py --lr 1")
     assert main(["from-megatron", str(script)]) == 2
     out, err = capsys.readouterr()
@@ -342,14 +339,14 @@ def test_programs_of_forks_are_taken_for_megatrons(
     out, err = capsys.readouterr()
     assert f"note: {command.split()[0]} " in err
     assert "lr = 1" in out and ("model_family" in out) == bool(family) and family in out
-    assert ("the arguments of the script can stand behind its name" in err) == ("$1" in command)
+    assert ("$1:" in err) == ("$1" in command)
 
 
 def test_of_another_fork_its_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["from-megatron", str(SCRIPTS / "deepspeed.sh")]) == 2
     out, err = capsys.readouterr()
     assert "num_experts = 128" in out and "train_iters = 858" in out
-    assert "--zero-stage 1: it is of the fork for DeepSpeed" in err and "ZeRO-1 is --use-distributed-optimizer" in err
+    assert "--zero-stage 1" in err and "--use-distributed-optimizer" in err
 
 
 # Programs that say their words, and what SLURM's give on to: srun runs its command, sbatch its script.

@@ -99,7 +99,7 @@ def test_a_dataset_that_is_too_short_for_its_part_is_named(tmp_path: Path) -> No
     assert isinstance(built, BlendedDataset)
     with pytest.raises(DataError, match="--mid-level-dataset-surplus") as caught:
         BlendedDataset(built.datasets, [1.0, 9.0], 400, cache_folder=None)
-    assert f"{b} has 59 samples, the blend takes 360" in str(caught.value)
+    assert all(part in str(caught.value) for part in (b, "59", "360"))
 
 
 def test_a_blend_is_loaded_from_the_cache_and_built_again_if_damaged(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,7 @@ def test_indices_of_an_overwritten_dataset_are_built_again(
     caplog.clear()
     assert text_of(data, 25) == expected
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 1 and "built from other documents" in warnings[0]
+    assert len(warnings) == 1 and str(tmp_path) in warnings[0]
 
 
 def make_older(path: Path) -> None:
@@ -258,11 +259,8 @@ def test_a_split_without_a_token_is_explained() -> None:
     """F24: no token."""
     with pytest.raises(DataError) as caught:
         dataset([10, 10, 0], 16, 8, split="2,0,1", number=2)
-    assert str(caught.value) == (
-        "the test split of data has 0 tokens, but the run needs 8 samples of 16 + 1 tokens: "
-        "--split 2,0,1 gives test documents round(0.666667 * 3) = 2 to round(1 * 3) = 3, which is 1 of 3. Give it a "
-        "larger share, add documents, or request no samples (--eval-iters 0)"
-    )
+    for fragment in ("test split", "0 tokens", "8 samples", "--split 2,0,1", "1 of 3", "--eval-iters 0"):
+        assert fragment in str(caught.value)
 
 
 def test_a_split_of_one_token_repeats_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -272,14 +270,14 @@ def test_a_split_of_one_token_repeats_it(caplog: pytest.LogCaptureFixture) -> No
     for item in range(8):
         assert built[item]["tokens"].tolist() == built[item]["labels"].tolist() == [21] * 16
         assert built[item]["loss_mask"].sum() == 16
-    assert "has 1 tokens, a sample needs 17: each sample repeats the text" in caplog.text
+    assert re.search(r"\b1 tokens\b.*\b17\b", caplog.text)
 
 
 def test_less_than_a_sample_is_repeated_and_said(caplog: pytest.LogCaptureFixture) -> None:
     """F24: fewer tokens than a sample."""
     built = dataset([10], 16, 3)
     assert (len(built), built.num_epochs) == (3, 5)
-    assert "has 10 tokens, a sample needs 17: each sample repeats the text" in caplog.text
+    assert re.search(r"\b10 tokens\b.*\b17\b", caplog.text)
 
 
 def test_senseless_repetition_is_refused() -> None:

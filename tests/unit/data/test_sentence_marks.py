@@ -62,7 +62,7 @@ def test_the_flag_chooses_the_splitter(tmp_path: Path) -> None:
     by_marks = parse([*line.split(), "--split-sentences", "--sentence-splitter", "marks", "--lang", "german"], {})
     assert by_marks.options.sentences == SentenceSettings("german", by_marks=True)
     assert isinstance(by_marks.options.sentences.splitter(), PunctuationSplitter)
-    assert "--lang: has no effect with --sentence-splitter marks" in by_marks.notes
+    assert [note for note in by_marks.notes if note.startswith("--lang") and "--sentence-splitter marks" in note]
     idle = parse([*line.split(), "--sentence-splitter", "marks"], {})
     assert idle.options.sentences is None
-    assert "--sentence-splitter: has no effect without --split-sentences" in idle.notes
+    assert [note for note in idle.notes if note.startswith("--sentence-splitter") and "--split-sentences" in note]

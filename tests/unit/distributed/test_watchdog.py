@@ -58,7 +58,8 @@ def test_a_status_survives_its_text() -> None:
     assert Status.decode(status.encode()) == status
     assert Status.decode(b"") is None and Status.decode(status.encode()[:9]) is None
     assert status.place == "at step 3 while saving"
-    assert Status(3, "fwd", True, MESSAGE, "4").activity == "at step 3 in forward, waiting for a message of rank 4"
+    activity = Status(3, "fwd", True, MESSAGE, "4").activity
+    assert "step 3" in activity and "forward" in activity and "rank 4" in activity
 
 
 def test_the_longest_status_has_room_on_the_board(tmp_path: Path) -> None:

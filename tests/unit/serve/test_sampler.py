@@ -34,7 +34,7 @@ def _chosen(logits: Tensor, *rows: SamplingInput) -> list[int]:
 def test_a_diverged_model_is_named_for_those_whom_it_concerns(bad: float, sampling: Sampling) -> None:
     logits = torch.tensor([[0.0, bad, 1.0], [0.0, -math.inf, 9.0], [-math.inf] * 3])
     first, second, third = choose_tokens(logits, [_row(sampling)] * 3)
-    assert "logits are not finite" in first.problem and "earlier iteration" in first.problem
+    assert "not finite" in first.problem
     assert (second.token, second.problem) == (2, "")
     assert third.problem
 

@@ -74,4 +74,4 @@ def test_a_file_that_is_deleted_comes_again(tmp_path: Path, capsys: pytest.Captu
         writer.after_step(replace(RESULT, iteration=iteration))
         assert [record["iteration"] for record in read_metrics(path)] == [iteration]
     writer.close()
-    assert capsys.readouterr().err.count("was deleted while it was written to") == 2
+    assert capsys.readouterr().err.count(f"WARNING: {path}") == 2

@@ -54,7 +54,7 @@ def test_the_profile_covers_its_iterations() -> None:
 def test_a_run_that_begins_behind_the_profile_says_so() -> None:
     found, said = moments(1, 3, 2, 4)
     assert found == ["3", "4"]
-    assert said == ["no profile: the run begins at iteration 2, behind --profile-step-start 1"]
+    assert len(said) == 1 and "--profile-step-start 1" in said[0]
 
 
 def test_torch_writes_a_trace_and_a_table(tmp_path: Path) -> None:

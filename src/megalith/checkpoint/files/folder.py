@@ -6,8 +6,7 @@
     <other files>                            such as the tokenizer's, so that the folder can be used alone
     manifest.json                            size and hash of all the others; written last
 
-How a folder gets its place and its number is the store's business, and what stands in files of other formats that of
-their sources (`source`).
+`store` names and commits folders; `sources` read the files of other formats.
 """
 
 from __future__ import annotations
@@ -75,10 +74,10 @@ def finish_folder(
 
 
 class TorchDistWriter(RankWriter):
-    """One rank's part in writing a folder of format torch_dist; each rank has files of its own, hashed in passing.
+    """Writer of one rank's files of a torch_dist folder, which are hashed while they are written.
 
-    When its methods are called, and what the ranks tell each other between them, is `saving`'s business. The common
-    state and the further files count on the first rank only. `nbytes` is what it takes on the disk, rounded up.
+    `store.saving` calls its methods and communicates between them. Only the first rank writes the common state and
+    additional files. `nbytes` is an upper bound of the bytes on disk.
     """
 
     # Bytes of a torch archive and of the metadata around one tensor: measured 1,280 and six times its key.
@@ -155,11 +154,11 @@ class CheckpointFolder:
         return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in status))
 
     def problems(self, part: int = 0, parts: int = 1, *, deferred: bool = False) -> list[str]:
-        """List all that is wrong: by the manifest's hashes, or by the structure alone where there is no manifest.
+        """List all problems: by the manifest's hashes, or without a manifest by the structure alone.
 
-        Of the work one of `parts` is done here; what is wrong with the whole is found by each. `deferred` leaves the
-        hashes of `read_through` to the load. Raises NewerFormatError for a later version, OtherModelError for a model
-        of another kind.
+        The files are divided into `parts`, of which this call hashes one; structural problems are listed by each.
+        `deferred` leaves the hashes of `read_through` to the load. Raises NewerFormatError for a later version,
+        OtherModelError for a model of another kind.
         """
         try:
             body = self.manifest()

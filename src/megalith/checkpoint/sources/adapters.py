@@ -138,7 +138,7 @@ class InPrecision(Adapter):
             precision = short(self._dtype) if self._dtype else _precision(args)
             scalars = read_optimizer_common(common["optimizer"])
             scaler = scalars.scaler if precision == "float16" else None
-            # Experts that are spread over ranks have groups of their own, with the settings of the others.
+            # Expert-parallel experts have groups of the same settings, which are added again when written.
             groups = [group for group in scalars.param_groups if not group.get("is_expert_parallel")]
             groups = with_rates(groups, common.get("opt_param_scheduler"), args)
             common["optimizer"] = optimizer_common(groups, scalars.step, scaler, precision)
@@ -156,7 +156,7 @@ def _precision(args: Mapping[str, Any]) -> str:
 
 
 class WithExpertOptimizer(Adapter):
-    """Source with the second optimizer that Megatron has for experts over ranks: groups of their own."""
+    """Source with the groups of Megatron's second optimizer, for expert-parallel experts."""
 
     def common(self) -> dict[str, Any]:
         common = self.source.common()
@@ -236,7 +236,7 @@ def has_vocabulary_rows(key: str) -> bool:
 
 
 class WithCommon(Adapter):
-    """Source with another common state, made of its own and of Megatron's arguments in it."""
+    """Source with another common state: a function of the original one and of Megatron's args in it."""
 
     def __init__(self, source: Source, changed: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]) -> None:
         super().__init__(source)
@@ -282,9 +282,9 @@ class Upcycling:
     seed: int = 1234  # of the routers
 
     def check(self) -> None:
-        """Raise a ConfigError for what is no mixture."""
+        """Raise ConfigError if this is no valid MoE layer."""
         if self.experts < 2:
-            raise ConfigError([f"--upcycle {self.experts}: a mixture has 2 experts or more"])
+            raise ConfigError([f"--upcycle {self.experts}: an MoE layer has at least 2 experts"])
         if not 1 <= self.top_k <= self.experts:
             raise ConfigError(
                 [f"--moe-router-topk {self.top_k} with --upcycle {self.experts}: use 1 to {self.experts}"]
@@ -295,8 +295,8 @@ class Upcycled(Adapter):
     """Source of a dense model, weights only, with experts in place of its feed-forward layers.
 
     Every expert of a layer is a copy of its feed-forward layer, and routers are drawn. The weights of the experts that
-    a token chooses add up to 1, so that the mixture computes what the dense model computes, until training moves the
-    copies apart (Komatsuzaki et al. 2022, arXiv:2212.05055; Megatron's `--moe-use-upcycling`).
+    a token chooses sum to 1, so that the MoE model computes what the dense model computes, until training makes the
+    copies differ (Komatsuzaki et al. 2022, arXiv:2212.05055; Megatron's `--moe-use-upcycling`).
     """
 
     def __init__(self, source: Source, wanted: Upcycling, model: ModelConfig, where: str) -> None:

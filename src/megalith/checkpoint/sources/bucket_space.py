@@ -1,15 +1,15 @@
 """Optimizer state of a torch_dist folder in the buffers of Megatron's distributed optimizer.
 
     [chained_<n>.]optimizer.distributed.dp_group_idx_<i>
-        .gbuf_idx_<b>.dtype_<...>.bucket_idx_<k>.<kind>     one-dimensional buffers of a place, by virtual chunk
-        .per_bucket_numel_unpadded                          how many elements they have
+        .gbuf_idx_<b>.dtype_<...>.bucket_idx_<k>.<kind>     one-dimensional buffers of a rank, by virtual chunk
+        .per_bucket_numel_unpadded                          their numbers of elements
         .param_state                                        or all of them, gathered into one object
         .optimizer, .grad_scaler                            groups and step, scale of the loss
 
-Without expert parallelism the places are those of tensor parallelism, fastest, and pipeline. With it the experts have
-an optimizer of their own, `chained_1`, with the places of expert-tensor parallelism, expert parallelism and pipeline;
-before core 0.10, which had no expert-tensor parallelism, of tensor parallelism, pipeline and expert parallelism. A
-chunk without experts has no buffer there. What stands where in a buffer: `formats.megatron_optimizer.buffer_ranges`.
+Without expert parallelism ranks are numbered by tensor (fastest) and pipeline rank. With it the experts have a second
+optimizer, `chained_1`, whose ranks are numbered by expert-tensor, expert and pipeline rank; before core 0.10, which had
+no expert-tensor parallelism, by tensor, pipeline and expert rank. A chunk without experts has no buffer there. The
+layout of a buffer: `formats.megatron_optimizer.buffer_ranges`.
 Source: docs/reference/checkpoints.md#optimizer-in-torch_dist, and megatron-core 0.9.0 to 0.16.1, whose checkpoints
 `tests/parity/test_megatron_core_written.py` reads.
 """
@@ -301,9 +301,9 @@ def registration_order(names: Sequence[str], *, fused: bool, grouped: bool, keys
 
     `names` are ours, in the order of Megatron's own modules. With `fused`, those of TransformerEngine, another order
     applies within a layer:
-    - a norm that is one module with the linear layer behind it (`LayerNormLinear`) has its weight and bias before those
-      of the linear layer; Megatron has them at the head of the layer, or after all linear layers of latent attention,
-      whose norms are modules of their own or not as the `keys` of the weights tell;
+    - a norm that is fused with the following linear layer (`LayerNormLinear`) has its weight and bias before those of
+      the linear layer; Megatron has them first in the layer, or after all linear layers of latent attention, whose
+      norms are fused or not according to the `keys` of the weights;
     - with `grouped` (`--moe-grouped-gemm`) the first linear layers of all experts come before the second ones
       (`GroupedLinear`: weight and bias of an expert, then those of the next), where Megatron has expert after expert.
 

@@ -1,8 +1,8 @@
 """Reader of Hugging Face model folders in model space: config.json beside safetensors files, in one piece or shards.
 
-Folders that `save_pretrained` wrote and snapshots of the hub's cache, whose files are links, are alike. Tensors are
-mapped into memory and copied once, to where they are wanted. Nothing is unpickled and nothing is downloaded: a folder
-that has its weights in pytorch_model.bin only is refused with the remedy.
+A folder was written by `save_pretrained`, or is a snapshot in the hub's cache, whose files are links. Tensors are
+mapped into memory and copied once, into their destination. Nothing is unpickled and nothing is downloaded: a folder
+whose weights are in pytorch_model.bin only is refused with the remedy.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _OF_THE_VOCABULARY = {
     "lm_head.output_layer.weight": 0.0,
     "output_layer.bias": -1e4,
 }
-"""Weights with a row for each token -> what stands in rows of padding: the loss is that of the true vocabulary."""
+"""Weights with a row for each token -> value of padding rows, with which the loss is that of the true vocabulary."""
 SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # in the library's order
 
 
@@ -136,7 +136,7 @@ class HuggingFaceSource:
 
     @cached_property
     def _held(self) -> dict[str, dict[tuple[int, ...], list[_Held]]]:
-        """Key in model space -> place on its leading axes (layer, expert) -> what is in the files of it, checked."""
+        """Key in model space -> index on its leading axes (layer, expert) -> tensors in the files, checked."""
         table = self.about.family.tensors(self.about.model, self.about.vocab_size)
         stored, lines = dict(self._stored), []
         found: dict[str, dict[tuple[int, ...], list[_Held]]] = {}
@@ -191,7 +191,7 @@ class HuggingFaceSource:
 
     @property
     def tokenizer(self) -> TokenizerConfig:
-        """Tokenizer in the folder; where there is none that can be read, one that says so when it is built."""
+        """Tokenizer in the folder; if there is none that can be read, one whose construction fails with the reason."""
         found = (
             _word_pieces(self.path, self.about.model.family.objective) if (self.path / _BERT_FILE).is_file() else None
         )
@@ -234,7 +234,7 @@ class HuggingFaceSource:
         return copied + self._pad(chunk)
 
     def _pad(self, chunk: Chunk) -> int:
-        """Fill the rows of a chunk that stand for no token of the files; returns the number of elements."""
+        """Fill the padding rows of a chunk; return the number of elements."""
         if chunk.key not in _OF_THE_VOCABULARY:
             return 0
         first = chunk.offset[0]
@@ -246,7 +246,7 @@ class HuggingFaceSource:
         return padding.numel()
 
     def changed(self, part: int = 0, parts: int = 1) -> list[str]:
-        return []  # the format has no checksums of its own
+        return []  # the format has no checksums
 
     def problems(self) -> list[str]:
         try:

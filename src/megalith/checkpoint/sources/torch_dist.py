@@ -166,7 +166,7 @@ class TorchDistSource:
             fill(chunk, [Chunk(chunk.key, flat.view(box), offset, chunk.global_shape)])
 
     def changed(self, part: int = 0, parts: int = 1) -> list[str]:
-        return []  # the format has no checksums of its own
+        return []  # the format has no checksums
 
     def problems(self) -> list[str]:
         metadata = self._metadata

@@ -58,7 +58,7 @@ from megalith.errors import CheckpointError
 
 MakeWriter = Callable[[CheckpointContent, Mapping[str, bytes], int], TorchDistWriter | PerRankWriter]
 """Makes a writer of the content, the extra files and the rank."""
-_VISIBILITY_TIMEOUT_SECONDS = 10.0  # network file systems cache for some seconds what is not there
+_VISIBILITY_TIMEOUT_SECONDS = 10.0  # network file systems cache missing entries for some seconds
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Host memory that tensors are copied into, so that they can be written while training goes on with the originals.
+"""Staging: host memory that tensors are copied into, so that they can be written while training continues.
 
-What is saved changes only where the optimizer takes its step. So the copies are made by threads under the forward and
-backward passes that come before it, and the training waits for what is missing then.
+Saved tensors change only in the update of the optimizer. So threads copy them during the next forward and backward
+passes, and the update waits for the copies that are not complete.
 
-The memory is taken once and used again by each save: as many bytes as the tensors have. Where the tensors are on a GPU
-it is pinned, so that the copies run at the speed of the bus, on a stream of their own.
+The memory is allocated once, with as many bytes as the tensors have, and reused by each save. For tensors on a GPU it
+is pinned, and copies run on a separate stream at the speed of the bus.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megalith.errors import CheckpointError
 _ALIGNMENT = 64
 _PAGE = 4096
 _PIECE = 2**24  # bytes that a thread copies at once
-_THREADS = 4  # at most; few of them take what memory can give
+_THREADS = 4  # at most; few threads saturate the memory bandwidth
 
 
 class Staging:
@@ -41,7 +41,7 @@ class Staging:
         return self._memory.nbytes
 
     def reserve(self, chunks: Sequence[Chunk]) -> None:
-        """Take the memory for copies of these chunks, so that the first save need not wait for it."""
+        """Allocate the memory for copies of these chunks, so that the first save does not wait for it."""
         needed = sum(map(_aligned_nbytes, chunks))
         if needed > self._memory.nbytes:
             self.release()
@@ -50,32 +50,32 @@ class Staging:
             except OSError as error:
                 raise CheckpointError(
                     f"--async-save needs {needed} bytes ({needed / 2**30:.2f} GiB) of this host's memory for a copy of "
-                    f"what is saved: {error.strerror}; leave it out to save from where the tensors are"
+                    f"the saved tensors: {error.strerror}; without --async-save they are not copied"
                 ) from error
             if any(chunk.tensor.is_cuda for chunk in chunks):
-                # Exactly this memory, since torch's own comes in powers of two. Where that fails, copies are slower.
+                # Register this memory, as torch pins powers of two. If that fails, copies are slower.
                 status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
                 self._pinned = int(status) == 0
 
     def plan(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """Return the chunks with host tensors, which `begin` begins to fill; they are valid until the next call."""
-        wait(self._copying)  # of a save that was given up
+        """Return the chunks with host tensors, which `begin` starts to fill; they are valid until the next call."""
+        wait(self._copying)  # copies of an abandoned save
         self._copying = []
         self.reserve(chunks)
         copies, start = [], 0
         for chunk in chunks:
-            octets = self._memory[start : start + chunk.nbytes]
-            copies.append(replace(chunk, tensor=octets.view(chunk.tensor.dtype).view(chunk.tensor.shape)))
+            part = self._memory[start : start + chunk.nbytes]
+            copies.append(replace(chunk, tensor=part.view(chunk.tensor.dtype).view(chunk.tensor.shape)))
             start += _aligned_nbytes(chunk)
         self._pairs = [(copy.tensor, chunk.tensor) for copy, chunk in zip(copies, chunks, strict=True)]
         return copies
 
     def begin(self) -> None:
-        """Begin to make the copies that were planned; the originals must not change before `wait_for_copies`."""
+        """Start the planned copies; the originals must not change before `wait_for_copies` returns."""
         self._copying, self._pairs = _begin_copies(self._pairs), []
 
     def wait_for_copies(self) -> None:
-        """Wait until all copies are there that were begun. Any thread may call it."""
+        """Wait until all started copies are complete. Any thread may call it."""
         for part in self._copying:
             part.result()
 
@@ -94,18 +94,20 @@ def _aligned_nbytes(chunk: Chunk) -> int:
 
 
 def _host_memory(nbytes: int) -> Tensor:
-    """Map memory of this process alone, with each page in its place; processes that it forks do not get it."""
+    """Map private memory and touch every page; forked processes do not inherit it."""
     memory = mmap.mmap(-1, -(-nbytes // _PAGE) * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_DONTFORK"):  # Linux; a process forked for data would keep every page that is written anew
+    if hasattr(
+        mmap, "MADV_DONTFORK"
+    ):  # Linux; else a forked data worker would keep a copy of each page that is written later
         memory.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(memory, dtype=torch.uint8).fill_(0)
 
 
 def _begin_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Future[None]]:
-    """Begin to copy each second tensor to the first.
+    """Start to copy each second tensor to the first.
 
-    Plain memory is copied in pieces by several threads, which wait for each other once: torch's own copy does so for
-    each tensor, and on a machine that is busy each wait takes a slice of its time.
+    CPU memory is copied in pieces by several threads, which synchronise once: torch's copy does so for each tensor, and
+    on a busy machine each synchronisation costs a scheduler's time slice.
     """
     on_devices: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
     pieces: list[tuple[Tensor, Tensor]] = []
@@ -121,7 +123,7 @@ def _begin_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Future[None]]:
     pool = ThreadPoolExecutor(len(on_devices) + threads, thread_name_prefix="checkpoint-copy")
     copying = []
     for device, part in on_devices.items():
-        reached = torch.cuda.current_stream(device).record_event()  # from there on the tensors hold what is saved
+        reached = torch.cuda.current_stream(device).record_event()  # the tensors have the values to save from there on
         copying.append(pool.submit(_copy_from, device, reached, part))
     copying += [pool.submit(_copy_all, [pieces[number] for number in share]) for share in shares if share]
     pool.shutdown(wait=False)  # the threads end with their work
@@ -129,7 +131,7 @@ def _begin_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Future[None]]:
 
 
 def _copy_from(device: torch.device, reached: torch.cuda.Event, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy tensors off a device beside what it computes; returns when all copies are there."""
+    """Copy tensors off a device while it computes; return when all copies are complete."""
     stream = torch.cuda.Stream(device)
     stream.wait_event(reached)
     with torch.cuda.stream(stream), torch.no_grad():

@@ -1,8 +1,8 @@
 """Writer of a checkpoint of any format as a Hugging Face model folder: safetensors, config.json and the tokenizer.
 
 One tensor at a time is read and written, in the order of the files, so that memory is bounded by the largest tensors.
-The files are those that `save_pretrained` would write of the same weights, byte for byte. The folder appears whole or
-not at all.
+The files are those that `save_pretrained` would write of the same weights, byte for byte. The folder is
+committed by a rename.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ExportResult:
     vocab_size: int  # rows of its vocabulary
     bytes: int  # of all weights
     shards: int  # files that they are in
-    notes: list[str] = field(default_factory=list)  # what the user must hear
+    notes: list[str] = field(default_factory=list)  # for the user
 
 
 def bytes_of_size(text: str) -> int:
@@ -126,7 +126,7 @@ def export(
     """
     limit = _checked(wanted)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise CheckpointError(f"{destination} is there already; give a folder that is not, or an empty one")
+        raise CheckpointError(f"{destination} exists already; give a new or an empty folder")
     found = locate(path, iteration)
     folder = CheckpointFolder(found)
     if problems := folder.problems():

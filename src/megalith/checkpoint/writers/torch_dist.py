@@ -42,9 +42,9 @@ from megalith.layout import Layout
 from megalith.nn.placement import Replicated
 from megalith.registry import EMPTY, Registry
 
-_SHARE_OF_COPIES = 8  # what is in several files: norms, the second copy of a tied embedding; and their headers
+_SHARE_OF_COPIES = 8  # bytes that are in several files: norms, the second copy of a tied embedding; and headers
 _FIXED_OVERHEAD = 2**22
-_UNKNOWN = "the checkpoint holds tensors that its args do not speak of, and that would be lost"
+_UNKNOWN = "the checkpoint holds tensors that its args do not describe, and that would be lost"
 _NO_PLACE = "the groups of the optimizer do not name all parameters; convert with --no-optim; no place for"
 _OF_ADAM = frozenset({MAIN, "exp_avg", "exp_avg_sq"})
 _SQUARES = {"L": 0, "Q_L": 0, "R": 1, "Q_R": 1}
@@ -78,16 +78,16 @@ def write_torch_dist(
     check: Callable[[Path], None] = no_check,
     registry: Registry = EMPTY,
 ) -> int:
-    """Write all that a source presents as a checkpoint folder that appears whole or not at all; returns its bytes.
+    """Write the content of a source as a checkpoint folder, which is committed by a rename; return its bytes.
 
-    The layout, and the model whose tensors these are, stand in the source's args. Random states are written if there
-    are some of each place of the layout. A LayoutError if the model does not divide so.
+    The source's args determine layout and model. Random states are written if there are some for each rank of the
+    layout. Raises LayoutError if the model does not divide over it.
 
     Args:
         manifest_fields: entries of the manifest besides sizes and hashes.
-        files: further files to lay into it, name -> bytes.
-        update_tracker: called when the folder is in its place; points the tracker to it.
-        check: called with the finished folder before it gets its place; what it raises leaves everything as it was.
+        files: contents of additional files, by name.
+        update_tracker: called after the rename; points the tracker to the folder.
+        check: called with the finished folder before the rename; an exception leaves everything unchanged.
         registry: what users have registered, of which the model may be made.
     """
     common = source.common()
@@ -170,7 +170,7 @@ def _chunks(
     found = weight_chunks(boxes(""), params.placements, params.stacking, **common)  # type: ignore[arg-type]
     states = [key.removeprefix(OPTIMIZER_PREFIX) for key in contents.tensors if key.startswith(OPTIMIZER_PREFIX)]
     kinds = dict.fromkeys(state.partition(".")[0] for state in states)
-    # Optimizers of matrices have states of their own for these, and AdamW's for the rest.
+    # Optimizers of matrices have their own states for matrices, and AdamW's for the rest.
     two_rules = "exp_avg" in kinds and not kinds.keys() - _SQUARES.keys() <= _OF_ADAM
     for state in sorted(kinds.keys() - _SQUARES.keys(), key=lambda state: (state != MAIN, state)):
         part = optimizer_chunks(boxes(f"{state}."), params.placements, params.stacking, **common)  # type: ignore[arg-type]
@@ -189,7 +189,7 @@ def _chunks(
 
 
 def _refuse_lost(contents: Contents, kept: Collection[str], why: str) -> None:
-    """Refuse to leave out tensors that are there."""
+    """Refuse to write a checkpoint without some tensors of the source."""
     lost = [key for key in contents.tensors if key not in kept]
     if lost:
         raise CheckpointError(listing(why, lost))

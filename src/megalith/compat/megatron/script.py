@@ -3,7 +3,8 @@
 A script is reduced to the commands that it would run, in order, with their variables expanded. Supported are
 assignments, arrays, `export`, `if` and `case` on variables, functions, `eval` of a text, and scripts inside the script:
 texts after `bash -c` and here-documents for a shell, also through `sbatch` or `srun`. Of a loop the first pass is read.
-What only a shell could know, such as the output of a command, is kept literally; the notes name what is not followed.
+Text that only a shell could expand, such as the output of a command, is kept literally; notes name what was not
+followed.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.DOTALL)
 _DECLARING = ("export", "declare", "typeset", "local", "readonly")
 _SEPARATORS = ("\n", ";", "&&", "||", "|", "&", ";;")
 _REDIRECTIONS = (">", ">>", "<", ">&", "&>", "<<", "<<-", "<<<")
-_INTRODUCING = ("then", "else", "do", "{", "}", "!", "time", "function")
+_KEYWORDS = ("then", "else", "do", "{", "}", "!", "time", "function")
 _SHELLS = ("bash", "sh", "zsh", "dash")
 _READ_SCRIPTS = (*_SHELLS, "sbatch", "ssh")  # run their standard input
-_DEEPEST = 20  # nesting of functions and scripts; a function may recurse without end
-_MOST = 1000  # functions and scripts run in all; one that calls itself twice would run a million
+_MAX_DEPTH = 20  # nesting of functions and scripts; recursion may be infinite
+_MAX_RUNS = 1000  # of functions and scripts in all; a function that calls itself twice would make a million
 _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
     **{"-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt},
     **{"-ge": operator.ge, "-lt": operator.lt, "-le": operator.le},
@@ -58,10 +59,10 @@ def read_script(text: str, arguments: Sequence[str] = (), environ: Mapping[str, 
     script = reader.script
     if missing := reader.variables.missing:
         numbered = any(name[1:].isdigit() for name in missing)
-        hint = "; the arguments of the script can stand behind its name" if numbered else ""
-        script.notes.append(f"{', '.join(missing)}: set nowhere in the script, taken as empty{hint}")
+        hint = "; append the arguments of the script to the command" if numbered else ""
+        script.notes.append(f"{', '.join(missing)}: not set in the script, taken as empty{hint}")
     if commands := list(dict.fromkeys(reader.variables.commands)):
-        script.notes.append(f"left as it stands, for it needs a shell: {', '.join(commands)}")
+        script.notes.append(f"kept literally, as it needs a shell: {', '.join(commands)}")
     script.exported = {name: plain(value) for name, value in script.exported.items()}
     script.commands = [Command(tuple(map(plain, command.words)), command.line) for command in script.commands]
     return script
@@ -109,10 +110,10 @@ class _Interpreter:
             self._statement(rest)
 
     def _run_nested(self, stream: Sequence[Token], outside: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
-        """Run a function or a nested script with its own arguments and the words before its shell."""
+        """Run a function or a nested script with its arguments and the words before its shell."""
         self._followed += 1
-        if self._depth >= _DEEPEST or self._followed > _MOST:
-            note = "functions or scripts that begin each other again and again are read in part"
+        if self._depth >= _MAX_DEPTH or self._followed > _MAX_RUNS:
+            note = f"recursive functions or scripts are followed to a depth of {_MAX_DEPTH} and {_MAX_RUNS} runs"
             self.script.notes += [] if note in self.script.notes else [note]
             return
         before = self.variables.arguments, self._outside, self._skipping, self._taken
@@ -141,7 +142,7 @@ class _Interpreter:
                 if depth <= 0 and token.text in _SEPARATORS and not joins:
                     break
             statement.append(token)
-        while statement and isinstance(statement[0], Word) and _plain(statement[0]) in _INTRODUCING:
+        while statement and isinstance(statement[0], Word) and _plain(statement[0]) in _KEYWORDS:
             self._branch(_plain(statement.pop(0)))
         if statement:
             self._act(statement, rest)
@@ -151,7 +152,7 @@ class _Interpreter:
             self._skipping[-1] = self._taken[-1]
 
     def _act(self, statement: list[Token], rest: list[Token]) -> None:
-        """Run a statement; `rest` is what follows, of which `case` and functions take their parts."""
+        """Run a statement; `case` and functions also take their parts off `rest`, the statements that follow."""
         head = _plain(statement[0]) if isinstance(statement[0], Word) else ""
         if head in ("if", "elif"):
             self._test(statement[1:], statement[0].line, first=head == "if")
@@ -180,7 +181,7 @@ class _Interpreter:
             return
         holds = self._condition(condition)
         if holds is None:
-            self.script.notes.append(f"line {line}: this `if` needs a shell; what it guards is passed over")
+            self.script.notes.append(f"line {line}: this `if` needs a shell; its branches are skipped")
         self._skipping[-1], self._taken[-1] = not holds, bool(holds)
 
     def _condition(self, condition: list[Token]) -> bool | None:
@@ -269,7 +270,7 @@ class _Interpreter:
             self.script.directives |= _directives(document)
             self._run_text(document, line, (), words)
         elif words[:1] in (["."], ["source"]) and len(words) > 1:
-            self.script.notes.append(f"line {self._line or line}: {plain(words[1])} is read there, and not here")
+            self.script.notes.append(f"line {self._line or line}: {plain(words[1])} is not read")
         elif words:
             self._other_scripts(words, line)
             self.script.commands.append(Command((*self._outside, *words), self._line or line))
@@ -365,7 +366,7 @@ def _block(statement: Sequence[Token], rest: list[Token]) -> list[Token]:
 def _plain_head(statement: Sequence[Token]) -> str:
     """Return the first word of a statement after `then` and similar words."""
     heads = [_plain(token) for token in statement]
-    return next((head for head in heads if head not in _INTRODUCING), "")
+    return next((head for head in heads if head not in _KEYWORDS), "")
 
 
 def _plain(token: Token) -> str:
@@ -417,7 +418,7 @@ _OPTIONS = {
 }
 _SWITCHES = ("use-env", "standalone", "no-python", "run-path", "m", "module", "use_env")
 _LAUNCHERS = ("torchrun", "torch.distributed.launch", "torch.distributed.run", "deepspeed")
-_SAYING = ("echo", "printf")
+_PRINTERS = ("echo", "printf")
 _TASKS = ("srun", "mpirun", "mpiexec")
 
 
@@ -456,7 +457,7 @@ def find_launch(script: Script) -> list[Launch]:
 def _launch(command: Command, directives: Mapping[str, str]) -> Launch | None:
     words = list(command.words)
     program = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
-    if program is None or words[0] in _SAYING:
+    if program is None or words[0] in _PRINTERS:
         return None
     before, flags = words[:program], words[program + 1 :]
     if any(word.endswith(".sh") for word in before):  # a script that passes its arguments on, which may be one text

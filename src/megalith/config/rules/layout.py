@@ -27,10 +27,10 @@ SHARDING = (
     "use_megatron_fsdp",
     "data_parallel_sharding_strategy",
 )
-"""Settings of what data-parallel processes divide."""
+"""Settings that shard state over the data-parallel processes."""
 MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
-_MOST = 3  # remedies that one message offers
+_MAX_REMEDIES = 3  # in one message
 
 
 def sizes_of(run: RunConfig) -> dict[str, int]:
@@ -47,7 +47,7 @@ def fitting_sizes(run: RunConfig, name: str) -> str:
     others, given = prod(sizes.values()) // sizes[name], sizes[name]
     allowed = [size for size in range(1, 4 * given + 1) if _model_allows(run, name, size)]
     filling = [size for size in allowed if world % (size * others) == 0]
-    nearest = sorted(filling or allowed, key=lambda size: abs(size - given))[:_MOST]
+    nearest = sorted(filling or allowed, key=lambda size: abs(size - given))[:_MAX_REMEDIES]
     return " or ".join(map(str, sorted(nearest)))
 
 
@@ -68,7 +68,7 @@ def fitting_layouts(run: RunConfig) -> str:
         """Return a key that sorts by most processes, then by the least change of any size."""
         return -prod(sizes), max(abs(log(size / given[name])) for name, size in zip(names, sizes, strict=True))
 
-    nearest = sorted(fitting, key=preference)[:_MOST]
+    nearest = sorted(fitting, key=preference)[:_MAX_REMEDIES]
     return ", or ".join(
         " ".join(f"--{name.replace('_', '-')} {size}" for name, size in zip(names, sizes, strict=True) if size > 1)
         for sizes in nearest

@@ -1,12 +1,11 @@
-"""Which experts each token goes to, and with what weights.
+"""Routing: the experts of each token, and their weights.
 
 Shapes: T tokens, E experts, K experts for each token, G groups of experts.
 
-Scores are a softmax over all experts, a softmax over the chosen ones (Mixtral, arXiv:2401.04088), or those of each
-expert by itself: sigmoids (DeepSeek-V3, arXiv:2412.19437) or square roots of softplus (DeepSeek-V4). `sinkhorn` routes
-by an optimal-transport normalisation of the logits (arXiv:2103.16716) and weighs by the plain scores. With quantiles
-the choice goes by the logits less an offset of each expert, which `quantile_offsets` would make such that all experts
-are chosen alike, and the weights are those of the plain logits (https://openathena.ai/blog/quantile-balancing).
+Scores are a softmax over all experts, a softmax over the chosen ones (Mixtral, arXiv:2401.04088), or functions of one
+logit: sigmoid (DeepSeek-V3, arXiv:2412.19437) or square root of softplus (DeepSeek-V4). `sinkhorn` routes by an
+optimal-transport normalisation of the logits (arXiv:2103.16716) and weighs by the plain scores. With quantiles experts
+are chosen by the logits minus an offset per expert, which `quantile_offsets` balances, and weighed by the logits (https://openathena.ai/blog/quantile-balancing).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from megalith.nn.precision import at_least_fp32
 from megalith.registry import Registered
 
 _EPSILON = 1e-20
-_MOST_ROUNDS = 1000
+_MAX_ROUNDS = 1000
 
 
 def _root_of_softplus(x: Tensor) -> Tensor:
@@ -42,11 +41,11 @@ class RoutingRule:
     Attributes:
         score: softmax, sigmoid or sqrtsoftplus.
         pre_softmax: the softmax is taken over all experts, before the choice.
-        groups, top_groups: the experts stand in G groups, of which a token chooses from the `top_groups` best, those
-            with the greatest sum of their `top_k // top_groups` best scores.
+        groups, top_groups: the experts form G groups; a token chooses from the `top_groups` groups with the greatest
+            sum of their `top_k // top_groups` best scores.
         scaling: the weights are multiplied by this.
         sinkhorn: the choice in training follows `sinkhorn_plan` of the logits.
-        quantiles: the choice follows the logits less an offset of each expert.
+        quantiles: the choice follows the logits minus an offset per expert.
         capacity_factor: an expert takes at most `ceil(T K / E x factor)` tokens; no limit if None.
         own: a registered function that chooses, in place of all above.
         drop_by_position: beyond its capacity an expert takes the first tokens, not those with the greatest weights.
@@ -84,9 +83,9 @@ def choose(logits_TE: Tensor, rule: RoutingRule, *, bias_E: Tensor | None = None
 
     Args:
         logits_TE: in the dtype that routing computes in.
-        rule: how.
-        bias_E: added to scores of experts by themselves for the choice, but not for the weights (arXiv:2408.15664);
-            with quantiles what is taken from the logits.
+        rule: options of the choice.
+        bias_E: added to sigmoid or softplus scores for the choice, but not for the weights (arXiv:2408.15664); with
+            quantiles subtracted from the logits.
         training: whether `sinkhorn` decides.
     """
     if rule.own is not None:
@@ -150,11 +149,11 @@ def best_experts(scores_TE: Tensor, rule: RoutingRule) -> Tensor:
 
 
 def quantile_offsets(logits_TE: Tensor, rule: RoutingRule, offsets_E: Tensor) -> Tensor:
-    """Return the offsets [E] to subtract from the logits so that these tokens choose all experts alike.
+    """Return the offsets [E] to subtract from the logits so that these tokens choose all experts equally often.
 
-    A token chooses an expert whose logit is above what the best of the others that it leaves has, with `offsets_E`
-    taken from all. By how much each expert is above that is looked at over the tokens; the T K / E of them where it is
-    most would fill the expert with its share, and the next one is the offset.
+    For each token the (K + 1)-th largest logit minus offset is the threshold below which an expert is not chosen. The
+    margin of an expert is its logit minus this threshold. The T K / E tokens with the largest margins are the equal
+    share of an expert; its offset is the margin of the next token.
 
     Source: Megatron-LM pull request 5349 (June 2026), one step of dual coordinate descent.
     """
@@ -172,16 +171,16 @@ def _choose_by_sinkhorn(logits_TE: Tensor, rule: RoutingRule, *, training: bool)
 
 
 def sinkhorn_plan(logits_TE: Tensor, tolerance: float = 1e-4) -> Tensor:
-    """Return exp(logits) with rows and columns scaled in turn until all rows and columns sum alike (Sinkhorn 1964).
+    """Return exp(logits), scaled until all rows, and all columns, have equal sums (Sinkhorn 1964).
 
-    It ends when the scales of the columns move by no more than `tolerance` on average, and where they do not settle
-    (logits that are not finite or far apart) after a thousand rounds.
+    Rows and columns are scaled in turn until the scales of the columns change by at most `tolerance` on average, or
+    for a thousand rounds (logits that are not finite or far apart do not converge).
     """
     cost_TE = logits_TE.exp()
     tokens, experts = cost_TE.shape
     columns = cost_TE.new_ones(experts)
     rows = cost_TE.new_ones(tokens)
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         rows = 1.0 / (tokens * ((cost_TE * columns).sum(1) + 1e-8))
         before, columns = columns, 1.0 / (experts * ((cost_TE * rows.unsqueeze(1)).sum(0) + 1e-8))
         if not float((before - columns).abs().mean()) > tolerance:
@@ -190,7 +189,7 @@ def sinkhorn_plan(logits_TE: Tensor, tolerance: float = 1e-4) -> Tensor:
 
 
 def capacity(tokens: int, rule: RoutingRule) -> int:
-    """Return the most of `tokens` that one expert takes."""
+    """Return the capacity of an expert: the maximum number of tokens, of `tokens` in all, that it takes."""
     assert rule.capacity_factor is not None
     return math.ceil(tokens * rule.top_k / rule.experts * rule.capacity_factor)
 

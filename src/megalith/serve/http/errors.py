@@ -1,4 +1,4 @@
-"""Strict JSON, and what a client is told when its request is not served.
+"""Strict JSON, and the error responses of the server.
 
 The reader takes nothing that another reader would understand in another way. Python's reader needs seconds for some MiB
 of the worst kinds, and others wait meanwhile; so what it would have to make is counted and bounded first, by searches

@@ -1,4 +1,4 @@
-"""What all endpoints share: the model behind them, prompts into ids, requests into answers, whole or as streams."""
+"""The service behind all endpoints: encode prompts, submit requests, and collect or stream their events."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sample:
 
 @dataclass
 class Collected:
-    """All that came for one request."""
+    """All events of one request, collected."""
 
     samples: list[Sample]
     scores: PromptLogprobs | None = None
@@ -46,7 +46,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class EncoderInput:
-    """How an encoder-decoder model takes prompts: the encoder reads them, and the answer is a text of its own."""
+    """Prompts of an encoder-decoder model: the encoder reads them, and the answer does not continue them."""
 
     encode: Callable[[str], list[int]]  # token ids of a text for the encoder
     max_new_tokens: Callable[[int], int]  # number of prompt tokens -> longest answer, in tokens
@@ -58,14 +58,14 @@ class Service:
 
     worker: Worker
     tokenizer: Tokenizer
-    context_length: int  # tokens that a prompt and its answer may have, or a prompt alone where the model answers it
+    context_length: int  # maximum tokens of prompt and answer together; of the prompt alone for an encoder-decoder
     settings: ServerSettings
     log: RequestLog
     metrics: Metrics = field(default_factory=Metrics)
     template: ChatTemplate | None = None
-    stop_ids: tuple[int, ...] | None = None  # end a text; None: the tokenizer's end of a document
-    first_seed: int | None = None  # where requests without a seed begin to count from; None: they are unpredictable
-    draining: bool = False  # whether it takes no new work any more
+    stop_ids: tuple[int, ...] | None = None  # tokens that end an answer; None: the tokenizer's end-of-document token
+    first_seed: int | None = None  # of the first request without a seed, counted up from there; None: random seeds
+    draining: bool = False  # whether new requests are refused
     encoder_input: EncoderInput | None = None  # None: the model continues its prompt (decoder only)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -81,7 +81,7 @@ class Service:
 
     @cached_property
     def special_texts(self) -> dict[str, int]:
-        """Ids of the special tokens by their texts."""
+        """Special tokens: text -> id."""
         return {self.tokenizer.decode([number]): number for number in sorted(self.tokenizer.special_ids)}
 
     def next_seed(self) -> int | None:
@@ -111,7 +111,7 @@ class Service:
     async def submit(self, request: Request, field_of: Callable[[str], str] = str) -> Answer:
         """Submit a request; `field_of` maps a field of `Request` or `Sampling` to the client's name of it.
 
-        Raises `ApiError`: 400 what cannot be served, 429 the queue is full, 503 the engine has failed.
+        Raises `ApiError`: 400 the request cannot be served, 429 the queue is full, 503 the engine has failed.
         """
         if self.failure is not None:
             raise ApiError(503, f"the model cannot be reached any more: {self.failure}")
@@ -129,7 +129,7 @@ class Service:
         return answer
 
     def check_room(self) -> None:
-        """Raise `ApiError` 429 if the queue is full, before anything is spent on a request."""
+        """Raise `ApiError` 429 if the queue is full, before a request is processed."""
         if self.worker.full:
             raise self._busy(f"{self.worker.stats().waiting} sequences waiting")
 
@@ -138,7 +138,7 @@ class Service:
         return ApiError(429, f"{said}; try again in a moment", None, "queue_full", after)
 
     def release(self, answers: Sequence[Answer]) -> None:
-        """Cancel what is still running of these answers, and stop tracking them."""
+        """Cancel those of these answers that still run, and stop tracking them."""
         for answer in answers:
             answer.cancel()
             self._open.discard(answer)
