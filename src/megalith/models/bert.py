@@ -1,9 +1,9 @@
-"""BERT: an encoder that sees all positions, a head that finds hidden words, and one that tells two texts apart.
+"""BERT: an encoder with bidirectional attention, a masked-LM head, and a head for the order of two texts.
 
-Megatron's assembly: layers with norms before them, a final norm, and for the hidden words a linear layer with GELU and
-norm before the word embedding (Devlin et al. 2018, arXiv:1810.04805, section 3.1). With
-`--apply-residual-connection-post-layernorm` the same names compute BERT as published, whose norms stand behind the
-residual sums (`models.huggingface_bert` says which is which).
+As in Megatron: pre-norm layers, a final norm, and for masked words a linear layer with GELU and norm before the word
+embedding (Devlin et al. 2018, arXiv:1810.04805, section 3.1). With
+`--apply-residual-connection-post-layernorm` the same parameters compute BERT as published, with norms after the
+residual sums (`models.huggingface_bert` maps the names).
 
 Activations are sequence first [S, B, D]; tokens and losses are [B, S]. Source: Megatron-LM `BertModel`.
 """
@@ -36,7 +36,7 @@ NO_LABEL = -1
 
 
 class LMHead(nn.Module):
-    """From hidden states to what is compared with the word embeddings. [..., D] -> [..., D]."""
+    """Transform of hidden states before the product with the word embeddings. [..., D] -> [..., D]."""
 
     def __init__(self, config: ModelConfig, **factory: Unpack[FactoryKwargs]) -> None:
         super().__init__()

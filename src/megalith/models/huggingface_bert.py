@@ -1,17 +1,16 @@
 """BERT in Hugging Face's config.json and in our `ModelConfig`, either way: as published, and as Megatron has it.
 
-`bert` is BERT as published: a norm behind the embedding and behind each residual sum. With the residual branch taken
-behind a norm (`--apply-residual-connection-post-layernorm`) the layers of Megatron are the same layers, and their norms
-stand one place further on:
+`bert` is BERT as published: a norm after the embedding and after each residual sum. With residual branches that start
+after the norm (`--apply-residual-connection-post-layernorm`) Megatron computes the same; its norms are named by the
+layer that follows:
 
     embeddings.LayerNorm                       input_layernorm of the first layer
     layer l attention.output.LayerNorm         pre_mlp_layernorm of layer l
-    layer l output.LayerNorm                   input_layernorm of layer l + 1; behind the last layer final_layernorm
+    layer l output.LayerNorm                   input_layernorm of layer l + 1; final_layernorm for the last
 
-`megatron-bert` is that of Megatron: the norms stand before the branches, and there is one behind the last layer.
+`megatron-bert` is Megatron's default: norms before the branches, and one after the last layer.
 
-`BertForPreTraining` has the head that tells two texts apart; `BertForMaskedLM` has the types of tokens and no such
-head.
+`BertForPreTraining` has the head for the order of two texts; `BertForMaskedLM` has token types without that head.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class _Bert(Family):
         return self.model_type == "bert"
 
     def read(self, reading: Reading) -> ModelConfig:
-        """Read the architecture; with the head that tells two texts apart, of which a config.json says nothing."""
+        """Read the architecture; the head for the order of two texts is assumed, as config.json does not mention it."""
         for key in _OF_THE_POOLER:
             reading.get(key)
         reading.only("hidden_act", "gelu", default="gelu")  # theirs is in the head too, where Megatron has this one

@@ -1,16 +1,16 @@
 """Multi-token prediction: layers after the last one, each of which predicts one token further ahead.
 
-The k-th layer sees at position i the hidden state h that the one before it made there, behind its final norm (the first
-that of the model itself), and the embedding e of token i + k:
+At position i the k-th layer reads the hidden state h of the layer before it after its final norm (the first layer: that
+of the model), and the embedding e of token i + k:
 
     x = eh_proj [enorm(e); hnorm(h)]                    [S, B, 2 D] -> [S, B, D]
     h' = final_layernorm(transformer_layer(x))          which the output layer maps to logits of token i + k + 1
 
-Embedding and output layer are those of the model. Behind the end of a sequence stands token 0, at position 0, which no
-loss counts. Documents do not end it: as in Megatron, the token after the last of one is the first of the next.
+Embedding and output layer are those of the model. Sequences are extended by token 0 at position 0, which no loss
+counts. As in Megatron, documents are not separated: the token after the last of a document is the first of the next.
 
-The mean of the losses of these layers, times a factor, is added to the loss of the model. Only training has use for
-them; generation, serving and `megalith evaluate` leave them out.
+The mean of the losses of these layers, times a factor, is added to the loss of the model. Only training
+computes them; generation, serving and `megalith evaluate` do not.
 
 Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2; the order of the concatenation is that of Megatron and of the
 published weights. Gloeckle et al. 2024, arXiv:2404.19737.
@@ -72,7 +72,7 @@ def ahead(tensors: Mapping[str, Tensor], depths: int) -> list[Ahead]:
 class PredictionLayer(nn.Module):
     """The layer of one depth (from 0), [S, B, D] -> [S, B, D]; other arguments as of `Transformer`.
 
-    Under the recomputation method uniform it is a group of its own.
+    With the recomputation method uniform each is one group.
     """
 
     def __init__(

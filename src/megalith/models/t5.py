@@ -4,8 +4,8 @@ Reading order: `T5.forward` -> `T5.encode` and `T5.hidden_states` -> `transforme
 Megatron's names. Activations are sequence first: encoder [E, B, D], decoder [S, B, D]; tokens and losses are [B, E] and
 [B, S].
 
-What the encoder sees of itself, and the decoder of the encoder, is what is no padding. Under --transformer-impl local
-padding sees nothing either, as in Megatron's local layers, which changes what no loss counts.
+Padding is masked in the encoder's self-attention and in cross-attention. Under --transformer-impl local padding queries
+see no key either, as in Megatron's local layers; no loss depends on that.
 
 Source: Raffel et al. 2020, arXiv:1910.10683.
 """
@@ -37,7 +37,7 @@ NO_LABEL = -1
 
 
 class T5Head(nn.Module):
-    """The output layer under Megatron's name: a bias to the word embedding or none, or a weight of its own."""
+    """The output layer under Megatron's name: an optional bias to the tied word embedding, or an untied weight."""
 
     def __init__(self, vocab_size: int, config: ModelConfig, region: Region, **factory: Unpack[FactoryKwargs]) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class T5(DenoisingModel, GenerativeModel):
 
         Args:
             positions_S: Of the queries in their sequences, in any order; all positions if None.
-            length: Every key stands before it; keys behind a query, which it does not see, get what its own gets.
+            length: Number of keys; keys after a query, which are masked, get the bias of distance 0.
         """
         relative = self.decoder_relative_pos_emb
         if relative is None or positions_S is None:

@@ -1,7 +1,7 @@
 """The port through which keys and values of earlier tokens enter attention, so that generation reads each token once.
 
-How they are kept, and which tokens of which sequences are read together, is the affair of whoever generates
-(serve.cache). For all other layers the new tokens of all sequences are one sequence, [S, 1, D].
+The implementation (serve.cache) stores them, and knows which tokens belong to which sequence. For all other layers the
+new tokens of all sequences are one sequence, [S, 1, D].
 """
 
 from __future__ import annotations

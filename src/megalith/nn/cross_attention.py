@@ -22,11 +22,11 @@ from megalith.nn.region import Region
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """What an encoder gave, as the layers of a decoder attend to it.
+    """Output of an encoder, to which the layers of a decoder attend.
 
     Attributes:
-        states_EBD: its hidden states, those that are here.
-        mask: where its input is padding.
+        states_EBD: its hidden states; under sequence parallelism this rank's part of the sequence.
+        mask: True where its input is padding.
     """
 
     states_EBD: Tensor
@@ -34,7 +34,7 @@ class Encoded:
 
 
 class EncodedCache(Protocol):
-    """The keys and values of what an encoder gave, computed once for a text and kept by whoever generates."""
+    """Keys and values of the encoder's output, computed once for an input and cached during generation."""
 
     def attend_across(self, layer: CrossAttention, q_SBHK: Tensor) -> Tensor:
         """Attend from each new token to the text of its sequence. [S, B, H, K] -> [S, B, H, K]."""
@@ -74,7 +74,7 @@ class CrossAttention(Attention):
         return k, v
 
     def forward(self, x_SBD: Tensor, encoded: Encoded | EncodedCache) -> Tensor:
-        """Attend to what the encoder gave; `x_SBD` are normalised hidden states of the decoder, those that are here."""
+        """Attend to the encoder's output; `x_SBD` are this rank's normalised hidden states of the decoder."""
         (q,) = column(x_SBD, self.region, self.linear_q)
         q_SBHK = q.view(*q.shape[:2], self.num_heads, self.shape.head_size)
         if isinstance(encoded, Encoded):

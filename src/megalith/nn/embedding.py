@@ -45,9 +45,9 @@ def local_rows(ids: Tensor, part: Shard, vocab_size: int) -> tuple[Tensor, Tenso
     Shapes: [...] -> 2 x [...].
 
     Returns:
-        The row of each id, and a mask that is True where it is not here. There the row is any that is here: what is
-        read from it is masked, and what is added to it is zero. They are spread over all rows, since GPUs add many
-        gradients to one row slowly.
+        The row of each id, and a mask that is True for ids of other shards. Their row is an arbitrary local one: values
+        read from it are masked, and gradients added to it are zero. These rows are spread evenly, since GPUs are slow
+        at adding many gradients to one row.
 
     An id outside the vocabulary stays outside the rows on every rank, so that looking it up fails there as it does on
     one device.
@@ -79,8 +79,8 @@ class TokenEmbedding(nn.Module):
     `hidden_dtype` is that of the sum, and `multiplier` a factor of it; with `num_types` the type of each token (BERT's:
     which of two runs of text it is of) adds a third embedding.
 
-    Each rank looks up the words whose rows it holds, zeros stand for the others, and the sum over the ranks is
-    complete (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+    Each rank looks up the words whose rows it holds, with zeros for the others, and the results are summed over the
+    ranks (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Activation recomputation: layers that keep their input alone, and compute the rest again in the backward pass.
+"""Activation recomputation (activation checkpointing): layers keep only their input until the backward pass.
 
-Of the layers of a stage (with virtual stages, of each of them), as Megatron's `--recompute-method` says:
+Megatron's `--recompute-method` selects among the layers of a stage (with virtual stages, of each of them):
 
 | method  | recomputed                              | kept between the passes                               |
 |---------|-----------------------------------------|-------------------------------------------------------|
@@ -8,13 +8,13 @@ Of the layers of a stage (with virtual stages, of each of them), as Megatron's `
 | block   | the first N, one by one                 | the input of each of these, and all of the other layers |
 
 Selective recomputation (`--recompute-modules`) instead names parts of every layer: core_attn, the scores and weights of
-attention, where they are kept; mlp, the feed-forward layer; moe, the one that has experts; shared_experts, those of
-these that take every token; layernorm, the output of the norms (`RecomputedNorm`); moe_act, what lies between the two
-projections of experts, and mla_up_proj, the heads of multi-latent attention (`RecomputedOutputs`).
+attention, if they are kept; mlp, the feed-forward layer; moe, the MoE layer; shared_experts, its shared experts;
+layernorm, the output of the norms (`RecomputedNorm`); moe_act, the activations between the two projections of experts,
+and mla_up_proj, the heads of multi-latent attention (`RecomputedOutputs`).
 
-While a group is recomputed its activations are there too. The second computation is exactly the first: it draws the
-same random numbers, from torch's streams and from the region's own, and all ranks of a region call their collectives
-again in the same order. It makes no gradients; those of the weights are written once, in the backward pass.
+The activations of a group are in memory while it is recomputed. The second computation equals the first: it draws the
+same random numbers, from torch's streams and from the region's, and all ranks of a region call their collectives again
+in the same order. It computes no gradients; those of the weights are written once, in the backward pass.
 
 Source: Chen et al. 2016, arXiv:1604.06174.
 """
@@ -128,8 +128,8 @@ def keep_inputs(
 class RecomputedNorm:
     """Output of a norm, recomputed from its input when the next layer needs it in the backward pass.
 
-    A norm keeps its input for its own backward pass, so that its output, which the linear layer behind it keeps, is
-    memory for what takes a moment to compute. Around that layer:
+    A norm keeps its input for its backward pass, so that its output, which the following linear layer keeps, can be
+    recomputed cheaply. Around that layer:
 
         normed = RecomputedNorm(norm, x)
         with normed.not_kept():

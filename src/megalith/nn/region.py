@@ -11,8 +11,8 @@ A tensor-parallel layer is an ordinary layer between two conjugate operators, f 
 
 `enter` (f) gathers forward and reduces backward, `leave` (g) the reverse. A layer gets its shard of each dimension from
 its region and calls these around its math; it never names a rank, a process group or a collective. The linears, whose
-backward pass overlaps these movements with its products, are in `nn.linear` (`column`, `row`). What a sharded
-vocabulary needs besides, a maximum and a sum over the ranks, is here too (docs/decisions/0005).
+backward pass overlaps these movements with its products, are in `nn.linear` (`column`, `row`). A
+sharded vocabulary also needs a maximum and a sum over the ranks (docs/decisions/0005).
 """
 
 from __future__ import annotations

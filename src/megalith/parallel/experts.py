@@ -1,6 +1,6 @@
 """Expert parallelism: token dispatchers for ranks that each hold a part of the experts (port: `nn.moe.dispatch`).
 
-The ranks of the axis are data- and context-parallel ones (`layout`), with tokens of their own. Each holds an equal
+The ranks of the axis are data- and context-parallel ones (`layout`), with different tokens. Each holds an equal
 range of the experts, E / n of n ranks. Two exchanges, for T tokens of each rank with K choices, rows of D elements:
 
 | dispatcher  | dispatch (forward)                    | combine (forward)     | rows received in both    |
@@ -12,10 +12,10 @@ The backward pass sends the same rows in the other direction. `AllToAll` sends a
 holds any of its experts and receives one sum back, the fewest rows possible. With many choices and few ranks
 both send nearly all rows to all ranks, and `AllGather` needs no synchronisation with the host for the row counts.
 
-Under tensor parallelism the layer's region is entered before and left behind: the ranks of the axis hold equal shards
-of their experts then, and rows travel between ranks of the same shard.
+Under tensor parallelism the layer enters its region before dispatch and leaves it after combine: the ranks of the axis
+hold equal shards of their experts, and rows are sent between ranks of the same shard.
 
-Which rows an expert gets is decided where the router is, and so is a capacity: it holds for the tokens of each rank.
+Each rank's router chooses the experts of its tokens, and applies the capacity to them.
 
 Source: Lepikhin et al. 2020, arXiv:2006.16668 (GShard), section 3; the two ways are Megatron's.
 """
@@ -117,10 +117,10 @@ class TokenPeers(Peers):
 
     Args:
         sequence_parallel: whether tensor-parallel ranks hold parts of the sequences.
-        exchange: how tokens reach experts on other ranks, a key of `parallel.experts.DISPATCHERS`.
+        exchange: token dispatcher, a key of `parallel.experts.DISPATCHERS`.
 
-    Where experts are shared by other ranks than the layers, these have tokens of their own, be they parts of the same
-    sequences or others: to an expert's layers they are what sequence-parallel ranks are.
+    If experts are sharded over other ranks than the layers (`--expert-tensor-parallel-size`), these ranks have
+    different tokens, of the same sequences or of others: for the experts they are like sequence-parallel ranks.
     """
 
     def __init__(self, context: ParallelContext, *, sequence_parallel: bool, exchange: str = "allgather") -> None:

@@ -1,12 +1,12 @@
-"""Losses beside the main one that keep the load of the experts balanced, and how they join the backward pass.
+"""Auxiliary losses that balance the load of the experts, and how they join the backward pass.
 
 An auxiliary loss is no output of the model: it would have to travel from each layer through the pipeline to the place
 of the main loss. `Auxiliary.attach` ties it to a tensor on the way instead: the forward pass leaves that tensor as it
 is, and the backward pass through it starts the gradient of the auxiliary loss too. The value is recorded there, once
 for each micro-batch, however often the forward pass is computed.
 
-Shapes: T tokens here, E experts, K experts for each token. Where ranks share the tokens of a micro-batch, the loss of
-each is a part, and the parts add up to that of one process.
+Shapes: T tokens of this rank, E experts, K experts for each token. Where ranks share the tokens of a micro-batch,
+the loss of each is a partial sum; their sum is the loss of one process.
 
 | kind           | balanced over                                    | source                           |
 |----------------|--------------------------------------------------|----------------------------------|
@@ -32,14 +32,14 @@ from megalith.nn.region import Region
 
 
 class Peers:
-    """The ranks that see other tokens; here there are none.
+    """Port to the ranks that hold other tokens; the default is a single process.
 
     Attributes:
-        sharing: number of ranks that hold parts of the sequences of a micro-batch.
-        all: number of ranks with tokens of their own, replicas included.
-        dispatcher: how tokens reach the experts that these ranks hold.
-        region_of_experts: the ranks that share each expert, of which each has tokens of its own; None where they are
-            those that share the layer.
+        sharing: number of ranks that share the sequences of a micro-batch.
+        all: number of ranks with different tokens, replicas included.
+        dispatcher: sends tokens to the experts of other ranks.
+        region_of_experts: the ranks that shard each expert and have different tokens; None if these are the ranks of
+            the layer's region.
     """
 
     sharing = 1
@@ -56,7 +56,7 @@ class Peers:
         return x.detach()
 
     def sum_of_step(self, x: Tensor) -> Tensor:
-        """Sum `x` over all ranks with tokens of their own; no gradient passes."""
+        """Sum `x` over all ranks with different tokens; no gradient passes."""
         return x
 
 
@@ -66,13 +66,13 @@ class Alone(Peers):
 
 @dataclass
 class Auxiliary:
-    """The auxiliary losses of a model: how their gradients are scaled, and what they were.
+    """The auxiliary losses of a model: the scale of their gradients, and their values.
 
     Attributes:
-        scale: what the main loss of a micro-batch is multiplied by before the backward pass.
-        per_token: the main loss is a sum over tokens and not their mean; then these are too.
-        again: a forward pass is repeated for its backward pass; what was counted in it is not counted twice.
-        recorded: name -> layer -> sum over the micro-batches whose backward pass is done; parts of it where ranks
+        scale: factor of the main loss of a micro-batch before the backward pass.
+        per_token: the main loss is a sum over tokens instead of a mean; then these are, too.
+        again: a forward pass is being recomputed, which must not count anything twice.
+        recorded: name -> layer -> sum over the micro-batches whose backward pass is complete; partial sums if ranks
             share a micro-batch.
     """
 

@@ -1,4 +1,4 @@
-"""The experts of a mixture that are here: as many feed-forward layers, computed together."""
+"""The experts of an MoE layer on this rank: feed-forward layers that are computed together."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megalith.nn.region import Region
 
 
 class Experts(nn.Module):
-    """The experts that are here, [N, D] -> [N, D], rows in their order; each has the weights of a feed-forward layer.
+    """The experts of this rank, [N, D] -> [N, D], with rows sorted by expert; each is a feed-forward layer.
 
-    Parameters are named `local_experts.K`, K counted from 0 on each rank, as in Megatron. The movements of the region
-    are done around them (`nn.moe.layer`): what they return are parts, to be summed over its ranks.
+    Parameters are named `local_experts.K`, K counted from 0 on each rank, as in Megatron. `nn.moe.layer` calls the
+    operators of the region around them: results are partial sums over its ranks.
 
     Args:
         here: the numbers of these experts among all of the layer.
-        total: how many the layer has on all ranks.
-        weigh_inputs: multiply rows by their weights before, and not what is between the projections.
-        inner_again: compute what lies between their projections again in the backward pass.
+        total: number of experts of the layer on all ranks.
+        weigh_inputs: multiply the input rows by their weights, instead of the activations between the projections.
+        inner_again: recompute the activations between the projections in the backward pass.
 
     Attributes:
         first: the number of expert `local_experts.0` among all.

@@ -1,4 +1,4 @@
-"""The products of all experts as one operation: rows in the order of the experts, each with the weight of its own.
+"""Grouped products: rows sorted by expert, each multiplied by the weight of its expert, as one operation.
 
 | pass    | formula, of each expert e | shapes                           |
 |---------|---------------------------|----------------------------------|
@@ -7,8 +7,8 @@
 | wgrad   | dW_e = dy_e^T x_e         | to a sink, expert by expert      |
 
 In bf16 on a GPU one kernel computes forward and dgrad (torch's grouped product); elsewhere they are a loop that writes
-into one result. On a CPU a grouped product is the same loop inside of torch. An expert without rows has the gradient
-zero, and gives it: whoever counts gradients gets as many on every rank.
+into one result. On a CPU a grouped product is the same loop inside of torch. An expert without rows passes a zero
+gradient on, so that every rank counts the same number of gradients.
 """
 
 from __future__ import annotations

@@ -54,15 +54,15 @@ class Router(nn.Module):
     """[S, B, D] -> the experts of each of the S B tokens.
 
     Args:
-        layer: number of this one in the model, for the record.
+        layer: number of this layer in the model, for logs.
 
     Attributes:
-        expert_bias: [E] fp32 buffer, where the choice is biased.
-        qb_beta: [E] fp32 buffer, where quantiles decide: what is taken from the logits for the choice.
-        offsets_E, offset_batches: the offsets that the micro-batches of this step ask for, summed, and of how many.
-        load_E: choices of each expert here in the micro-batches of this step, fp32.
-        step_load_E, micro_batches: the same of all ranks, for the balance over the step, and how many they are.
-        mean_loads: of the micro-batches whose forward pass may be repeated, which comes in their order.
+        expert_bias: [E] fp32 buffer, if the choice is biased.
+        qb_beta: [E] fp32 buffer of quantile balancing: offsets that are subtracted from the logits for the choice.
+        offsets_E, offset_batches: sum of the offsets computed for the micro-batches of this step, and their number.
+        load_E: choices of each expert by tokens of this rank in this step, fp32.
+        step_load_E, micro_batches: the same of all ranks, for the balance over the step, and the micro-batches in it.
+        mean_loads: mean loads of micro-batches whose forward pass may be recomputed, in that order.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Router(nn.Module):
         return {name: Replicated() for name, _ in self.named_parameters()}
 
     def begin_step(self) -> None:
-        """Forget the load of the step before, or of what was computed of this one."""
+        """Reset the load counters at the start of a step, also after an interrupted one."""
         self.begun += 1
         self.load_E.zero_()
         self.step_load_E.zero_()
