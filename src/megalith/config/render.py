@@ -23,7 +23,7 @@ COMMON_SETTINGS = {
     "Model": """
         num_layers hidden_size num_attention_heads max_position_embeddings position_embedding_type normalization swiglu
         """,
-    "Data": "data_path mock_data seq_length tokenizer_type tokenizer_model",
+    "Data": "data_path mock_data seq_length tokenizer_type tokenizer_model vocab_file merge_file",
     "Training": "micro_batch_size global_batch_size train_iters eval_interval seed",
     "Optimizer and learning rate": "optimizer lr min_lr lr_decay_style lr_warmup_iters weight_decay",
     "Precision": "bf16 fp16",
@@ -191,7 +191,7 @@ def _terminal_lines(setting: Setting) -> list[str]:
     spellings = ", ".join(_documented_spellings(setting))
     placeholder = "" if setting.kind is bool else f" {_placeholder(setting)}"
     left = ", ".join([f"  {spellings}{placeholder}", *_shorthands(setting)])
-    details = "" if setting.kind is bool or setting.default in (None, ()) else f" ({_plain(setting.default)})"
+    details = "" if setting.kind is bool or setting.default in (None, (), "") else f" ({_plain(setting.default)})"
     details = " (required)" if setting.required else details
     right = textwrap.wrap(_meaning(setting) + details, _WIDTH - _COLUMN)
     if len(left) >= _COLUMN:
