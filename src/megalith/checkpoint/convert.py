@@ -117,7 +117,7 @@ class ConversionResult:
     path: Path  # the new checkpoint folder
     bytes: int
     seconds: float
-    notes: list[str] = field(default_factory=list)  # what the user must hear: what was not carried over, and why
+    notes: list[str] = field(default_factory=list)  # for the user: what was not converted, and why
 
 
 def convert(
@@ -248,7 +248,7 @@ def adapt(
 
     Args:
         where: Name of the source in errors.
-        notes: Extended by what the user must be told: what is not carried over, and why.
+        notes: Extended by notes for the user: what is not converted, and why.
         tokens: Number of tokens that the rows of the vocabulary are padded from (`known_tokens`).
 
     Raises:
