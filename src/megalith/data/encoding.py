@@ -121,24 +121,20 @@ class ChunkEncoder:
     def encode(self, payload: Payload) -> EncodedChunk:
         """Read and encode a chunk. Raises DataError if its file can no longer be read."""
         part = payload.read(self._settings.keys)
-        return self._encode_batches(part) or self._encode_one_by_one(part)
+        return self._encode_together(part) or self._encode_one_by_one(part)
 
-    def _encode_batches(self, part: ChunkDocuments) -> EncodedChunk | None:
-        """Encode many documents at a time; return None if one of them needs the path document by document."""
-        if part.batches is None or self._splitter is not None:
+    def _encode_together(self, part: ChunkDocuments) -> EncodedChunk | None:
+        """Encode all documents at once; return None if one of them needs the path document by document."""
+        texts = part.texts() if part.texts is not None and self._splitter is None else None
+        if texts is None:
             return None
         columns = self._new_buffers(part)
-        num_documents = 0
         try:
-            for batch in part.batches:
-                if batch is None:
-                    return None
-                for column, texts in zip(columns, batch, strict=True):
-                    column.add_all(texts)
-                num_documents += len(batch[0])
+            for column, of_key in zip(columns, texts, strict=True):
+                column.add_all(of_key)
         except DataError:
             return None
-        return _encoded(columns, part, num_documents, [])
+        return _encoded(columns, part, len(texts[0]), [])
 
     def _encode_one_by_one(self, part: ChunkDocuments) -> EncodedChunk:
         columns, num_documents = self._new_buffers(part), 0
@@ -187,7 +183,7 @@ def _encoded(
 class _TokenBuffer:
     """Growing array of the tokens of one key.
 
-    Ids are cast to the stored dtype text by text or a few at a time, while they are still in the CPU cache.
+    Ids are cast to the stored dtype text by text or a chunk at a time, while they are still in the CPU cache.
     """
 
     def __init__(self, encode: ArrayEncoder, eod: int | None, dtype: np.dtype[Any], num_bytes: int) -> None:

@@ -34,7 +34,7 @@ SURE_IDS = np.dtype(np.uint32)
 _WORTH_LOADING = 1 << 22  # characters; tiktoken encodes them in about the time of loading gigatoken
 _COMPARE_INTERVAL = 1024  # texts
 _LARGEST_GROWTH = 1 << 27  # bytes; reloading gigatoken takes about as long as encoding 40 MB
-_MEMORY_CHECK_INTERVAL = 64  # batches of texts
+_MEMORY_CHECK_INTERVAL = 1 << 21  # characters
 _LONGEST_COMPARED = 1 << 15  # characters; longer texts are not compared
 _PROBES = (
     "The year 2021 isn't over: they'll say 'tis  2022!\n\n\tindent \r\n  \n x",
@@ -110,7 +110,7 @@ class BytePairArrays:
                 require_text(text)  # raises DataError for a lone surrogate
             raise
         self._compare_some(rest, found)
-        self._bound_memory()
+        self._bound_memory(rest)
         return arrays + found if arrays else found
 
     def use_gigatoken(self) -> None:
@@ -142,9 +142,9 @@ class BytePairArrays:
             return None
         return fast
 
-    def _bound_memory(self) -> None:
-        """Reload gigatoken if its cache of words has grown too large."""
-        self._until_memory_check -= 1
+    def _bound_memory(self, texts: Sequence[str]) -> None:
+        """Reload gigatoken if its cache of words has grown too large with these texts."""
+        self._until_memory_check -= sum(map(len, texts))
         if self._until_memory_check > 0 or self._make is None:
             return
         self._until_memory_check = _MEMORY_CHECK_INTERVAL

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalith.data.sources import documents
-from megalith.data.sources.documents import json_batches, json_documents
+from megalith.data.sources.documents import json_documents, json_texts
 
 LIMIT = 1000
 PIECES = st.sampled_from(
@@ -78,7 +78,6 @@ def test_all_ways_to_read_lines_agree(keys: tuple[str, ...], lines: list[bytes])
     fast = found(lines, keys)
     with mock.patch.object(documents, "_fast_parser", lambda: None):
         assert found(lines, keys) == fast
-    batches = list(json_batches(lines, keys, sum(map(len, lines))))
-    if None not in batches:
-        at_once = [texts for batch in batches if batch is not None for texts in zip(*batch, strict=True)]
-        assert fast == [(number, list(texts)) for number, texts in enumerate(at_once)]
+    texts = json_texts(lines, keys)
+    if texts is not None:
+        assert fast == [(number, list(of_keys)) for number, of_keys in enumerate(zip(*texts, strict=True))]

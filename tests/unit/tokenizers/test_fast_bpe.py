@@ -148,7 +148,7 @@ def test_a_process_that_has_grown_begins_with_an_empty_memory(
     for text in "abcdef":
         used.append(encode._gigatoken)
         assert encode([text])[0].tolist() == tokenizer.encode(text)
-    assert used[0] is used[1] is used[2] is not used[3] is used[4] is used[5]
+    assert used[0] is used[1] is used[2] is used[3] is not used[4] is used[5]
 
 
 def test_merges_that_ranks_do_not_decide_stay_with_their_library(

@@ -14,7 +14,6 @@ Document = list[str | list[str]]
 
 _SHOWN = 60
 _LONGEST_NUMBER = 4000  # digits; below the limit of `int`
-_BYTES_AT_ONCE = 1 << 15  # of lines; their documents then stay in the cache of a core
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -51,18 +50,8 @@ def json_documents(
             yield number, _document_of_line(line, keys, encoding)
 
 
-def json_batches(lines: Sequence[bytes], keys: tuple[str, ...], num_bytes: int) -> Iterator[list[list[str]] | None]:
-    """Yield the same documents a few at a time, as `ChunkDocuments.batches`.
-
-    The last line has no line break; all lines together have `num_bytes`.
-    """
-    step = max(1, _BYTES_AT_ONCE * len(lines) // max(1, num_bytes))
-    for first in range(0, len(lines), step):
-        yield _texts_of(lines[first : first + step], keys)
-
-
-def _texts_of(lines: Sequence[bytes], keys: tuple[str, ...]) -> list[list[str]] | None:
-    """Return the texts of the lines for each key; None unless each line is an object with one text under every key."""
+def json_texts(lines: Sequence[bytes], keys: tuple[str, ...]) -> list[list[str]] | None:
+    """Return the texts of all lines for each key; None unless each line is an object with one text under every key."""
     parse = _fast_parser()
     if parse is None:
         return None

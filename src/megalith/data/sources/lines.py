@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,8 +20,8 @@ from megalith.data.sources.documents import (
     Document,
     count_units,
     document_of,
-    json_batches,
     json_documents,
+    json_texts,
     text_documents,
 )
 from megalith.data.sources.protocol import Chunk, ChunkDocuments, Limits, Row, RowSource, Source, utf8_size
@@ -49,21 +50,21 @@ class _TextFormat:
     def read(self, data: bytes, keys: tuple[str, ...], *, alone: bool, too_long: str | None = None) -> ChunkDocuments:
         """Parse the documents of a text; `too_long` adds one more, unreadable for this reason."""
         documents: Iterator[tuple[int, Document | BadDocument]]
-        batches = None
+        texts = None
         if self.is_json:
             lines = data.split(b"\n")
             if not lines[-1]:
                 lines.pop()
             units = len(lines)
             if too_long is None and len(data) <= self.limit:
-                batches = json_batches(lines, keys, len(data))
+                texts = partial(json_texts, lines, keys)
             documents = json_documents(lines, keys, self.encoding, self.limit)
         else:
             units = count_units(data, self.separator_bytes) if data else 0
             documents = text_documents(data, self.separator, alone=alone, encoding=self.encoding, limit=self.limit)
         if too_long is not None:
             documents = chain(documents, [(units, BadDocument(too_long))])
-        return ChunkDocuments(documents, units + (too_long is not None), len(data), batches)
+        return ChunkDocuments(documents, units + (too_long is not None), len(data), texts)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -61,14 +61,14 @@ class ChunkDocuments:
     Attributes:
         documents: number of each non-blank unit, and its document or why it cannot be read.
         num_units: lines of a jsonl, documents of a txt, rows of a table; the unit of positions.
-        batches: the same documents a few at a time: for each key the text of every unit. A batch is None where one of
-            its units is not a document of one text; `batches` is None where that is unknown.
+        texts: returns the same documents all at once: for each key the text of every unit, or None if one of the units
+            is not a document of one text for each key. It is None where that is unknown.
     """
 
     documents: Iterator[tuple[int, Document | BadDocument]]
     num_units: int
     num_bytes: int
-    batches: Iterator[list[list[str]] | None] | None = None
+    texts: Callable[[], list[list[str]] | None] | None = None
 
 
 class Payload(Protocol):
