@@ -127,7 +127,7 @@ def run_seconds(command: Sequence[str], until: str = "", env: Mapping[str, str] 
         contender = Contender(command, until, env)
         try:
             contender.wait(1)
-            return contender._times[0] - began
+            return contender.times[0] - began
         finally:
             contender.close()
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
