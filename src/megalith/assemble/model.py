@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import socket
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,9 +30,11 @@ from megalith.optim.gradients import GradientBuffers
 from megalith.optim.optimizer import Optimizer
 from megalith.parallel.context import RingAttention, UlyssesAttention
 from megalith.parallel.experts import TokenPeers
-from megalith.parallel.fsdp import FullyShard
 from megalith.parallel.pipeline import DeferredWeightGrads
 from megalith.parallel.tensor import SequenceParallel, TensorParallel
+
+if TYPE_CHECKING:
+    from megalith.parallel.fsdp import FullyShard
 
 _COMPILERS = ("g++", "clang++", "c++")
 
@@ -189,6 +192,8 @@ def copy_shared_weight(chunks: Sequence[LanguageModel], context: ParallelContext
 
 def fully_shard(run: RunConfig, chunks: Sequence[LanguageModel], context: ParallelContext) -> list[FullyShard]:
     """Shard the weights of each layer, and those outside of layers, over the replicas with FSDP2."""
+    from megalith.parallel.fsdp import FullyShard  # imports DTensor and sympy, a third of the time of all imports
+
     return [
         FullyShard(
             chunk,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.checkpoint import DirectoryStore, split_path
-from megalith.checkpoint.files.folder import damaged
+from megalith.checkpoint.sources.source import damaged
 from megalith.checkpoint.store.store import nothing_in
 from megalith.config import ModelConfig, RunConfig, all_settings, from_values
 from megalith.config.families import Objective

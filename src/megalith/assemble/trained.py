@@ -14,9 +14,8 @@ from torch import Tensor
 from megalith.assemble.model import params_dtype
 from megalith.assemble.reading import require_text_model
 from megalith.checkpoint import CheckpointContent, DirectoryStore, split_path
-from megalith.checkpoint.files.folder import with_remedy
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, model_chunks, stacking_of
-from megalith.checkpoint.sources.source import listing
+from megalith.checkpoint.sources.source import listing, with_remedy
 from megalith.checkpoint.store.store import nothing_in
 from megalith.config import ModelConfig
 from megalith.config.groups import TokenizerConfig

@@ -5,10 +5,14 @@ file and the remedy. All functions of this package may raise it; a docstring say
 and names every other error type.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from megalith.checkpoint.content import CheckpointContent, Chunk, LoadedContent
-from megalith.checkpoint.store.saving import PendingSave, SaveReport
 from megalith.checkpoint.store.staging import Staging
 from megalith.checkpoint.store.store import DirectoryStore, Retention, split_path
+
+if TYPE_CHECKING:
+    from megalith.checkpoint.store.saving import PendingSave, SaveReport
 
 Store = DirectoryStore
 """What keeps checkpoints, for annotations: there is one kind."""
@@ -25,3 +29,12 @@ __all__ = [
     "Store",
     "split_path",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what belongs to a save when it is first used: torch.distributed.checkpoint takes long to import."""
+    if name not in ("PendingSave", "SaveReport"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megalith.checkpoint.store import saving
+
+    return getattr(saving, name)

@@ -18,7 +18,7 @@ import torch
 
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.files.commit import claimed, replace_durably
-from megalith.checkpoint.files.folder import CheckpointFolder, damaged
+from megalith.checkpoint.files.folder import CheckpointFolder
 from megalith.checkpoint.files.safe_loading import ForeignEnum
 from megalith.checkpoint.formats.megatron_names import CORE
 from megalith.checkpoint.formats.torch_dist import (
@@ -41,7 +41,7 @@ from megalith.checkpoint.sources.adapters import (
     args_of,
 )
 from megalith.checkpoint.sources.huggingface import HuggingFaceSource, files_of_tokenizer
-from megalith.checkpoint.sources.source import Source
+from megalith.checkpoint.sources.source import Source, damaged
 from megalith.checkpoint.store.store import RELEASE, TRACKER_FILE, locate, manifest_fields_of
 from megalith.checkpoint.writers.torch_dist import no_check, rng_keys, write_torch, write_torch_dist
 from megalith.config import ModelConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,9 @@ from megalith.optim.groups import WidthScaling, make_groups
 from megalith.optim.optimizer import Optimizer
 from megalith.optim.shards import flat_shards, fsdp_shards
 from megalith.parallel.data import ReplicatedRows
-from megalith.parallel.fsdp import FullyShard
+
+if TYPE_CHECKING:
+    from megalith.parallel.fsdp import FullyShard
 
 
 def build_optimizer(

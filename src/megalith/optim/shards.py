@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,9 @@ from megalith.parallel.data import (
     partial_slices,
     reduce_partial_grads,
 )
-from megalith.parallel.fsdp import FullyShard
+
+if TYPE_CHECKING:
+    from megalith.parallel.fsdp import FullyShard
 
 
 class ShardedGradients:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megalith.checkpoint import Chunk, DirectoryStore, PendingSave, SaveReport, Staging
+from megalith.checkpoint import Chunk, DirectoryStore, Staging
 from megalith.config import RunConfig
 from megalith.train.checkpoint_content import chunks_to_save, content_of
 from megalith.train.checkpoint_fit import PRODUCTS, Identity, products_of
 from megalith.train.faults import Probe, no_probe
 from megalith.train.results import SavedCheckpoint, ScheduledSave
 from megalith.train.state import TrainState
+
+if TYPE_CHECKING:
+    from megalith.checkpoint import PendingSave, SaveReport
 
 
 class CheckpointSaver:
@@ -109,6 +112,8 @@ class AsyncSaver:
 
     def reserve(self, state: TrainState) -> None:
         """Take the memory for the copies, so that the first save is no slower than the others."""
+        import megalith.checkpoint.store.saving  # noqa: F401  # takes a second, for which the first save would stand still
+
         self._staging.reserve(self._saver.chunks_of(state))
 
     @property

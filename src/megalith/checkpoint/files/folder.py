@@ -35,9 +35,9 @@ from megalith.checkpoint.files.dcp import (
 from megalith.checkpoint.files.hashing import FileRecord, HashingReader, hash_files
 from megalith.checkpoint.files.manifest import MANIFEST_FILE
 from megalith.checkpoint.files.safe_loading import dump_bytes
-from megalith.checkpoint.sources.source import Source, fitted, listing, open_source
+from megalith.checkpoint.sources.source import Source, damaged, fitted, open_source
 from megalith.checkpoint.sources.torch_dist import COMMON_FILE, FORMAT_FILE, TorchDistSource
-from megalith.errors import CheckpointError, DamagedCheckpointError, NewerFormatError, OtherModelError
+from megalith.errors import CheckpointError, NewerFormatError, OtherModelError
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -219,16 +219,3 @@ def _share(records: Mapping[str, FileRecord], part: int, parts: int) -> dict[str
     """Return share `part` of `parts` of the files, of about equal bytes, so that each rank hashes one."""
     names, share = list(records), balanced([record.size + 1 for record in records.values()], parts)[part]
     return {names[number]: records[names[number]] for number in sorted(share)}
-
-
-def damaged(path: Path, problems: list[str]) -> DamagedCheckpointError:
-    return DamagedCheckpointError(listing(f"{path} is damaged", with_remedy(problems)))
-
-
-def with_remedy(problems: Sequence[str]) -> list[str]:
-    """Return problems of a checkpoint followed by the remedy, unless one of them names it."""
-    said = any(" again" in problem for problem in problems)
-    return [
-        *problems,
-        *([] if said else ["copy the folder again from where it was written, or take another checkpoint"]),
-    ]

@@ -23,7 +23,7 @@ from megalith.checkpoint.files.manifest import refuse_newer
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, is_extra_state
 from megalith.config.rules.file import TRACKER_FILE as TRACKER_FILE
 from megalith.config.rules.file import is_huggingface as is_huggingface
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, DamagedCheckpointError
 
 MAIN_PREFIX = f"{OPTIMIZER_PREFIX}fp32_param."
 """Stands before the key of a weight in that of its main parameter."""
@@ -184,6 +184,19 @@ def _differences(key: str, chunk: Chunk, held: StoredTensor | None) -> list[str]
 
 def listing(head: str, lines: Sequence[str]) -> str:
     return "\n  ".join([f"{head}:", *lines])
+
+
+def damaged(path: Path, problems: list[str]) -> DamagedCheckpointError:
+    return DamagedCheckpointError(listing(f"{path} is damaged", with_remedy(problems)))
+
+
+def with_remedy(problems: Sequence[str]) -> list[str]:
+    """Return problems of a checkpoint followed by the remedy, unless one of them names it."""
+    said = any(" again" in problem for problem in problems)
+    return [
+        *problems,
+        *([] if said else ["copy the folder again from where it was written, or take another checkpoint"]),
+    ]
 
 
 def short(dtype: torch.dtype) -> str:

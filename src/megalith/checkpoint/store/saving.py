@@ -84,8 +84,8 @@ class CheckpointSave:
     manifest_fields: Mapping[str, Any]  # entries of the manifest besides sizes and hashes
     on_stage: Callable[[str], None]  # called with the name of each stage on this rank; tests inject faults here
     update_tracker: Callable[[], None]  # called on rank 0 after the commit; also deletes superseded checkpoints
-    staging: Staging | None = None  # host memory for copies of the tensors (asynchronous saves)
-    make_writer: MakeWriter = TorchDistWriter  # makes the writer of the format
+    staging: Staging | None  # host memory for copies of the tensors (asynchronous saves)
+    make_writer: MakeWriter  # makes the writer of the format
     claimed: bool = False  # whether this run holds the lock on the save folder (`store.owner`)
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,21 +36,21 @@ from megalith.checkpoint.files.commit import (
     set_aside,
     workspace_of,
 )
-from megalith.checkpoint.files.dcp import METADATA_FILE
-from megalith.checkpoint.files.folder import CheckpointFolder, PlannedLoad, Signature, TorchDistWriter, damaged
 from megalith.checkpoint.files.hashing import Prefetch, require_file
 from megalith.checkpoint.files.manifest import MANIFEST_FILE
 from megalith.checkpoint.rank_group import RankGroup
 from megalith.checkpoint.sources.source import TRACKER_FILE as TRACKER_FILE
-from megalith.checkpoint.sources.source import Contents, is_huggingface, keys_of, no_save_folder
+from megalith.checkpoint.sources.source import Contents, damaged, is_huggingface, keys_of, no_save_folder
 from megalith.checkpoint.store.owner import check_claim
-from megalith.checkpoint.store.saving import CheckpointSave, MakeWriter, PendingSave, SaveReport
 from megalith.checkpoint.store.staging import Staging
-from megalith.checkpoint.writers.per_rank import PerRankWriter
 from megalith.config.values import remote
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError, NewerFormatError
 from megalith.layout import Layout
+
+if TYPE_CHECKING:  # DCP takes long to import: it is imported when a checkpoint is written or read
+    from megalith.checkpoint.files.folder import CheckpointFolder, PlannedLoad, Signature
+    from megalith.checkpoint.store.saving import CheckpointSave, MakeWriter, PendingSave, SaveReport
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,7 @@ class DirectoryStore:
         ctx = ctx or ParallelContext.solo()
         self.path, self._retention, self._claimed = Path(path), retention, claimed
         self._layout, self._ranks = ctx.layout, RankGroup(ctx.world)
-        self._writer: MakeWriter = TorchDistWriter
-        if save_format == "torch":
-            self._writer = partial(PerRankWriter, layout=self._layout)
+        self._save_format = save_format
         self._sound: dict[int, Signature] = {}
         self._begun: dict[int, Signature] = {}  # verified except for the files that a load hashes
         self._fetching: Prefetch | None = None
@@ -211,7 +209,9 @@ class DirectoryStore:
         They are copied to the memory of `staging`. A thread calls `on_stage` with `mid_save` and, on other ranks than
         0, `pre_commit`. No other save may use `staging` until this one is committed or abandoned.
         """
-        assert self._writer is TorchDistWriter, "only torch_dist is written beside the training"
+        assert self._save_format == "torch_dist", "only torch_dist is written beside the training"
+        from megalith.checkpoint.store.saving import PendingSave
+
         saving = self._saving(iteration, content, manifest, files, on_stage, staging)
         saving.begin()
         return PendingSave(saving)
@@ -225,6 +225,8 @@ class DirectoryStore:
         on_stage: Callable[[str], None],
         staging: Staging | None = None,
     ) -> CheckpointSave:
+        from megalith.checkpoint.store.saving import CheckpointSave
+
         manifest_fields = {"iteration": iteration, **manifest_fields_of(self._layout), **manifest}
 
         def update_tracker() -> None:
@@ -237,7 +239,16 @@ class DirectoryStore:
 
         self._sound.pop(iteration, None)
         what = (self.folder(iteration), content, files, manifest_fields, on_stage, update_tracker)
-        return CheckpointSave(self._ranks, *what, staging, self._writer, claimed=self._claimed)
+        return CheckpointSave(self._ranks, *what, staging, self._make_writer(), claimed=self._claimed)
+
+    def _make_writer(self) -> MakeWriter:
+        if self._save_format == "torch":
+            from megalith.checkpoint.writers.per_rank import PerRankWriter
+
+            return partial(PerRankWriter, layout=self._layout)
+        from megalith.checkpoint.files.folder import TorchDistWriter
+
+        return TorchDistWriter
 
     def _is_complete(self, iteration: int) -> bool:
         """Return whether every file of a checkpoint exists with its size; hashing them all would take too long."""
@@ -431,6 +442,8 @@ class DirectoryStore:
         return [f"{path} says {tracked}; the later {', '.join(later)} {verb} left aside"] if later else []
 
     def _existing(self, iteration: int) -> CheckpointFolder:
+        from megalith.checkpoint.files.folder import CheckpointFolder
+
         path = self.folder(iteration)
         if not path.is_dir():
             held = ", ".join(map(str, self._iterations())) or "none"
@@ -489,7 +502,7 @@ def locate(path: Path, iteration: int | None = None) -> Path:
 def is_checkpoint(path: Path) -> bool:
     """Return whether a folder is one checkpoint rather than a folder of them."""
     named = split_path(path)[1] is not None or path.resolve().name == RELEASE
-    return named or is_huggingface(path) or (path / METADATA_FILE).exists() or any(path.glob("mp_rank_*"))
+    return named or is_huggingface(path) or (path / ".metadata").exists() or any(path.glob("mp_rank_*"))
 
 
 def nothing_in(path: Path) -> str:

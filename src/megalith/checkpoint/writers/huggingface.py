@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megalith.checkpoint.content import CheckpointContent, Chunk, volume
 from megalith.checkpoint.files.commit import temp_folder, write_durably
-from megalith.checkpoint.files.folder import CheckpointFolder, damaged
+from megalith.checkpoint.files.folder import CheckpointFolder
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS
 from megalith.checkpoint.global_parameters import OUTPUT_LAYER, GlobalParameters
 from megalith.checkpoint.sources.adapters import InPrecision, WeightsOnly, args_of
@@ -33,7 +33,7 @@ from megalith.checkpoint.sources.huggingface import (
     WEIGHTS_FILE,
     files_of_tokenizer,
 )
-from megalith.checkpoint.sources.source import Contents, Source, short
+from megalith.checkpoint.sources.source import Contents, Source, damaged, short
 from megalith.checkpoint.store.store import locate
 from megalith.config import ModelConfig
 from megalith.config.megatron_args import refuse_registered_parts
