@@ -19,6 +19,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -27,7 +28,7 @@ from torch import Generator, Tensor, nn
 from megalith.errors import ConfigError
 from megalith.models.language_model import WORD_EMBEDDINGS, LanguageModel, named_placements
 from megalith.nn.moe.experts import name_among_all, region_of
-from megalith.nn.placement import Placement, global_shape, local_part
+from megalith.nn.placement import Placement, Replicated, global_shape, local_part
 from megalith.nn.precision import at_least_fp32
 
 _RESIDUAL_WEIGHTS = ("linear_proj.weight", "linear_fc2.weight", "fc2_latent_proj.weight")
@@ -87,16 +88,13 @@ def _fill_constants(model: LanguageModel) -> None:
             nn.init.zeros_(parameter)
 
 
-def _normal(shape: Sequence[int], std: float, dtype: torch.dtype, generator: Generator) -> Tensor:
-    return torch.empty(shape, dtype=at_least_fp32(dtype)).normal_(0.0, std, generator=generator)
-
-
-def _whole(model: LanguageModel, name: str, shape: Sequence[int], dtype: torch.dtype, generator: Generator) -> Tensor:
-    """Draw a global tensor."""
-    if _is_uniform(model, name, shape):
-        most = math.sqrt(6.0 / sum(shape))
-        return torch.empty(shape, dtype=at_least_fp32(dtype)).uniform_(-most, most, generator=generator)
-    return _normal(shape, _std(model, name), dtype, generator)
+def _draw_(whole: Tensor, model: LanguageModel, name: str, generator: Generator) -> None:
+    """Draw a global tensor, in place."""
+    if _is_uniform(model, name, whole.shape):
+        most = math.sqrt(6.0 / sum(whole.shape))
+        whole.uniform_(-most, most, generator=generator)
+    else:
+        whole.normal_(0.0, _std(model, name), generator=generator)
 
 
 def generator_for(seed: int, name: str) -> Generator:
@@ -108,9 +106,13 @@ def generator_for(seed: int, name: str) -> Generator:
 def _keep_part(parameter: Tensor, placement: Placement, model: LanguageModel, name: str, generator: Generator) -> None:
     """Draw the global tensor of which a parameter is a part, and fill the parameter with its part."""
     region = region_of(name, model)
-    size, index = region.size, region.index
-    whole = _whole(model, name, global_shape(parameter.shape, placement, size), parameter.dtype, generator)
-    parameter.copy_(local_part(whole, placement, size, index))
+    dtype, is_whole = at_least_fp32(parameter.dtype), region.size == 1 or isinstance(placement, Replicated)
+    if is_whole and dtype == parameter.dtype and parameter.is_cpu and parameter.is_contiguous():
+        _draw_(parameter, model, name, generator)
+        return
+    whole = torch.empty(global_shape(parameter.shape, placement, region.size), dtype=dtype)
+    _draw_(whole, model, name, generator)
+    parameter.copy_(local_part(whole, placement, region.size, region.index))
 
 
 @torch.no_grad()
@@ -122,10 +124,20 @@ def initialise(model: LanguageModel, seed: int) -> None:
     _fill_constants(model)
     if not model.draws_own_weights:
         _reset_parameters(model, seed)
-    for name, parameter, placement in named_placements(model):
-        if _is_drawn(name, parameter) and not _draws_its_own(model, model.get_submodule(name.rpartition(".")[0])):
-            origin = WORD_EMBEDDINGS if name == model.copied_weight else name_among_all(name, model)
+
+    def draw(name: str, parameter: Tensor, placement: Placement) -> None:
+        origin = WORD_EMBEDDINGS if name == model.copied_weight else name_among_all(name, model)
+        with torch.no_grad():  # of each thread
             _keep_part(parameter, placement, model, name, generator_for(seed, origin))
+
+    drawn = [
+        (name, parameter, placement)
+        for name, parameter, placement in named_placements(model)
+        if _is_drawn(name, parameter) and not _draws_its_own(model, model.get_submodule(name.rpartition(".")[0]))
+    ]
+    drawn.sort(key=lambda entry: -entry[1].numel())  # the largest first: threads end at about the same time
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # each has a generator of its own
+        list(threads.map(draw, *zip(*drawn, strict=True)))
 
 
 def _draws_its_own(model: LanguageModel, module: nn.Module) -> bool:
@@ -174,7 +186,7 @@ def megatron_draw_order(model: LanguageModel) -> list[str]:
 def _draw_for_nothing(name: str, shape: Sequence[int], dtype: torch.dtype, generator: Generator) -> None:
     """Draw what the constructors of torch's own modules draw before Megatron draws the weight that it keeps."""
     if name in (POSITION_EMBEDDINGS, TYPE_EMBEDDINGS, *_RELATIVE):
-        _normal(shape, 1.0, dtype, generator)
+        torch.empty(shape, dtype=at_least_fp32(dtype)).normal_(generator=generator)
     elif name in _LINEARS_OF_TORCH:
         for of_torch in (shape, shape[:1]):  # the weight and the bias
             torch.empty(of_torch, dtype=at_least_fp32(dtype)).uniform_(generator=generator)

@@ -89,19 +89,28 @@ def experts_within(model: nn.Module) -> Iterator[tuple[str, Experts]]:
             yield f"{name}.", module
 
 
+def _experts_around(name: str, model: nn.Module) -> tuple[str, Experts] | None:
+    """Return the experts that a parameter is of, with the prefix of its name; None for other parameters."""
+    owners = name.split(".")[:-1]
+    for depth in range(1, len(owners) + 1):
+        module = model.get_submodule(".".join(owners[:depth]))
+        if isinstance(module, Experts):
+            return f"{'.'.join(owners[:depth])}.", module
+    return None
+
+
 def region_of(name: str, model: nn.Module) -> Region:
     """Return the tensor-parallel region of a parameter: that of experts may differ from that of the layers."""
-    for prefix, experts in experts_within(model):
-        if name.startswith(prefix):
-            return experts.region
-    region: Region = model.region  # type: ignore[assignment]
+    found = _experts_around(name, model)
+    region: Region = model.region if found is None else found[1].region  # type: ignore[assignment]
     return region
 
 
 def name_among_all(name: str, model: nn.Module) -> str:
     """Return the name of a parameter, for an expert's with its number among all experts of the layer."""
-    for prefix, experts in experts_within(model):
-        if name.startswith(prefix):
-            kind, number, rest = name.removeprefix(prefix).split(".", 2)
-            return f"{prefix}{kind}.{experts.first + int(number)}.{rest}"
-    return name
+    found = _experts_around(name, model)
+    if found is None:
+        return name
+    prefix, experts = found
+    kind, number, rest = name.removeprefix(prefix).split(".", 2)
+    return f"{prefix}{kind}.{experts.first + int(number)}.{rest}"
