@@ -29,6 +29,7 @@ from torch.nn import Parameter
 
 from megalith.distributed.comm import AsyncHandle
 from megalith.distributed.context import ParallelContext
+from megalith.kernels.cpu.memory import lazy_zeros
 from megalith.nn.precision import product_dtype
 from megalith.optim.flat import Bucket, FlatLayout, Kind, lay_out
 from megalith.parallel.data import (
@@ -77,7 +78,7 @@ class GradientBuffers:
         self._replicated_rows = replicated_rows or {}
         self.layout = self._lay_out(named, bucket_size)
         device = named[0][1].device
-        self.flat = torch.zeros(self.layout.size, dtype=dtype, device=device)
+        self.flat = lazy_zeros((self.layout.size,), dtype, device)
         self.shapes, self.device, self.dtype = self.layout.shapes, device, dtype
         self.grads = {name: self.layout.view(self.flat, name) for name, _ in named}
         self._grad_of = {p: self.grads[name] for name, p in named}

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megalith.config import OptimizerConfig, PrecisionConfig
 from megalith.distributed.comm import all_reduce
 from megalith.errors import ConfigError
+from megalith.kernels.cpu.memory import lazy_zeros
 from megalith.kernels.torch_private import foreach_mul_, unscale_and_check_
 from megalith.nn.precision import at_least_fp32
 from megalith.optim.flat import boxes
@@ -122,8 +123,8 @@ class Optimizer:
                         self._replicated.add(f"{state}.{name}")
                         main = main.new_empty(replicated[state])
                     offloaded = name in self._offloaded
-                    zeros = zeros_on_host(main, dtype) if offloaded else torch.zeros_like(main, dtype=dtype)
-                    states.setdefault(state, {})[name] = zeros
+                    cleared = zeros_on_host(main, dtype) if offloaded else lazy_zeros(main.shape, dtype, main.device)
+                    states.setdefault(state, {})[name] = cleared
         return states
 
     @property
