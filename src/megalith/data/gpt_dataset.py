@@ -11,6 +11,7 @@ import json
 import logging
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from megalith.data import gpt_index
 from megalith.data.gpt_index import EpochPlan, document_ids, part_ids, reset_positions
-from megalith.data.index_cache import Arrays, IndexSpec
+from megalith.data.index_cache import Arrays, CachedIndex, IndexSpec
 from megalith.data.samples import SplitSpec
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
@@ -90,7 +91,8 @@ class GPTDataset:
         tokenizer: Tokenizer,
         class_name: str = "GPTDataset",
     ) -> None:
-        """Load the index arrays or build and save them. Raises DataError if the split has too few tokens."""
+        """Load the index arrays or build and save them; without a cache a split of which the run draws no sample
+        builds them at its first use. Raises DataError if the split has too few tokens."""
         self.name, self.prefix, self.requested = spec.name, spec.path, spec.requested
         self.documents_of_split = spec.documents(len(documents.lengths))
         self._documents, self._options, self._spec = documents, options, spec
@@ -106,16 +108,32 @@ class GPTDataset:
         self._positions = _read_only(np.arange(options.sequence_length, dtype=np.int64))
         self.plan = self._plan()
         self.identity = spec.identity(class_name, options.seed, options.sequence_length, tokenizer)
-        index_spec = IndexSpec(
+        self._index_spec = IndexSpec(
             f"{class_name}-{self.name}", self.description, _ARRAYS, self._build, self._source_digest, self._is_valid
         )
-        cached = spec.load_or_build(index_spec)
-        self.cache_problem, arrays = cached.problem, cached.arrays
+        is_drawn_from = spec.requested is None or spec.requested > 0
+        self.cache_problem = self._index.problem if is_drawn_from or spec.cache_folder is not None else None
         logger.info("> total number of samples: %d", len(self))
         logger.info("> total number of epochs: %d", self.num_epochs)
-        self.document_index: NDArray[np.int32] = arrays["document_index"]
-        self.sample_index: NDArray[Any] = arrays["sample_index"]
-        self.shuffle_index: NDArray[Any] = arrays["shuffle_index"]
+
+    @cached_property
+    def _index(self) -> CachedIndex:
+        return self._spec.load_or_build(self._index_spec)
+
+    @cached_property
+    def document_index(self) -> NDArray[np.int32]:
+        """Documents in stream order, [documents of all epochs]."""
+        return self._index.arrays["document_index"]
+
+    @cached_property
+    def sample_index(self) -> NDArray[Any]:
+        """Start of each sample in the stream, and the end of the last, [samples + 1, 2]."""
+        return self._index.arrays["sample_index"]
+
+    @cached_property
+    def shuffle_index(self) -> NDArray[Any]:
+        """Samples in training order, [samples]."""
+        return self._index.arrays["shuffle_index"]
 
     def __len__(self) -> int:
         """Return the number of samples in whole epochs, which may exceed the requested number."""

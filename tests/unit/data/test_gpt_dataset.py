@@ -124,6 +124,18 @@ def test_padding_and_end_of_document_carry_no_loss() -> None:
     assert dataset([9], 8, tokenizer=PaddedTokenizer(EOD, eod=5, pad=None))[0]["loss_mask"].tolist() == [1] * 8
 
 
+def test_without_a_cache_a_split_that_is_not_drawn_from_is_indexed_when_it_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    unread = dataset([30, 20], 4, 0)
+    assert len(unread) == 12 and "Build" not in caplog.text
+    assert unread[0]["tokens"].tolist() == dataset([30, 20], 4)[0]["tokens"].tolist()
+    caplog.clear()
+    dataset([30, 20], 4, 0, cache_folder=tmp_path)
+    assert "Build and save the GPTDataset train indices" in caplog.text
+
+
 def test_the_second_build_loads_what_the_first_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     first = dataset([30, 20], 4, 25, cache_folder=tmp_path / "new" / "folder")
