@@ -317,10 +317,16 @@ def _datasets(config: RunConfig, tokenizer: Tokenizer, state: TrainState) -> Dat
     return built[0]
 
 
-def _peaks(config: RunConfig, device: torch.device, observer: StartObserver) -> tuple[float, float | None]:
-    """Return the FLOP/s of a matrix product: measured, and the datasheet's (None if unknown)."""
-    dtype = params_dtype(config.precision)
-    measured, known = measure_peak(device, dtype), datasheet_peak(device, dtype)
+def _peaks(config: RunConfig, context: ParallelContext, observer: StartObserver) -> tuple[float, float | None]:
+    """Return the FLOP/s of a matrix product: measured, and the datasheet's (None if unknown).
+
+    CPU ranks take the first one's: measuring at the same time on the same cores, they would measure each other.
+    """
+    dtype, device = params_dtype(config.precision), context.device
+    measures = device.type != "cpu" or context.world.is_first
+    measured, known = measure_peak(device, dtype) if measures else 0.0, datasheet_peak(device, dtype)
+    if device.type == "cpu":
+        measured = comm.all_gather_objects(measured, context.world)[0]
     by_datasheet = f"; {known[1] / 1e12:.4g} by the datasheet ({known[0]}, dense)" if known else ""
     observer.log(f"peak of a matrix product, TFLOP/s: {measured / 1e12:.3g} measured{by_datasheet}")
     return measured, None if known is None else known[1]
@@ -331,7 +337,7 @@ def build_loop_config(
 ) -> LoopConfig:
     """Return lengths and intervals of the training loop; measures the speed of the device."""
     train, batch = config.train, config.num_micro_batches * config.batch_sizes.unit
-    measured, by_datasheet = _peaks(config, context.device, observer)
+    measured, by_datasheet = _peaks(config, context, observer)
     model, length = config.model, config.data.seq_length
     flops = step_flops(model, chunks[0].vocab_size, length, batch, config.data.decoder_seq_length)
     if own := model.registered_layers:
