@@ -83,19 +83,30 @@ class Contender:
             os.killpg(self._process.pid, number)
 
     def process_ids(self) -> list[int]:
-        """Return the processes of the command that have no children of their own: the ranks of a launch."""
-        session = str(self._process.pid)
-        parents, found = set[int](), list[int]()
+        """Return the processes of the command that have no children of their own: the ranks of a launch.
+
+        Ranks are in sessions of their own, so they are found by their parents.
+        """
+        children: dict[int, list[int]] = {}
         for path in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
-                fields = path.read_text().rpartition(")")[2].split()
-                if fields[3] == session:
-                    found.append(int(path.parent.name))
-                    parents.add(int(fields[1]))
-        return [number for number in found if number not in parents]
+                parent = int(path.read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(path.parent.name))
+        found, unseen = list[int](), [self._process.pid]
+        while unseen:
+            number = unseen.pop()
+            unseen += children.get(number, [])
+            if number not in children:
+                found.append(number)
+        return found
 
     def close(self) -> None:
+        """Kill the command, and the ranks that would end in their own time beside what is measured next."""
+        ranks = self.process_ids()
         self._signal(signal.SIGKILL)
+        for number in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
         self._process.wait()
 
 
