@@ -7,17 +7,21 @@ twice without a newer checkpoint.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import shlex
 import site
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megalith.cli.threads import divide_cores, limit_spinning, suppress_native_traces
 from megalith.config import RunConfig
 from megalith.config.data_sources import data_sources
-from megalith.distributed.supervise import Attempt, FailureCause, Signals
+from megalith.distributed.supervise import Attempt, FailureCause, ForkedRank, Signals
 from megalith.train.signals import STOP_SIGNALS
 from megalith.train.streams import warn
 
@@ -45,8 +49,8 @@ class _Failure:
         return same and self.saved == other.saved
 
 
-def supervise(config: RunConfig, argv: Sequence[str], resume: Resume) -> int:
-    """Run all ranks until they end and return the exit code of the run.
+def supervise(config: RunConfig, argv: Sequence[str], resume: Resume, run_rank: Callable[[Sequence[str]], int]) -> int:
+    """Run all ranks until they end and return the exit code of the run; a forked rank returns that of `run_rank`.
 
     0: finished; 75: stopped by a signal after saving; 130: ended at once by a second signal; else the exit code of the
     first rank that failed (128 + n for signal n).
@@ -55,8 +59,13 @@ def supervise(config: RunConfig, argv: Sequence[str], resume: Resume) -> int:
     assert config.launch.nproc is not None
     previous: _Failure | None = None
     with Signals(STOP_SIGNALS) as signals:
+        forks = _import_for_ranks(config)
         for number in range(restarts + 1):
-            attempt = Attempt(_command(words), config.launch.nproc, number, _environment(), signals)
+            command = None if forks and _has_one_thread() else _command(words)
+            try:
+                attempt = Attempt(command, config.launch.nproc, number, _environment(), signals)
+            except ForkedRank:
+                break
             try:
                 attempt.wait(signals, warn)
                 if attempt.stopped is not None:
@@ -74,7 +83,7 @@ def supervise(config: RunConfig, argv: Sequence[str], resume: Resume) -> int:
                 return cause.exit_code
             warn(f"{cause.text}{_shrunk_files(before)}\nrestart {number + 1} of {restarts}, {_restart_point(saved)}")
             previous = failed
-    raise AssertionError("the last attempt is never restarted")
+    return run_rank(words)
 
 
 def _why_no_restart(failed: _Failure, previous: _Failure | None, number: int, restarts: int) -> str:
@@ -124,9 +133,57 @@ def _command(words: Sequence[str]) -> list[str]:
         return [sys.executable, str(program), *words]
     if program.name == "megalith" and program.is_file():  # with -m, modules of the working folder would come first
         return [sys.executable, str(program), "train", *words]
-    if (program.parent.name, program.name) != ("megalith", "__main__.py"):
+    if not _is_ours(program):
         warn(f"{program} does not run on the ranks: each of them runs `python -m megalith train`")
     return [sys.executable, "-m", "megalith", "train", *words]
+
+
+_IMPORTED_BY_RANKS = (
+    *("megalith.assemble.ranks", "megalith.assemble.training", "megalith.cli.train_hooks", "megalith.cli.train_start"),
+    "megalith.train.metrics",
+)
+_GPU_FILES = ("dev/nvidia[0-9]*", "dev/dxg", "dev/kfd", "proc/driver/nvidia/gpus/*")
+
+
+def _import_for_ranks(config: RunConfig) -> bool:
+    """Import what ranks import, for forks of this process to share; return False where ranks cannot be forks.
+
+    CUDA cannot be used in a fork of a process that has asked for its devices, and modules of a user (`--import`) or
+    another program than ours may rely on a process of their own.
+    """
+    there_may_be_gpus = any(True for pattern in _GPU_FILES for _ in Path("/").glob(pattern))
+    on_cpu = config.train.device == "cpu" or not there_may_be_gpus
+    if sys.platform != "linux" or not on_cpu or config.registry.imports or not _is_ours(Path(sys.argv[0])):
+        return False
+    ranks, given = config.launch.nproc or 1, dict(os.environ)
+    launch = replace(config.launch, launcher="megalith", world_size=ranks, local_world_size=ranks)
+    divide_cores(launch)  # OpenMP reads the variables when it is loaded
+    limit_spinning(ranks, "10000")
+    suppress_native_traces(launch)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which starts its threads when it is loaded
+    with suppress(ImportError):  # the ranks report it
+        for name in (*_IMPORTED_BY_RANKS, *_imported_for(config)):
+            importlib.import_module(name)
+    os.environ.clear()
+    os.environ.update(given)
+    gc.collect()
+    gc.freeze()  # a collection in a rank would write to, and so copy, the pages of all objects
+    return True
+
+
+def _imported_for(config: RunConfig) -> list[str]:
+    """Return the modules that take long to import and that this run needs."""
+    names = ["megalith.checkpoint.store.saving"] if config.checkpoint.save or config.checkpoint.load else []
+    return [*names, *(["megalith.parallel.fsdp"] if config.fully_sharded else [])]
+
+
+def _has_one_thread() -> bool:
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+def _is_ours(program: Path) -> bool:
+    installed = program.name == "megalith" and program.is_file()
+    return installed or program.name in _SCRIPTS or (program.parent.name, program.name) == ("megalith", "__main__.py")
 
 
 def _environment() -> Mapping[str, str]:

@@ -90,7 +90,7 @@ def run(argv: Sequence[str]) -> int:
                 return 128 + signal.Signals[stop.requested].value
             if converts:
                 return convert_instead(config)
-            return supervise(config, argv, lambda: _saved_and_argv(config, argv))
+            return supervise(config, argv, lambda: _saved_and_argv(config, argv), run)
         if launched:
             _stop_with_parent()
         threads = divide_cores(config.launch)

@@ -2,6 +2,8 @@
 
 Used by `megalith train --nproc N`. It needs neither torch nor torchrun's agent, which ends the other ranks with the
 signal that makes ours save, and reports neither which rank failed first nor the step (docs/decisions).
+
+Ranks are programs of their own, or forks of this process, which then share the pages of what it has imported.
 """
 
 from __future__ import annotations
@@ -75,6 +77,10 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Restore the previous handlers. Safe to call again."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -85,11 +91,31 @@ class Signals:
             self.received.append(signal.Signals(number))
 
 
+class ForkedRank(BaseException):
+    """Raised in a process that `Attempt` has forked as a rank: leaves the supervisor's stack."""
+
+
+@dataclass
+class _Fork:
+    """The part of `subprocess.Popen` that is used here, of a forked process."""
+
+    pid: int
+    returncode: int | None = None
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
 class Attempt:
-    """One start of all ranks, preceded by `attempt` others; each gets `environ` and the variables of its rank."""
+    """One start of all ranks, preceded by `attempt` others; each gets `environ` and the variables of its rank.
+
+    Args:
+        command: Program of the ranks; None forks this process, which must have a single thread. In each rank the
+            constructor then raises ForkedRank.
+    """
 
     def __init__(
-        self, command: Sequence[str], count: int, attempt: int, environ: Mapping[str, str], signals: Signals
+        self, command: Sequence[str] | None, count: int, attempt: int, environ: Mapping[str, str], signals: Signals
     ) -> None:
         self._stop_signals = signals.stop_signals
         self.count, self.ended = count, list[EndedProcess]()
@@ -98,13 +124,17 @@ class Attempt:
         self._killed: set[int] = set()
         self._signalled_at = 0.0
         self._oom_kills = oom_kills()
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._running: dict[int, subprocess.Popen[bytes] | _Fork] = {}
         with listen(loopback(), 0, 1024) as listener:
             listener.set_inheritable(True)
             for rank in range(count):
+                variables = {**environ, **self._variables(rank, attempt, listener)}
+                if command is None:
+                    self._running[rank] = _fork(variables, listener, signals)
+                    continue
                 self._running[rank] = subprocess.Popen(
                     list(command),
-                    env={**environ, **self._variables(rank, attempt, listener)},
+                    env=variables,
                     stdin=subprocess.DEVNULL,
                     pass_fds=[listener.fileno()] if rank == 0 else [],
                     start_new_session=True,
@@ -286,6 +316,27 @@ class Attempt:
         if self._oom_killed() or end.peak_bytes * self.count > 0.7 * total:
             return f"likely out of memory: RSS {held}"
         return f"from outside, or out of memory: RSS {held}"
+
+
+def _fork(variables: Mapping[str, str], listener: socket.socket, signals: Signals) -> _Fork:
+    """Fork a rank as a session of its own; raise ForkedRank in it."""
+    blocked = (*signals.stop_signals, signal.SIGTSTP)  # the rank must not take them for signals to this process
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # what is buffered must not be written twice
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    pid = os.fork()
+    if pid == 0:
+        signals.restore()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if pid:
+        return _Fork(pid)
+    os.setsid()
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.environ.update(variables)
+    if "MEGALITH_STORE_FD" in variables:  # the supervisor's own closes behind the constructor
+        os.environ["MEGALITH_STORE_FD"] = str(os.dup(listener.fileno()))
+    raise ForkedRank
 
 
 def _gib(size: int) -> str:

@@ -16,6 +16,7 @@ import pytest
 
 from megalith.cli import launch
 from megalith.cli.launch import _command, _environment, _Failure
+from megalith.config import load
 from megalith.distributed.board import Status, process_state
 from megalith.distributed.supervise import Attempt, FailureCause, Signals
 from megalith.train.signals import STOP_SIGNALS
@@ -217,6 +218,72 @@ def test_a_signal_before_the_first_step_promises_no_save(signals: Signals) -> No
     ranks.wait(signals, said.append)
     ranks.board.remove()
     assert len(said) == 1 and "SIGTERM" in said[0] and "saving" not in said[0]
+
+
+FORKED = """
+import os, signal, sys
+from megalith.distributed.supervise import Attempt, ForkedRank, Signals
+sys.stdout.write("said before the fork. ")
+shared = ["imported before the fork"]
+earlier = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+with Signals((signal.SIGUSR1, signal.SIGTERM)) as signals:
+    try:
+        ranks = Attempt(None, 3, 2, {"OF_THE_RUN": "set"}, signals)
+    except ForkedRank:
+        rank = int(os.environ["RANK"])
+        assert shared and os.environ["OF_THE_RUN"] == "set" and os.environ["MEGALITH_ATTEMPT"] == "2"
+        assert os.getsid(0) == os.getpid() and os.getppid() == int(os.environ["MEGALITH_SUPERVISOR"])
+        assert os.read(0, 1) == b"" and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        assert ("MEGALITH_STORE_FD" in os.environ) == (rank == 0)
+        if rank == 0:
+            import socket
+            assert socket.socket(fileno=int(os.environ["MEGALITH_STORE_FD"])).getsockname()[1] > 0
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(0)
+    ranks.wait(signals, print)
+    print(sorted((end.rank, end.code) for end in ranks.ended), ranks.cause().text)
+    ranks.board.remove()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+def test_forked_ranks_are_processes_of_their_own() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "" and done.stdout.count("said before the fork") == 1
+    assert "[(0, 0), (1, -9), (2, 0)] rank 1 (" in done.stdout and "was killed by signal 9 (SIGKILL)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpu_files", "program", "forks"),
+    [
+        ([], [], "megalith", True),
+        ([], ["/*"], "megalith", False),
+        (["--device", "cpu"], ["/*"], "megalith", True),
+        ([], [], "mine.py", False),
+    ],
+)
+def test_ranks_are_forks_where_there_is_no_gpu_and_the_program_is_ours(
+    flags: list[str],
+    gpu_files: list[str],
+    program: str,
+    forks: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "megalith").touch()
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / program)])
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(launch, "_GPU_FILES", [pattern.lstrip("/") for pattern in gpu_files])
+    before = dict(os.environ)
+    words = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 8"
+    words += " --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer"
+    config = load([*words.split(), "--vocab-size", "10", "--nproc", "2", *flags], {}, files=False)
+    monkeypatch.setattr(launch, "_IMPORTED_BY_RANKS", ())
+    monkeypatch.setattr(launch.gc, "freeze", lambda: None)
+    assert launch._import_for_ranks(config) is forks
+    assert dict(os.environ) == before
 
 
 SUSPENDED = """
