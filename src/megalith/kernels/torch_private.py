@@ -70,6 +70,12 @@ def softmax_backward(grad: Tensor, probabilities: Tensor, out: Tensor | None = N
     return out
 
 
+def sigmoid_backward(grad: Tensor, h: Tensor, *, out: Tensor) -> Tensor:
+    """Compute grad h (1 - h), the gradient of a sigmoid's input from its output h."""
+    torch.ops.aten.sigmoid_backward.grad_input(grad, h, grad_input=out)
+    return out
+
+
 def has_onednn_linear() -> bool:
     """Return whether this torch has `onednn_linear`, which torch.compile uses."""
     return bool(torch.backends.mkldnn.is_available()) and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, relu, silu
 from typing_extensions import Unpack
 
+from megalith.kernels.cpu import gelu as gelu_on_cpu
 from megalith.nn.linear import Linear, column, row
 from megalith.nn.placement import Fused, Split
 from megalith.nn.precision import FactoryKwargs
@@ -22,7 +23,12 @@ def gelu_erf(x: Tensor) -> Tensor:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Compute the tanh approximation, which GPT-2 and Megatron's fused bias-GELU use."""
+    """Compute the tanh approximation, which GPT-2 and Megatron's fused bias-GELU use.
+
+    Large fp32 tensors on a CPU have a kernel of their own, equal to torch's up to rounding.
+    """
+    if not torch.compiler.is_compiling() and gelu_on_cpu.is_faster_for(x):
+        return gelu_on_cpu.gelu_tanh(x)
     return gelu(x, approximate="tanh")
 
 

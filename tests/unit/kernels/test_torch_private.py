@@ -39,6 +39,14 @@ def test_gradient_of_a_softmax() -> None:
     torch.testing.assert_close(grad, wanted, msg="aten._softmax_backward_data.out over its own input")
 
 
+def test_gradient_of_a_sigmoid() -> None:
+    x, grad, found = torch.randn(3, 7, requires_grad=True), torch.randn(3, 7), torch.empty(3, 7)
+    h = x.sigmoid()
+    (wanted,) = torch.autograd.grad(h, x, grad)
+    private.sigmoid_backward(grad, h.detach(), out=found)
+    torch.testing.assert_close(found, wanted, msg="aten.sigmoid_backward.grad_input")
+
+
 @pytest.mark.skipif(not private.has_onednn_linear(), reason="this torch has no oneDNN operator for linear layers")
 def test_linear_by_onednn() -> None:
     x, weight, bias = torch.randn(2, 3, 8), torch.randn(6, 8), torch.randn(6)
