@@ -57,8 +57,8 @@ format: .venv/.installed-dev ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/.installed-dev ## Measure the speed of a training step against the machine's peak
-	$(BIN)/python benchmarks/step.py $(ARGS)
+bench: .venv/.installed-dev ## Measure the commands beside their peers (docs/results/benchmarks.md)
+	$(BIN)/python benchmarks/commands.py $(ARGS)
 
 docs: .venv/.installed-dev ## Write the generated pages
 	$(BIN)/megalith config --flags --markdown > docs/flags.md
