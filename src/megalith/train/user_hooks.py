@@ -73,34 +73,36 @@ class UserHooks(Hook):
     def __init__(self, hooks: Sequence[UserHook], config: RunConfig, run: TrainingRun) -> None:
         self._hooks, self._run = tuple(hooks), run
         self._control = Control(config, run.state.chunks, run.state.context.rank, run.state.lr_scale)
-        for hook in self._hooks:
-            hook.on_start(self._control)
+        self._call("on_start")
         self._agree()
 
     def after_step(self, result: StepResult) -> None:
-        for hook in self._hooks:
-            hook.on_step(result, self._control)
+        self._call("on_step", result)
         self._agree()
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
-        for hook in self._hooks:
-            hook.on_evaluate(evaluation, self._control)
+        self._call("on_evaluate", evaluation)
         self._agree()
 
     def after_save(self, saved: SavedCheckpoint) -> None:
-        for hook in self._hooks:
-            hook.on_save(saved, self._control)
+        self._call("on_save", saved)
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.on_end(self._control)
 
+    def _call(self, moment: str, *args: Any) -> None:
+        for hook in self._hooks:
+            getattr(hook, moment)(*args, self._control)
+            scale = self._control.lr_scale
+            if not (isinstance(scale, int | float) and math.isfinite(scale) and scale >= 0.0):
+                name = hook.name if isinstance(hook, _NamedHook) else type(hook).__qualname__
+                raise ConfigError(f"--hook {name}: lr_scale is {scale!r}; it must be a finite number, at least 0")
+
     def _agree(self) -> None:
         """Apply the hooks' requests, if those of all ranks are the same."""
         state, control = self._run.state, self._control
         stops, scale = float(control.stop_reason is not None), control.lr_scale
-        if not (isinstance(scale, int | float) and math.isfinite(scale) and scale >= 0.0):
-            raise ConfigError(f"--hook: lr_scale is {scale!r}; it must be a finite number, at least 0")
         own = torch.tensor([stops, -stops, scale, -scale], dtype=torch.float64, device=state.context.device)
         most_stops, least_stops, most, least = comm.all_reduce(own, state.context.world, "max").tolist()
         if most_stops != -least_stops or most != -least:
@@ -123,7 +125,7 @@ class _NamedHook(UserHook):
     """
 
     def __init__(self, name: Registered) -> None:
-        self._name, moments = name, [moment for moment in vars(UserHook) if moment.startswith("on_")]
+        self.name, moments = name, [moment for moment in vars(UserHook) if moment.startswith("on_")]
         if idle := [method for method in dir(name.entry.thing) if method.startswith("on_") and method not in moments]:
             raise ConfigError(f"--hook {name}: nothing calls its {', '.join(idle)}; hooks have {', '.join(moments)}")
         with _named(f"--hook {name}: it cannot be constructed"):
@@ -132,7 +134,7 @@ class _NamedHook(UserHook):
     def on_end(self, control: Control) -> None:
         run_fails = sys.exc_info()[0] is not None
         try:
-            with _named(f"--hook {self._name}: on_end"):
+            with _named(f"--hook {self.name}: on_end"):
                 self._hook.on_end(control)
         except MegalithError as error:
             if not run_fails:
@@ -142,7 +144,7 @@ class _NamedHook(UserHook):
 
 def _named_call(moment: str) -> Callable[..., None]:
     def call(hook: _NamedHook, *args: Any) -> None:
-        with _named(f"--hook {hook._name}: {moment}"):
+        with _named(f"--hook {hook.name}: {moment}"):
             getattr(hook._hook, moment)(*args)
 
     return call

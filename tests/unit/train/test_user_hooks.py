@@ -67,7 +67,10 @@ def test_the_scale_of_the_rate_survives_a_resume(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scale", [-1.0, float("nan"), float("inf"), "half"])
 def test_a_scale_that_is_no_factor_is_refused(tmp_path: Path, scale: Any) -> None:
     run_config = replace(run_of(tmp_path / "a"))
-    with pytest.raises(ConfigError, match="lr_scale is"), training(run_config, hooks=[Told(lr_scale=scale)]) as run:
+    with (
+        pytest.raises(ConfigError, match="--hook Told: lr_scale is"),
+        training(run_config, hooks=[Told(lr_scale=scale)]) as run,
+    ):
         list(train(run))
 
 
