@@ -67,11 +67,15 @@ class LearningRateSchedule:
         return self.min_lr + self._remaining(num_samples) * (self.max_lr - self.min_lr)
 
     def _registered(self, style: Registered, num_samples: int) -> float:
-        rate = float(style(num_samples, self))
+        given = style(num_samples, self)
+        try:
+            rate = float(given)
+        except (TypeError, ValueError):
+            rate = math.nan
         if not (math.isfinite(rate) and rate >= 0.0):
             raise ConfigError(
-                f"--lr-decay-style {style} gives a learning rate of {rate} after {num_samples} samples; it must be a "
-                "finite number, at least 0"
+                f"--lr-decay-style {style} gives a learning rate of {given!r} after {num_samples} samples; it must be "
+                "a finite number, at least 0"
             )
         return rate
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalith.errors import CheckpointError, ConfigError
+from megalith.registry import Entry, Registered
 from megalith.schedules.parameters import (
     ANNEALING,
     DECAY_STYLES,
@@ -102,3 +103,11 @@ def test_a_resume_reports_the_nine_values_in_order() -> None:
     resumed = resume_schedule(make_schedule(), make_schedule().state_dict(37))
     assert [name for name, _ in resumed.values] == list(REPORTED_NAMES.values())
     assert resumed.num_samples == 37 and not resumed.overridden
+
+
+@pytest.mark.parametrize("rate", [None, "fast", float("nan"), -1.0, (1, 2)])
+def test_a_registered_schedule_that_gives_no_rate_is_named(rate: object) -> None:
+    style = Registered(Entry("schedule", "own", lambda num_samples, schedule: rate))
+    schedule = LearningRateSchedule(max_lr=1.0, min_lr=0.0, decay_samples=10, style=style)
+    with pytest.raises(ConfigError, match="--lr-decay-style own.* 3 samples"):
+        schedule.lr(3)
