@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from tests.contract.outputs import fields_of, file_names, problems, recorded
 
+from megalith.cli.quickstart.text import standard_library
+
 COMMAND = (sys.executable, "-m", "megalith", "quickstart")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
 
@@ -66,6 +68,11 @@ def test_its_report_and_files_are_those_that_are_promised(report: dict[str, Any]
     pytest.importorskip("matplotlib")
     found = {"report.json": fields_of([report]), "files": file_names(told[0] / "quickstart")}
     assert problems(recorded("quickstart"), found) == []
+
+
+def test_the_texts_are_written_for_preprocessing(told: tuple[Path, str]) -> None:
+    lines = (told[0] / "quickstart" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    assert tuple(json.loads(line)["text"] for line in lines) == standard_library().documents
 
 
 def test_the_loss_falls(report: dict[str, Any], told: tuple[Path, str]) -> None:

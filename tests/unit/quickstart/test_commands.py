@@ -19,7 +19,7 @@ from megalith.cli.main import main
 from megalith.cli.quickstart import Quickstart, build_parser, compare_repeated_steps, program, words_of
 from megalith.cli.quickstart.model import MODEL_SIZES, Machine, ModelSize, Plan
 from megalith.config import load
-from megalith.errors import MegalithError, install_command
+from megalith.errors import DataError, MegalithError, install_command
 from megalith.report.history import History
 
 Record = dict[str, Any]
@@ -207,16 +207,12 @@ def test_the_smallest_difference_is_reported() -> None:
     assert (proof["num_repeated"], proof["num_equal"], proof["largest_difference"]) == (3, 1, 2**-52)
 
 
-def test_the_texts_are_written_for_preprocessing(tmp_path: Path) -> None:
-    texts = [f'{number} "\n\t\u00e9' * 200 for number in range(30)]
-    (tmp_path / "some.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    made = quickstart(tmp_path / "out")
-    made.options.data = [tmp_path / "some.jsonl"]
-    corpus = made.collect()
-    lines = (made.out / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
-    assert tuple(json.loads(line)["text"] for line in lines) == corpus.documents
-    assert sorted(corpus.documents) == sorted(texts)
-    assert corpus.num_characters == sum(map(len, texts))
+def test_texts_that_cannot_be_read_leave_the_output_of_an_earlier_run(tmp_path: Path) -> None:
+    made = trained(tmp_path / "out")
+    made.options.data = [tmp_path / "missing.txt"]
+    with pytest.raises(DataError, match="missing.txt"):
+        made.run()
+    assert (made.training / "metrics.jsonl").is_file()
 
 
 def trained(out: Path) -> Quickstart:

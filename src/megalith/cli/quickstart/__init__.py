@@ -73,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError(f"--minutes {options.minutes:g} is not between 0 and 1440 (a day)")
     from megalith.assemble.model import choose_device
 
-    choose_device(options.device)  # fails before the output of an earlier quickstart is removed
+    choose_device(options.device)  # fails early
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # `call` then stops its command
     Quickstart(options).run()
     return 0
@@ -121,9 +121,11 @@ class Quickstart:
     def run(self) -> None:
         """Run all steps, write report.json and print what to try next."""
         started = time.perf_counter()
-        self.clear_folder()
         self.console.print(f"[bold]Megalith quickstart: a GPT in {self.options.minutes:g} minutes of training[/]")
-        corpus = self.collect()
+        corpus = self.collect()  # fails before the output of an earlier quickstart is removed
+        self.clear_folder()
+        with (self.out / "corpus.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in corpus.documents)
         plan = self.plan(corpus)
         first_line = corpus.documents[-1].strip().split("\n", 1)[0]
         prompt = first_line[:PROMPT_CHARACTERS].rsplit(" ", 1)[0] if self.options.data else CODE_PROMPT
@@ -219,12 +221,10 @@ class Quickstart:
         return lines
 
     def collect(self) -> Corpus:
-        """Collect the documents to train on and write them to corpus.jsonl."""
+        """Collect the documents to train on."""
         with self.step("text") as show:
             wanted = self.options
             corpus = user_texts(wanted.data, wanted.json_key, wanted.encoding) if wanted.data else standard_library()
-            with (self.out / "corpus.jsonl").open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps({"text": text}) + "\n" for text in corpus.documents)
             show(f"{corpus.name}: {len(corpus.documents):,} documents, {corpus.num_characters / 1e6:.1f} M characters")
         return corpus
 
