@@ -1,25 +1,12 @@
-"""The data path against the libraries that it stands on, in one run: the same text, cores and vocabulary (GPT-2's).
+"""GPT-2's ids by what preprocessing calls and by each library that is installed: the same text, cores and vocabulary.
 
-    python benchmarks/data.py encode --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt \
+    python benchmarks/data.py --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt \
         --out benchmarks/results/data-encode-cpu.json
-    python benchmarks/data.py command encode --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt \
-        --out benchmarks/results/data-cpu.json
 
-`encode`: text in memory to ids, by each library that is installed and by what preprocessing calls. As many processes as
-cores encode a share each; they load, warm up on a part of it, and start together; the time is that of the last. Rounds
-alternate between the contenders, medians count. The ids of all must be the same, or the run fails. gigatoken has two
-entries, as which of its two ways is faster depends on the machine: a batch at a time, and a text at a time.
-
-`command`: the whole of `megalith preprocess` on the same text as jsonl, from the start of the program to the finished
-files on the disk, with 1 worker and with as many as cores, on several sizes of input, with the largest resident memory
-of any of its processes, and the bytes of all runs compared. Beside each run gigatoken encodes the same texts in memory,
-with as many processes as the command has workers, started and warm, with nothing to read, parse or write. Its time
-over that of the command is the `share`; `further` has both for what the largest input has more than the smallest,
-where starting no longer counts. Input larger than the text is the text over and over, which the library gets as often.
-Two more references of the same round. First, gigatoken doing the same job by itself, from the start of a program: it
-reads the jsonl by its own reader, with as many threads as the command has workers, and the tokens are written; all in
-memory at once, no index, no line is checked. Second, the disk: as many bytes as the .bin has, written and brought to
-it. Where the disk is slower than the encoding, `--folder /dev/shm` tells what the command could do.
+Text in memory to ids. As many processes as cores encode a share each; they load, warm up on a part of it, and start
+together; the time is that of the last. Rounds alternate between the contenders, medians count. The ids of all must be
+the same, or the run fails. gigatoken has two entries, as which of its two ways is faster depends on the machine: a
+batch at a time, and a text at a time. The whole command is measured by `benchmarks/commands.py preprocess`.
 
 The text is real and does not repeat: files that are given, else the sources and documents of this Python. What its
 documents are called does not matter to any contender.
@@ -34,10 +21,7 @@ import multiprocessing
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -201,7 +185,7 @@ def _installed(name: str) -> bool:
     return True
 
 
-def encode_section(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Speeds of all contenders, in MiB/s of text.
 
     Raises:
@@ -238,188 +222,19 @@ def encode_section(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class CommandRun:
-    """One run of the command: seconds, largest memory of a process in MiB, hash of what it wrote."""
-
-    seconds: float
-    largest_mib: float
-    sha256: str
-    bin_bytes: int
-
-
-def _write_jsonl(path: Path, texts: list[str], megabytes: int) -> tuple[int, int]:
-    """Write the texts over and over until the file has its size; returns the bytes, and how many texts it holds."""
-    lines = [(json.dumps({"text": text}, ensure_ascii=False) + "\n").encode() for text in texts]
-    size = count = 0
-    with path.open("wb") as file:
-        while size < megabytes * MEBIBYTE:
-            for line in lines:
-                size += file.write(line)
-                count += 1
-                if size >= megabytes * MEBIBYTE:
-                    break
-    return size, count
-
-
-_RUN = """
-import resource, subprocess, sys
-done = subprocess.run(sys.argv[1:], capture_output=True, text=True)
-print(done.returncode, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
-sys.stderr.write(done.stderr)
-"""
-
-
-def _run_command(path: Path, folder: Path, vocabulary: Vocabulary, workers: int) -> CommandRun:
-    prefix = folder / f"{path.stem}-{workers}"
-    command = [sys.executable, "-m", "megalith", "preprocess", "--input", str(path), "--output-prefix", str(prefix)]
-    command += ["--vocab-file", vocabulary.vocab_file, "--merge-file", vocabulary.merge_file, "--append-eod"]
-    command += ["--workers", str(workers)]
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", _RUN, *command], capture_output=True, text=True)
-    seconds = time.perf_counter() - start
-    code, largest = done.stdout.split()
-    if code != "0":
-        raise SystemExit(done.stderr)
-    digest, bin_bytes = hashlib.sha256(), Path(f"{prefix}_text_document.bin").stat().st_size
-    for ending in (".bin", ".idx"):
-        written = Path(f"{prefix}_text_document{ending}")
-        with written.open("rb") as file:
-            while block := file.read(MEBIBYTE):
-                digest.update(block)
-        written.unlink()
-    return CommandRun(seconds, int(largest) / 1024, digest.hexdigest(), bin_bytes)
-
-
-_BY_ITSELF = """
-import sys, gigatoken, numpy
-tokenizer = gigatoken.Tokenizer.from_json(open(sys.argv[1], encoding="utf-8").read())
-layout = tokenizer.encode_files(gigatoken.gigatoken_rs.JsonlFileSource([sys.argv[2]]), parallel=True).layout
-layout.content.data[: layout.offsets.data[-1]].astype(numpy.uint16).tofile(sys.argv[3])
-"""
-
-
-def _run_library(path: Path, folder: Path, tokenizer: Path, threads: int) -> tuple[float, float, int]:
-    """Seconds and MiB of gigatoken reading the jsonl and writing the tokens by itself, and how many bytes it wrote."""
-    out = folder / "library.bin"
-    command = [sys.executable, "-c", _BY_ITSELF, str(tokenizer), str(path), str(out)]
-    start = time.perf_counter()
-    environment = {**os.environ, "RAYON_NUM_THREADS": str(threads)}
-    done = subprocess.run([sys.executable, "-c", _RUN, *command], capture_output=True, text=True, env=environment)
-    seconds = time.perf_counter() - start
-    code, largest = done.stdout.split()
-    if code != "0":
-        raise SystemExit(done.stderr)
-    size = out.stat().st_size
-    out.unlink()
-    return seconds, int(largest) / 1024, size
-
-
-def _write_plainly(folder: Path, size: int) -> float:
-    """Seconds to write so many bytes and to bring them to the disk."""
-    block, start = os.urandom(MEBIBYTE), time.perf_counter()
-    with (folder / "plain").open("wb") as file:
-        for _ in range(size // MEBIBYTE):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-    seconds = time.perf_counter() - start
-    (folder / "plain").unlink()
-    return seconds
-
-
-def command_section(options: argparse.Namespace) -> dict[str, Any]:
-    """Speed and memory of the whole command.
-
-    Raises:
-        SystemExit: a run fails, or two runs write different bytes.
-    """
-    texts = texts_of([Path(path) for path in options.text] or text_of_this_python(), options.megabytes)
-    vocabulary = Vocabulary(options.vocab_file, options.merge_file)
-    record: dict[str, Any] = {"rounds": options.rounds, "cores": options.cores, "runs": [], "further": []}
-    times: dict[tuple[int, int], tuple[float, float, float]] = {}
-    libraries = ("gigatoken", "gigatoken, text by text")
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        tokenizer = Path(folder) / "tokenizer.json"
-        tokenizer.write_text(_library(vocabulary).to_str(), encoding="utf-8")
-        for megabytes in options.command_megabytes:
-            path = Path(folder) / f"{megabytes}.jsonl"
-            size, count = _write_jsonl(path, texts, megabytes)
-            whole, rest = divmod(count, len(texts))
-            held = texts * whole + texts[:rest]
-            runs: dict[int, list[CommandRun]] = {}
-            in_memory: dict[tuple[int, str], list[float]] = {}
-            by_itself: dict[int, list[tuple[float, float, int]]] = {}
-            plain: list[float] = []
-            for _ in range(options.rounds):
-                for workers in sorted({1, options.cores}):
-                    runs.setdefault(workers, []).append(_run_command(path, Path(folder), vocabulary, workers))
-                    print(f"{megabytes} MiB, {workers} workers: {runs[workers][-1]}", flush=True)
-                    by_itself.setdefault(workers, []).append(_run_library(path, Path(folder), tokenizer, workers))
-                    print(f"gigatoken by itself: {by_itself[workers][-1]}", flush=True)
-                    for name in libraries:
-                        taken = encode_once(name, vocabulary, held, workers)[0]
-                        in_memory.setdefault((workers, name), []).append(taken)
-                        print(f"{name}: {taken:.2f} s", flush=True)
-                plain.append(_write_plainly(Path(folder), runs[1][-1].bin_bytes))
-                print(f"plain write: {plain[-1]:.2f} s", flush=True)
-            if len({run.sha256 for found in runs.values() for run in found}) > 1:
-                raise SystemExit(f"the runs over {megabytes} MiB wrote different bytes")
-            for workers, found in runs.items():
-                seconds = statistics.median(run.seconds for run in found)
-                library = min(statistics.median(in_memory[workers, name]) for name in libraries)
-                times[megabytes, workers] = size, seconds, library
-                largest = max(run.largest_mib for run in found)
-                record["runs"].append(
-                    {
-                        **{"input_bytes": size, "workers": workers, "largest_process_mib": round(largest, 1)},
-                        **_speeds(size, seconds, library),
-                        "library_by_itself_mib_per_second": _speed(size, [one[0] for one in by_itself[workers]]),
-                        "library_by_itself_mib": round(max(one[1] for one in by_itself[workers]), 1),
-                        "bin_bytes": found[0].bin_bytes,
-                        "plain_write_mib_per_second": _speed(found[0].bin_bytes, plain),
-                    }
-                )
-            path.unlink()
-    low, high = min(options.command_megabytes), max(options.command_megabytes)
-    for workers in sorted({1, options.cores}) if low < high else ():
-        more = [b - a for a, b in zip(times[low, workers], times[high, workers], strict=True)]
-        record["further"].append({"workers": workers, **_speeds(*more)})
-    return record
-
-
-def _speed(size: float, seconds: list[float]) -> float:
-    return round(size / MEBIBYTE / statistics.median(seconds), 1)
-
-
-def _speeds(size: float, seconds: float, library: float) -> dict[str, float]:
-    """MiB/s of the command and of the library, and the first over the second."""
-    speeds = {"mib_per_second": size / MEBIBYTE / seconds, "library_mib_per_second": size / MEBIBYTE / library}
-    return {**{name: round(speed, 1) for name, speed in speeds.items()}, "share": round(library / seconds, 3)}
-
-
-SECTIONS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "encode": encode_section,
-    "command": command_section,
-}
-
-
 def main() -> None:
-    """Measure the sections that are named; print, and write JSON."""
+    """Measure; print, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="+", choices=tuple(SECTIONS))
     parser.add_argument("--vocab-file", required=True)
     parser.add_argument("--merge-file", required=True)
     parser.add_argument("--text", nargs="*", default=[], help="files; those of this Python by default")
     parser.add_argument("--megabytes", type=int, default=32)
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--command-megabytes", type=int, nargs="+", default=[10, 1000], help="sizes of input")
-    parser.add_argument("--folder", help="where input and output of the command lie; the folder for temporary files")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    record = {"machine": machine, **{name: SECTIONS[name](options) for name in options.sections}}
+    record = {"machine": machine, "encode": measure(options)}
     print(json.dumps(record, indent=2))
     if options.out:
         options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
