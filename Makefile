@@ -57,7 +57,7 @@ format: .venv/.installed-dev ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/.installed-dev ## Measure the commands beside their peers (docs/results/benchmarks.md)
+bench: .venv/.installed-dev .venv/.tried-bench ## Measure the commands beside their peers, 15 minutes (docs/results/benchmarks.md)
 	$(BIN)/python benchmarks/commands.py $(ARGS)
 
 docs: .venv/.installed-dev ## Write the generated pages
@@ -80,6 +80,11 @@ release: | $(BIN)/python ## Build wheel and source archive into dist/, check the
 clean: ## Remove the environment, caches and the quickstart's output
 	rm -rf .venv build dist wheelhouse quickstart .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# llama.cpp is compiled, once and for minutes, where there is a compiler; the benchmarks go on without it elsewhere.
+.venv/.tried-bench: pyproject.toml $(CONSTRAINTS) | .venv/.installed-dev
+	@$(PIP_INSTALL) -e '.[bench]' || echo 'The extra bench could not be installed, for the reason above: llama.cpp takes no part.'
+	@touch $@
 
 # The stamp keeps the environment until the package's requirements change.
 .venv/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python

@@ -58,19 +58,21 @@ SIZES = {"350M": (24, 1024, 16), "124M": (12, 768, 12), "50M": (8, 512, 8), "10M
 BLOCK = 2**20  # larger ones are slower on the machine that was measured
 
 
-def configuration(size: str, folder: Path) -> RunConfig:
+def configuration(size: str, folder: Path, rank: int = 0, world: int = 1) -> RunConfig:
+    """Return the run of a GPT whose tensors are sharded over all of its ranks."""
     layers, hidden, heads = SIZES[size]
     words = (
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --max-position-embeddings 1024 "
         "--seq-length 1024 --micro-batch-size 1 --train-iters 10 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
-        f"--vocab-size {VOCABULARY - 1} --save {folder} --load {folder} --save-interval 1 --eval-iters 0"
+        f"--vocab-size {VOCABULARY - 1} --save {folder} --load {folder} --save-interval 1 --eval-iters 0 "
+        f"--tensor-model-parallel-size {world}"
     )
-    return load(words.split(), {}, files=False)
+    return load(words.split(), {"RANK": str(rank), "WORLD_SIZE": str(world)}, files=False)
 
 
-def build_state(run: RunConfig) -> TrainState:
+def build_state(run: RunConfig, context: ParallelContext | None = None) -> TrainState:
     """A model with weights and moments that are no zeros."""
-    context = ParallelContext.solo()
+    context = context or ParallelContext.solo()
     streams = RandomStreams(run.train.seed, context)
     chunks = build_chunks(run, VOCABULARY, context, streams.own)
     for chunk in chunks:

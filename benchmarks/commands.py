@@ -1,21 +1,23 @@
 """The commands that users type against the best they could pick instead, measured from outside.
 
-    python benchmarks/commands.py                          all parts: make bench
-    python benchmarks/commands.py step decode --rounds 5   some of them
+    make bench                                    all parts, 15 minutes on two cores
+    python benchmarks/commands.py step decode     some of them
 
   step        `megalith train` on mock data, beside peers/train.py (a compiled GPT, Hugging Face, our own library)
   decode      `megalith serve` over HTTP, beside peers/generate.py (the engine alone, Hugging Face, llama.cpp)
   preprocess  `megalith preprocess` of jsonl with GPT-2's kind of vocabulary, beside peers/preprocess.py; the bytes of
               .bin and .idx must be the same
   start       `megalith train` of 124M to the end of its first step, beside `import torch`
+  checkpoint  saving and loading 350M with its Adam state, beside torch.distributed.checkpoint: peers/checkpoint.py
   ranks       16 data-parallel ranks to the end of their first step, and the memory of the largest
 
-All contenders have the same cores, precision and allocator. They take turns; a turn of `step` and `decode` continues
-processes that are stopped meanwhile. A ratio is the median over rounds of the peer's time over Megalith's: above 1
-Megalith is faster. Results go to commands-NAME.json in benchmarks/results, the table of all of them to
-docs/results/benchmarks.md. NAME is chosen with --name, by default after the processor.
+All contenders have the same cores, precision and allocator, and take turns; in `step` and `decode` all but one are
+stopped meanwhile. bf16 steps are measured where the processor multiplies bf16. Results go to commands-NAME.json in
+benchmarks/results as soon as there are any, at the end to docs/results/benchmarks.md and the READMEs. NAME is chosen
+with --name, by default after the processor. A part that fails does not stop the others; the exit status is then 1.
 
-llama.cpp takes part if llama_cpp (extra `bench`) is installed; preprocessing needs gigatoken (extra `data`).
+llama.cpp takes part if llama_cpp and gguf (extra `bench`) are installed; preprocessing needs the extra `data`. `step`
+needs 20 GB of memory, `checkpoint` 12 GB of memory and of disk.
 """
 
 from __future__ import annotations
@@ -25,28 +27,33 @@ import hashlib
 import importlib.util
 import json
 import os
-import platform
 import re
-import statistics
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contender import Contender, in_turns, megalith, run_seconds
+from contender import Contender, Ran, alternate, in_turns, megalith, run, run_seconds
+from data import Vocabulary, text_of_this_python, texts_of
+from machine import BF16_FEATURES, describe, name_of
+from parts import Clock, Found, Part, measure
+from table import page, quote, summary
 
 HERE = Path(__file__).parent
-RESULTS, TABLE = HERE / "results", HERE.parent / "docs" / "results" / "benchmarks.md"
+ROOT, RESULTS = HERE.parent, HERE / "results"
+TABLE, QUOTING = ROOT / "docs" / "results" / "benchmarks.md", (ROOT / "README.md", ROOT / "README.zh.md")
 MEBIBYTE = 1 << 20
 ITERATION = r"iteration +\d+/"
 
 Size = tuple[int, int, int, int, int, int]
 """Layers, hidden size, heads, sequence, micro-batch, vocabulary."""
 SIZES: dict[str, Size] = {"124M": (12, 768, 12, 1024, 2, 50304), "10M": (6, 384, 6, 256, 64, 128)}
+STREAMS = (1, 1, 16)
+"""Numbers of streams of successive turns."""
 
 
 def train_command(size: Size, precision: str, *more: str) -> list[str]:
@@ -64,69 +71,74 @@ def peer(script: str, *arguments: object) -> list[str]:
     return [sys.executable, str(HERE / "peers" / script), *map(str, arguments)]
 
 
-def ratios(seconds: Mapping[str, Sequence[float]], ours: str) -> dict[str, float]:
-    """Return how many times as long as ours the others take, round by round."""
-    return {
-        name: round(statistics.median(b / a for a, b in zip(seconds[ours], values, strict=True)), 3)
-        for name, values in seconds.items()
-        if name != ours
-    }
+def precisions_of(options: argparse.Namespace, features: Sequence[str]) -> list[str]:
+    """Return the chosen precisions, by default those that the processor multiplies."""
+    if options.precisions:
+        return list(options.precisions)
+    return ["bf16", "fp32"] if BF16_FEATURES & set(features) else ["fp32"]
 
 
-def row(seconds: Mapping[str, Sequence[float]], ours: str, **more: Any) -> dict[str, Any]:
-    rounded = {name: [round(value, 4) for value in values] for name, values in seconds.items()}
-    return {"ours": ours, "seconds": rounded, "ratio": ratios(seconds, ours), **more}
+def part_step(options: argparse.Namespace, folder: Path, clock: Clock) -> Found:
+    rows = [(name, precision) for name in SIZES for precision in precisions_of(options, describe()["features"])]
+    for number, (name, precision) in enumerate(rows):
+        keys = ("layers", "hidden", "heads", "sequence", "batch", "vocabulary")
+        sized = [text for key, value in zip(keys, SIZES[name], strict=True) for text in (f"--{key}", value)]
+        commands = {"megalith train": train_command(SIZES[name], precision)}
+        for kind in ("compiled", "library", *(("huggingface",) if name == "124M" else ())):
+            commands[kind] = peer("train.py", kind, "--precision", precision, *sized)
+        left_out: dict[str, str] = {}
+        until = clock.until(1 / (len(rows) - number))
+        pattern = rf"{ITERATION}|^step \d+:"
+        seconds = in_turns(commands, pattern, until, rounds=clock.turns(), left_out=left_out)
+        yield f"step {name} {precision}", {"ours": "megalith train", "seconds": seconds, "left_out": left_out}
 
 
-def part_step(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    found = {}
-    for name, size in SIZES.items():
-        shape = dict(zip(("layers", "hidden", "heads", "sequence", "batch", "vocabulary"), size, strict=True))
-        sized = [text for key, value in shape.items() for text in (f"--{key}", value)]
-        for precision in options.precisions:
-            commands = {"megalith train": train_command(size, precision)}
-            for kind in ("compiled", "library", *(("huggingface",) if name == "124M" else ())):
-                commands[kind] = peer("train.py", kind, "--precision", precision, *sized)
-            seconds = in_turns(commands, rf"{ITERATION}|^step \d+:", options.rounds, 2, 3)
-            found[f"step {name} {precision}"] = say(f"step {name} {precision}", row(seconds, "megalith train"))
-    return found
-
-
-def part_decode(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Seconds are those of a round of all streams; `tokens` says how many there are in one."""
-    saved, exported, found = folder / "saved", folder / "exported", {}
-    one_step = train_command(SIZES["124M"], "fp32", "--save", str(saved), "--save-interval", "1")
+def save_model(size: Size, folder: Path) -> tuple[Path, Path]:
+    """Train a model for one step; returns its checkpoint and its export."""
+    saved, exported = folder / "saved", folder / "exported"
+    one_step = train_command(size, "fp32", "--save", str(saved), "--save-interval", "1", "--no-save-optim")
     one_step[one_step.index("--train-iters") + 1] = "1"
     one_step[one_step.index("--seq-length") + 1] = "64"
-    run_seconds([*one_step, "--micro-batch-size", "1", "--no-save-optim"])
+    run_seconds([*one_step, "--micro-batch-size", "1"])
     run_seconds(megalith("checkpoint", "export", str(saved), str(exported)))
-    for precision in options.precisions:
-        gguf = write_gguf(exported, folder / f"{precision}.gguf", precision)
-        for streams in (1, 16):
-            files = {"http": saved, "engine": saved, "huggingface": exported, **({"llama": gguf} if gguf else {})}
-            commands = {
-                kind: peer("generate.py", kind, file, "--precision", precision, "--streams", streams)
-                for kind, file in files.items()
+    return saved, exported
+
+
+def part_decode(options: argparse.Namespace, folder: Path, clock: Clock) -> Found:
+    """Seconds are those of a round of all streams; `tokens` says how many there are in one."""
+    saved, exported = save_model(SIZES["124M"], folder)
+    precisions = options.precisions or ["bf16", "fp32"]
+    for number, precision in enumerate(precisions):
+        files, left_out = {"http": saved, "engine": saved, "huggingface": exported}, dict[str, str]()
+        if missing := [name for name in ("llama_cpp", "gguf") if importlib.util.find_spec(name) is None]:
+            print(f"llama.cpp takes no part: {' and '.join(missing)} not installed (extra bench)", flush=True)
+        else:
+            files["llama.cpp"] = write_gguf(exported, folder / f"{precision}.gguf", precision)
+        commands = {
+            kind: peer("generate.py", kind, file, "--precision", precision, "--streams", *STREAMS)
+            for kind, file in files.items()
+        }
+        until, (least, most) = clock.until(1 / (len(precisions) - number)), clock.turns()
+        rounds = (least * len(STREAMS), most * len(STREAMS))
+        turns = in_turns(commands, r"^(warm-up|round \d+):", until, rounds=rounds, warm_up=1, left_out=left_out)
+        for streams, plural in ((1, ""), (16, "s")):
+            seconds = {
+                kind: [value for turn, value in enumerate(values) if STREAMS[turn % len(STREAMS)] == streams]
+                for kind, values in turns.items()
             }
-            name = f"decode {streams} streams {precision}"
-            seconds = in_turns(commands, r"^round \d+:", options.rounds, 2 if streams == 1 else 1, 2)
-            tokens = 64 if streams == 1 else sum(count for _, count in _peer_requests(streams))
-            found[name] = say(name, row(seconds, "http", tokens=tokens))
-    return found
+            row = {"ours": "http", "seconds": seconds, "left_out": left_out, "tokens": _tokens_of_a_round(streams)}
+            yield f"decode {streams} stream{plural} {precision}", row
 
 
-def _peer_requests(streams: int) -> list[tuple[list[int], int]]:
+def _tokens_of_a_round(streams: int) -> int:
     sys.path.insert(0, str(HERE / "peers"))
     from generate import requests
 
-    made: list[tuple[list[int], int]] = requests(streams, 1)
-    return made
+    return sum(count for _, count in requests(streams, 1))
 
 
-def write_gguf(exported: Path, path: Path, precision: str) -> Path | None:
-    """Write a GPT-2 of Hugging Face as GGUF for llama.cpp; None if llama_cpp or gguf is not installed."""
-    if importlib.util.find_spec("llama_cpp") is None or importlib.util.find_spec("gguf") is None:
-        return None
+def write_gguf(exported: Path, path: Path, precision: str) -> Path:
+    """Write a GPT-2 of Hugging Face as GGUF for llama.cpp; returns the path."""
     import gguf
     import numpy as np
     import torch
@@ -170,46 +182,71 @@ def write_gguf(exported: Path, path: Path, precision: str) -> Path | None:
     return path
 
 
-def part_preprocess(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from data import Vocabulary, text_of_this_python, texts_of
+class Preprocessing:
+    """The command and the script over the same text and vocabulary.
 
-    vocabulary = Vocabulary(options.vocab_file, options.merge_file) if options.vocab_file else _vocabulary(folder)
-    texts, found = texts_of(text_of_this_python(), 160), {}
-    for megabytes in options.megabytes:
-        source = folder / f"{megabytes}.jsonl"
-        write_jsonl(source, texts, megabytes)
-        files = ["--vocab-file", vocabulary.vocab_file, "--merge-file", vocabulary.merge_file, "--append-eod"]
-        for workers in (1, 2):
-            ours = megalith("preprocess", "--input", str(source), "--output-prefix", str(folder / "ours"), *files)
-            ours += ["--tokenizer-type", "GPT2BPETokenizer", "--workers", str(workers)]
-            given = (source, folder / "script", vocabulary.vocab_file, vocabulary.merge_file, workers)
-            script = peer("preprocess.py", *given)
-            seconds: dict[str, list[float]] = {"megalith preprocess": [], "script": []}
-            for number in range(options.rounds + 1):
-                seconds["megalith preprocess"].append(run_seconds(ours))
-                seconds["script"].append(run_seconds(script))
-                if not number:
-                    for ending in (".bin", ".idx"):
-                        if digest(folder / f"ours_text_document{ending}") != digest(folder / f"script{ending}"):
-                            raise SystemExit(f"the {ending} of the command and of the script differ")
-                for path in folder.glob("ours_text_document.*"):
-                    path.unlink()
-            timed = {name: values[1:] for name, values in seconds.items()}  # the first round warms the page cache
-            name = f"preprocess {megabytes} MiB, {workers} workers"
-            found[name] = say(name, row(timed, "megalith preprocess", mebibytes=megabytes))
-        source.unlink()
-    return found
+    Args:
+        vocabulary: two files; one of GPT-2's size is trained if None.
+    """
+
+    def __init__(self, folder: Path, vocabulary: Vocabulary | None = None) -> None:
+        for package in ("gigatoken", "orjson"):
+            if importlib.util.find_spec(package) is None:
+                raise RuntimeError(f"{package} is not installed, which the peer needs (extra data)")
+        self._folder, self._vocabulary = folder, vocabulary or train_vocabulary(folder)
+        self._texts = texts_of(text_of_this_python(), 160)
+
+    def source(self, megabytes: int) -> Path:
+        """Return a jsonl file of this size."""
+        path = self._folder / f"{megabytes}.jsonl"
+        if not path.exists():
+            write_jsonl(path, self._texts, megabytes)
+        return path
+
+    def ours(self, megabytes: int, workers: int) -> Ran:
+        """Run the command; it finds no output of an earlier run."""
+        for path in self._folder.glob("ours_text_document.*"):
+            path.unlink()
+        vocab_file, merge_file = self._vocabulary.vocab_file, self._vocabulary.merge_file
+        files = ["--vocab-file", vocab_file, "--merge-file", merge_file, "--append-eod", "--workers", str(workers)]
+        places = ["--input", str(self.source(megabytes)), "--output-prefix", str(self._folder / "ours")]
+        return run(megalith("preprocess", *places, *files, "--tokenizer-type", "GPT2BPETokenizer"))
+
+    def script(self, megabytes: int, workers: int) -> Ran:
+        files = self._vocabulary.vocab_file, self._vocabulary.merge_file
+        return run(peer("preprocess.py", self.source(megabytes), self._folder / "script", *files, workers))
+
+    def compare(self, megabytes: int) -> None:
+        """Raise RuntimeError if the last outputs of both differ."""
+        for ending in (".bin", ".idx"):
+            if digest(self._folder / f"ours_text_document{ending}") != digest(self._folder / f"script{ending}"):
+                raise RuntimeError(f"{megabytes} MiB: the {ending} of the command and of the script differ")
 
 
-def _vocabulary(folder: Path) -> Any:
+def part_preprocess(options: argparse.Namespace, folder: Path, clock: Clock) -> Found:
+    """A small input comes first, which warms the page cache up."""
+    chosen = Vocabulary(options.vocab_file, options.merge_file) if options.vocab_file else None
+    work = Preprocessing(folder, chosen)
+    rows = [(size, workers) for size in options.megabytes for workers in (1, 2)]
+    for number, (size, workers) in enumerate([(1, 1), *rows]):
+        work.source(size)
+        turns = {
+            "megalith preprocess": lambda size=size, workers=workers: work.ours(size, workers).seconds,
+            "script": lambda size=size, workers=workers: work.script(size, workers).seconds,
+        }
+        seconds = alternate(turns, clock.until(1 / (len(rows) + 1 - number)), clock.turns() if number else (1, 1))
+        work.compare(size)
+        if number:
+            row = {"ours": "megalith preprocess", "seconds": seconds, "mebibytes": size}
+            yield f"preprocess {size} MiB, {workers} worker{'s' * (workers > 1)}", row
+
+
+def train_vocabulary(folder: Path) -> Vocabulary:
     """Train a byte-level BPE of GPT-2's size on the text of this Python."""
-    from data import Vocabulary, text_of_this_python, texts_of
     from tokenizers import ByteLevelBPETokenizer
 
-    made = ByteLevelBPETokenizer()
-    made.train_from_iterator(
-        texts_of(text_of_this_python(), 16), 50257, special_tokens=["<|endoftext|>"], show_progress=False
-    )
+    made, texts = ByteLevelBPETokenizer(), texts_of(text_of_this_python(), 16)
+    made.train_from_iterator(texts, 50257, special_tokens=["<|endoftext|>"], show_progress=False)
     made.save_model(str(folder))
     return Vocabulary(str(folder / "vocab.json"), str(folder / "merges.txt"))
 
@@ -227,44 +264,86 @@ def write_jsonl(path: Path, texts: Sequence[str], megabytes: int) -> None:
 
 
 def digest(path: Path) -> str:
+    found = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(MEBIBYTE):
+            found.update(block)
+    return found.hexdigest()
 
 
-def part_start(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def part_start(options: argparse.Namespace, folder: Path, clock: Clock) -> Found:
+    """The first turns do not count: they warm the page cache up."""
     command = train_command(SIZES["124M"], "fp32")
     command[command.index("--seq-length") + 1] = "64"
     command[command.index("--micro-batch-size") + 1] = "1"
-    seconds: dict[str, list[float]] = {"megalith train": [], "import torch": []}
-    for _ in range(options.rounds + 1):
-        seconds["megalith train"].append(run_seconds(command, ITERATION))
-        seconds["import torch"].append(run_seconds([sys.executable, "-c", "import torch"]))
-    timed = {name: values[1:] for name, values in seconds.items()}
-    return {"start 124M": say("start 124M", row(timed, "megalith train"))}
+    turns = {
+        "megalith train": lambda: run_seconds(command, ITERATION),
+        "import torch": lambda: import_torch(1),
+    }
+    alternate(turns, 0.0, (1, 1))
+    yield "start 124M", {"ours": "megalith train", "seconds": alternate(turns, clock.until(), clock.turns())}
 
 
-def part_ranks(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Proportional set sizes count a page that processes share once over all of them."""
-    size = (2, 128, 2, 64, 1, 256)
-    seconds: dict[str, list[float]] = {"megalith train --nproc 16": [], "16 x import torch": []}
+def part_checkpoint(options: argparse.Namespace, folder: Path, clock: Clock) -> Found:
+    for number, world in enumerate((1, 2)):
+        least, most = clock.turns(9)
+        seconds = max(0.0, clock.until(1 / (2 - number)) - time.perf_counter())
+        place = Path(tempfile.mkdtemp(dir=folder))
+        script = peer("checkpoint.py", place, "--size", options.checkpoint_size, "--seconds", seconds)
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        command = [script[0], *launch, *script[1:], "--rounds", str(least), str(most)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        rounds = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        for what in ("save", "load"):
+            found = {kind: [one["seconds"][f"{kind} {what}"] for one in rounds] for kind in ("megalith", "dcp")}
+            row = {"ours": "megalith", "seconds": found, "mebibytes": round(rounds[0]["bytes"] / MEBIBYTE)}
+            yield f"checkpoint {what}, {world} process{'es' * (world > 1)}", row
+        shutil.rmtree(place)
+
+
+def start_ranks(number: int) -> tuple[float, float, float]:
+    """Start data-parallel ranks of a tiny model on a global batch of 16.
+
+    Returns:
+        seconds to the end of the first step; seconds of the third; the largest rank's proportional set size in MiB, in
+        which a page that processes share counts once over all of them.
+    """
+    command = train_command((2, 128, 2, 64, 1, 256), "fp32", "--global-batch-size", "16", "--nproc", str(number))
+    began, contender = time.perf_counter(), Contender(command, ITERATION)
+    try:
+        contender.wait(3)
+        first, second, third = contender.times[:3]
+        return first - began, third - second, max(proportional_mib(contender.process_ids()))
+    finally:
+        contender.close()
+
+
+def import_torch(number: int) -> float:
+    """Return the seconds of so many processes at once that do nothing else."""
+    began = time.perf_counter()
+    children = [subprocess.Popen([sys.executable, "-c", "import torch"]) for _ in range(number)]
+    for child in children:
+        child.wait()
+    return time.perf_counter() - began
+
+
+def part_ranks(options: argparse.Namespace, folder: Path, clock: Clock) -> Found:
     memory = list[float]()
-    for _ in range(options.rounds):
-        began = time.perf_counter()
-        contender = Contender([*train_command(size, "fp32"), "--nproc", "16", "--global-batch-size", "16"], ITERATION)
-        try:
-            contender.wait(1)
-            seconds["megalith train --nproc 16"].append(contender.times[0] - began)
-            contender.wait(3)
-            memory.append(max(proportional_mib(contender.process_ids())))
-        finally:
-            contender.close()
-        began = time.perf_counter()
-        children = [subprocess.Popen([sys.executable, "-c", "import torch"]) for _ in range(16)]
-        for child in children:
-            child.wait()
-        seconds["16 x import torch"].append(time.perf_counter() - began)
-    found = row(seconds, "megalith train --nproc 16", largest_rank_mib=[round(value, 1) for value in memory])
-    return {"ranks 16": say("ranks 16", found)}
+
+    def ours() -> float:
+        first_step, _, largest = start_ranks(16)
+        memory.append(largest)
+        return first_step
+
+    turns = {"megalith train": ours, "16 x import torch": lambda: import_torch(16)}
+    seconds = alternate(turns, clock.until(), clock.turns())
+    figures = {
+        "first step": {"unit": "s", "values": seconds["megalith train"]},
+        "largest rank": {"unit": "MiB", "values": memory},
+    }
+    yield "ranks 16", {"ours": "megalith train", "seconds": seconds, "figures": figures}
 
 
 def proportional_mib(process_ids: Sequence[int]) -> list[float]:
@@ -277,119 +356,74 @@ def proportional_mib(process_ids: Sequence[int]) -> list[float]:
     return found
 
 
-PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
-    "step": part_step,
-    "decode": part_decode,
-    "preprocess": part_preprocess,
-    "start": part_start,
-    "ranks": part_ranks,
+PARTS = {
+    "step": Part(part_step, 42),
+    "decode": Part(part_decode, 28),
+    "preprocess": Part(part_preprocess, 11),
+    "start": Part(part_start, 4),
+    "checkpoint": Part(part_checkpoint, 9),
+    "ranks": Part(part_ranks, 6),
 }
+"""Shares of the time in percent."""
 
 
-def say(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    medians = ", ".join(f"{kind} {statistics.median(values):.3f} s" for kind, values in found["seconds"].items())
-    print(f"{name}: {medians}; ratios {found['ratio']}", flush=True)
-    return found
-
-
-def machine() -> dict[str, Any]:
-    """Processor, the features that decide how fast it multiplies, and versions."""
-    info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    flags = set(re.findall(r"\S+", (re.search(r"^flags.*", info, re.MULTILINE) or [""])[0]))
-    model = re.search(r"^model name\s*: (.*)", info, re.MULTILINE)
-    packages = ("torch", "transformers", "gigatoken", "orjson", "llama_cpp_python", "megalith")
+def read_results() -> dict[str, Any]:
+    """Return the results of all machines by name."""
     return {
-        "processor": model[1] if model else platform.processor() or platform.machine(),
-        "features": [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if name in flags],
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": {name: version for name in packages if (version := _version(name))},
+        file.stem.removeprefix("commands-"): json.loads(file.read_text(encoding="utf-8"))
+        for file in sorted(RESULTS.glob("commands-*.json"))
     }
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
+def write_pages() -> None:
+    """Write the table of all machines, and the quotes of it in the READMEs."""
+    results = read_results()
+    TABLE.parent.mkdir(parents=True, exist_ok=True)
+    TABLE.write_text(page(results), encoding="utf-8")
+    for file in QUOTING:
+        file.write_text(quote(file.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
-def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the page of all machines: a line for each measurement, a column for each machine."""
-    names = list(results)
-    lines = [
-        "# Benchmarks of the commands",
-        "",
-        "Written by `make bench` from `benchmarks/results/commands-*.json`. A ratio is the peer's time over",
-        "Megalith's in the same round, median over the rounds: **above 1 Megalith is faster**. Seconds are medians.",
-        "",
-        "| machine | processor | features | cores | torch | date |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, result in results.items():
-        about = result["machine"]
-        versions = about["versions"]
-        lines.append(
-            f"| {name} | {about['processor']} | {', '.join(about['features'])} | {about['cores']} | "
-            f"{versions.get('torch', '')} | {result['date']} |"
-        )
-    lines += ["", f"| what | peer | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
-    kinds = dict.fromkeys(
-        (part, kind)
-        for result in results.values()
-        for part, found in result["found"].items()
-        for kind in found["ratio"]
-    )
-    for part, kind in kinds:
-        cells = [_cell(result["found"].get(part), kind) for result in results.values()]
-        lines.append(f"| {part} | {kind} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(found: Mapping[str, Any] | None, kind: str) -> str:
-    if found is None or kind not in found["ratio"]:
-        return ""
-    ours, theirs = (statistics.median(found["seconds"][name]) for name in (found["ours"], kind))
-    more = ""
-    if "tokens" in found:
-        more = f"; {found['tokens'] / ours:.1f} and {found['tokens'] / theirs:.1f} tokens/s"
-    if "mebibytes" in found:
-        more = f"; {found['mebibytes'] / ours:.0f} and {found['mebibytes'] / theirs:.0f} MiB/s"
-    if "largest_rank_mib" in found:
-        more = f"; largest rank {statistics.median(found['largest_rank_mib']):.0f} MiB"
-    return f"**{found['ratio'][kind]:.2f}** ({ours:.2f} s and {theirs:.2f} s{more})"
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)} (default: all)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["bf16", "fp32"])
+    parser.add_argument("--minutes", type=float, default=15.0, help="for all parts; those chosen get their share of it")
+    parser.add_argument("--rounds", type=int, help="exactly so many, however long they take")
+    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), help="of step and decode")
     parser.add_argument("--megabytes", type=int, nargs="+", default=[160, 1000], help="sizes of preprocess")
+    parser.add_argument("--checkpoint-size", choices=("350M", "124M", "50M", "10M"), default="350M")
     parser.add_argument("--vocab-file", help="GPT-2's vocabulary (default: one of its size is trained)")
     parser.add_argument("--merge-file")
     parser.add_argument("--name", help="name of the machine in the table and of the result file")
     parser.add_argument("--folder", type=Path, help="where checkpoints and texts lie; a temporary one by default")
+    parser.add_argument("--pages", action="store_true", help="measure nothing, write the pages from the results")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
+    if options.pages:
+        write_pages()
+        return 0
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's second start finds the byte code of the first
-    about = machine()
-    name = options.name or re.sub(r"\W+", "-", f"{about['processor']} {about['features'][-1:]}").strip("-").lower()
-    path = RESULTS / f"commands-{name}.json"
+    about = describe()
+    path = RESULTS / f"commands-{options.name or name_of(about)}.json"
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"found": {}}
-    record |= {"machine": about, "date": time.strftime("%Y-%m-%d"), "load_before": os.getloadavg()[0]}
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        for part in options.parts or PARTS:
-            record["found"] |= PARTS[part](options, Path(folder))
-            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    results = {
-        file.stem.removeprefix("commands-"): json.loads(file.read_text(encoding="utf-8"))
-        for file in sorted(RESULTS.glob("commands-*.json"))
-    }
-    TABLE.parent.mkdir(parents=True, exist_ok=True)
-    TABLE.write_text(table(results), encoding="utf-8")
+    record["machine"] = about
+
+    def keep(name: str, row: dict[str, Any]) -> None:
+        record["found"][name] = row
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    parts = {name: part for name, part in PARTS.items() if name in (options.parts or PARTS)}
+    options.minutes *= sum(part.share for part in parts.values()) / sum(part.share for part in PARTS.values())
+    try:
+        failed = measure(parts, options, keep, summary)
+    finally:
+        write_pages()
+    print(f"{path.relative_to(ROOT)} and {TABLE.relative_to(ROOT)} are written")
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

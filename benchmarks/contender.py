@@ -14,9 +14,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import NamedTuple
 
 _SECONDS_TO_START = 300.0
 
@@ -25,14 +27,14 @@ class Contender:
     """A running command that prints a line at the end of each step.
 
     Attributes:
-        seconds: of each step that counted.
         times: when each step ended.
     """
 
     def __init__(self, command: Sequence[str], step_line: str, env: Mapping[str, str] | None = None) -> None:
-        self.command, self.seconds = list(command), list[float]()
+        self.command = list(command)
         self._pattern, self._tail = re.compile(step_line), deque[str](maxlen=30)
         self._ended, self.times, self._changed = False, list[float](), threading.Condition()
+        self._carried = 0.0
         self._process = subprocess.Popen(
             self.command,
             stdout=subprocess.PIPE,
@@ -67,38 +69,53 @@ class Contender:
     def warm_up(self, steps: int) -> None:
         """Let it start and take its first steps, then stop it."""
         self.wait(steps)
-        self._signal(signal.SIGSTOP)
+        self._stop()
 
-    def take_turn(self, steps: int) -> None:
-        """Continue, let the step that was interrupted end, and time so many steps."""
-        begun = len(self.times)
+    def take_turn(self) -> float:
+        """Continue until a step ends, and return its seconds: those since the last step in which it was not stopped."""
+        done, resumed = len(self.times), time.perf_counter()
         self._signal(signal.SIGCONT)
-        self.wait(begun + 1 + steps)
+        self.wait(done + 1)
+        seconds = self._carried + self.times[done] - resumed
+        self._stop()
+        return seconds
+
+    def _stop(self) -> None:
         self._signal(signal.SIGSTOP)
-        times = self.times[begun : begun + 1 + steps]
-        self.seconds += [after - before for before, after in zip(times, times[1:], strict=False)]
+        self._carried = time.perf_counter() - self.times[-1]  # of the step that has begun meanwhile
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
     def process_ids(self) -> list[int]:
-        """Return the processes of the command that have no children of their own: the ranks of a launch.
+        """Return the processes of the command that have no children of their own: the ranks of a launch."""
+        parents = self._session()
+        return [number for number in parents if number not in parents.values()]
 
-        Ranks are in sessions of their own, so they are found by their parents.
-        """
-        children: dict[int, list[int]] = {}
+    def peak_mib(self) -> float:
+        """Return the most resident memory that one of its processes had so far."""
+        peaks = [0]
+        for number in self._session():
+            with suppress(OSError):
+                peaks += map(
+                    int, re.findall(r"^VmHWM:\s+(\d+)", Path(f"/proc/{number}/status").read_text(), re.MULTILINE)
+                )
+        return max(peaks) / 1024
+
+    def _session(self) -> dict[int, int]:
+        """Return its processes with the parent of each."""
+        parents = dict[int, int]()
         for path in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
-                parent = int(path.read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(path.parent.name))
-        found, unseen = list[int](), [self._process.pid]
-        while unseen:
-            number = unseen.pop()
-            unseen += children.get(number, [])
-            if number not in children:
-                found.append(number)
-        return found
+                fields = path.read_text().rpartition(")")[2].split()
+                if fields[3] == str(self._process.pid):
+                    parents[int(path.parent.name)] = int(fields[1])
+        return parents
+
+    def wait_for_end(self) -> None:
+        """Wait until it has ended by itself."""
+        self._process.wait(_SECONDS_TO_START)
 
     def close(self) -> None:
         """Kill the command, and the ranks that would end in their own time beside what is measured next."""
@@ -110,25 +127,63 @@ class Contender:
         self._process.wait()
 
 
-def in_turns(
-    commands: Mapping[str, Sequence[str]], step_line: str, rounds: int, steps: int, warm_up: int
+def alternate(
+    turns: Mapping[str, Callable[[], float]], until: float, rounds: tuple[int, int] = (2, 15)
 ) -> dict[str, list[float]]:
-    """Return the seconds of `rounds` x `steps` steps of each command, in turns whose order changes.
+    """Return the seconds that the turns of each contender return, round by round; their order changes.
+
+    Args:
+        until: no round begins that would end after this time (of `time.perf_counter`).
+        rounds: least and most of them, whatever the time.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    number, took = 0, 0.0
+    while number < rounds[0] or (number < rounds[1] and time.perf_counter() + took < until):
+        began = time.perf_counter()
+        for name in sorted(turns, reverse=bool(number % 2)):
+            seconds[name].append(turns[name]())
+        number, took = number + 1, time.perf_counter() - began
+    return seconds
+
+
+def in_turns(
+    commands: Mapping[str, Sequence[str]],
+    step_line: str,
+    until: float,
+    *,
+    rounds: tuple[int, int] = (2, 15),
+    warm_up: int = 2,
+    left_out: dict[str, str] | None = None,
+    peaks: dict[str, float] | None = None,
+) -> dict[str, list[float]]:
+    """Return the seconds of the steps of each command, one a round.
 
     They start one after the other, and the first `warm_up` steps do not count.
+
+    Args:
+        step_line: pattern of the line at the end of a step.
+        until, rounds: as for `alternate`.
+        left_out: receives the commands that do not start, with the reason; the first command must. Without it all must.
+        peaks: receives the most resident memory of a process of each, in MiB.
     """
     contenders = dict[str, Contender]()
     try:
         for name, command in commands.items():
-            contenders[name] = Contender(command, step_line)
-            contenders[name].warm_up(warm_up)
-        for number in range(rounds):
-            for name in sorted(contenders, reverse=bool(number % 2)):
-                contenders[name].take_turn(steps)
+            contender = contenders[name] = Contender(command, step_line)
+            try:
+                contender.warm_up(warm_up)
+            except RuntimeError as error:
+                if left_out is None or len(contenders) == 1:
+                    raise
+                contenders.pop(name).close()
+                left_out[name] = str(error)
+        seconds = alternate({name: one.take_turn for name, one in contenders.items()}, until, rounds)
+        if peaks is not None:
+            peaks |= {name: one.peak_mib() for name, one in contenders.items()}
+        return seconds
     finally:
         for contender in contenders.values():
             contender.close()
-    return {name: contender.seconds for name, contender in contenders.items()}
 
 
 def run_seconds(command: Sequence[str], until: str = "", env: Mapping[str, str] | None = None) -> float:
@@ -141,12 +196,32 @@ def run_seconds(command: Sequence[str], until: str = "", env: Mapping[str, str] 
             return contender.times[0] - began
         finally:
             contender.close()
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
-    if done.returncode:
-        raise RuntimeError(
-            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        )
-    return time.perf_counter() - began
+    return run(command, env).seconds
+
+
+class Ran(NamedTuple):
+    """A command that has ended: how long it took, and the most resident memory of one of its processes."""
+
+    seconds: float
+    peak_mib: float
+
+
+def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> Ran:
+    """Run a command to its end.
+
+    Raises:
+        RuntimeError: it ended with another status than 0.
+    """
+    with TemporaryFile("w+", errors="replace") as output:
+        began = time.perf_counter()
+        process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **(env or {})})
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - began
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            output.seek(0)
+            raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{output.read()[-2000:]}")
+    return Ran(seconds, usage.ru_maxrss / 1024)
 
 
 def megalith(*arguments: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Peers of `megalith serve` in decoding: the same greedy answers by other means, and by the engine without HTTP.
 
-    python benchmarks/peers/generate.py huggingface FOLDER --streams 1 --precision bf16
+    python benchmarks/peers/generate.py huggingface FOLDER --streams 1 16 --precision bf16
 
   http         `megalith serve` and a client that streams `/v1/completions`; FOLDER is a checkpoint
   engine       the server's engine in a loop on the main thread, without HTTP; FOLDER is a checkpoint
@@ -8,7 +8,8 @@
   llama        llama.cpp by llama-cpp-python, stream after stream; FOLDER is a GGUF file
 
 One stream: 64 tokens after a prompt of 64. Sixteen: mixed lengths (16 to 256, 32 to 128 tokens) that come together;
-tokens that were not asked for do not count. A line per round of all streams, with the number of tokens in it.
+tokens that were not asked for do not count. A line after the warm-up (8 tokens of each stream), and one per round of
+all streams, with the number of tokens in it.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ Asked = tuple[list[int], int]
 """Prompt and number of new tokens."""
 
 
-def requests(streams: int, number: int) -> list[Asked]:
-    """The requests of a round; the first token of each prompt differs, so that no prefix is in a cache."""
+def requests(streams: int, number: int, *, uniform: bool = False) -> list[Asked]:
+    """The requests of a round; the first tokens of each prompt differ, so that no prefix is in a cache."""
     chance = Random(1)
-    if streams == 1:
-        return [([number, *chance.choices(range(1, 50000), k=63)], 64)]
+    if streams == 1 or uniform:
+        return [([number, 1 + index, *chance.choices(range(1, 100), k=62)], 64) for index in range(streams)]
     return [
         ([number, 1 + index, *chance.choices(range(1, 50000), k=chance.randrange(14, 255))], chance.randrange(32, 129))
         for index in range(streams)
@@ -151,12 +152,17 @@ def main() -> None:
     parser.add_argument("peer", choices=("http", "engine", "huggingface", "llama"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1], help="of successive rounds, over and over")
+    parser.add_argument("--uniform", action="store_true", help="the length of a single stream, however many there are")
     parser.add_argument("--rounds", type=int, default=10**9)
     options = parser.parse_args()
     answer = globals()[options.peer](options.folder, options.precision)
+    for streams in set(options.streams):
+        answer([(prompt, min(count, 8)) for prompt, count in requests(streams, 0, uniform=options.uniform)])
+    print("warm-up: done", flush=True)
     for number in range(1, options.rounds + 1):
-        asked = requests(options.streams, number)
+        streams = options.streams[(number - 1) % len(options.streams)]
+        asked = requests(streams, number, uniform=options.uniform)
         tokens, wanted = answer(asked), sum(count for _, count in asked)
         assert tokens == wanted, f"{tokens} of {wanted} tokens came"
         print(f"round {number}: {tokens} tokens", flush=True)

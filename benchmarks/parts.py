@@ -1,0 +1,109 @@
+"""A benchmark of several parts within a time: what was measured is kept, whatever becomes of the rest."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from machine import QUIET_LOAD, Disturbance, commit, describe
+
+Found = Iterator[tuple[str, dict[str, Any]]]
+"""Names of results and the results, each as soon as it is known."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What measures a part, and its share of the time."""
+
+    measure: Callable[[argparse.Namespace, Path, Clock], Found]
+    share: float
+
+
+class Clock:
+    """Divides the time that is left between what is still to be measured.
+
+    Args:
+        shares: part -> its share of the time.
+        rounds: exactly so many, whatever the time; by the time if None.
+    """
+
+    def __init__(self, seconds: float, shares: Mapping[str, float], rounds: int | None = None) -> None:
+        self.began, self.seconds = time.perf_counter(), seconds
+        self.rounds = rounds
+        self._shares, self._part_ends = dict(shares), self.began
+
+    def begin(self, part: str) -> None:
+        """Give a part its share of the time that is left."""
+        left = max(0.0, self.began + self.seconds - time.perf_counter())
+        whole = sum(self._shares.values())
+        self._part_ends = time.perf_counter() + left * self._shares.pop(part) / whole
+
+    def until(self, share: float = 1.0) -> float:
+        """Return when (of `time.perf_counter`) this share of what is left of the part's time will be over."""
+        now = time.perf_counter()
+        return now + max(0.0, self._part_ends - now) * share
+
+    def turns(self, most: int = 15, least: int = 2) -> tuple[int, int]:
+        """Return the least and the greatest number of rounds."""
+        return (self.rounds, self.rounds) if self.rounds else (least, most)
+
+    def __str__(self) -> str:
+        """Give the time since the start and the whole, as `3:20 of 15:00`."""
+        return " of ".join(f"{int(s) // 60}:{int(s) % 60:02}" for s in (time.perf_counter() - self.began, self.seconds))
+
+
+def measure(
+    parts: Mapping[str, Part],
+    options: argparse.Namespace,
+    keep: Callable[[str, dict[str, Any]], None],
+    summary: Callable[[str, Mapping[str, Any]], str],
+) -> list[str]:
+    """Measure the parts one after the other.
+
+    Args:
+        options: with `minutes` for these parts, `rounds` and `folder`.
+        keep: receives each result with what disturbed it, the date and the commit.
+        summary: gives the line of a result for the screen.
+
+    Returns:
+        what failed: parts, and contenders that did not start.
+    """
+    clock = Clock(60 * options.minutes, {name: part.share for name, part in parts.items()}, options.rounds)
+    load, failed = os.getloadavg()[0], list[str]()
+    stamp = {"date": time.strftime("%Y-%m-%d"), "commit": commit(Path(__file__).parent)}
+    about = describe()
+    print(f"{about['processor']} ({', '.join(about['features'])}), {about['cores']} cores, load average {load:.2f}")
+    if load > QUIET_LOAD:
+        print(f"The load average is above {QUIET_LOAD}: the results will be marked.")
+    for name, part in parts.items():
+        print(f"[{clock}] {name}", flush=True)
+        clock.begin(name)
+        disturbance = Disturbance(load)
+        try:
+            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+                for what, result in part.measure(options, Path(folder), clock):
+                    keep(what, rounded({**result, **disturbance.record(), **stamp}))
+                    print(f"[{clock}] {summary(what, result)}", flush=True)
+                    for kind, reason in result.get("left_out", {}).items():
+                        failed.append(f"{what}: {kind}")
+                        print(f"{what}: {kind} did not run:\n{reason}", flush=True)
+                    disturbance = Disturbance(load)
+        except Exception as error:  # whatever it is, the other parts go on, and the caller hears of it
+            failed.append(name)
+            print(f"[{clock}] {name} failed: {type(error).__name__}: {error}", flush=True)
+    return failed
+
+
+def rounded(values: Any) -> Any:
+    """Return the same with four digits behind the point."""
+    if isinstance(values, Mapping):
+        return {name: rounded(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [rounded(value) for value in values]
+    return round(values, 4) if isinstance(values, float) else values
