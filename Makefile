@@ -24,10 +24,10 @@ unknown_extras := $(strip $(foreach extra,$(subst $(comma), ,$(EXTRAS)),$(if $(s
 $(if $(unknown_extras),$(error EXTRAS names $(unknown_extras), which pyproject.toml does not have))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install dev test test-full test-gpu campaign check format bench docs wheelhouse release clean
+.PHONY: help quickstart install dev test test-full test-gpu campaign check format bench bench-scaling docs wheelhouse release clean
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 quickstart: .venv/.installed-$(call with_extras,plot) ## Install, then train, kill, resume and sample a GPT on this machine (minutes)
 	@$(BIN)/megalith quickstart $(ARGS)
@@ -59,6 +59,9 @@ format: .venv/.installed-dev ## Format and fix what can be fixed
 
 bench: .venv/.installed-dev .venv/.tried-bench ## Measure the commands beside their peers, 15 minutes (docs/results/benchmarks.md)
 	$(BIN)/python benchmarks/commands.py $(ARGS)
+
+bench-scaling: .venv/.installed-dev ## Measure how time and memory grow with the work, 25 minutes (docs/results/scaling.md)
+	$(BIN)/python benchmarks/scaling.py $(ARGS)
 
 docs: .venv/.installed-dev ## Write the generated pages
 	$(BIN)/megalith config --flags --markdown > docs/flags.md

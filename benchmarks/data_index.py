@@ -84,8 +84,8 @@ def _index(count: int, epochs: int, folder: str, results: Any) -> None:
             "documents": count,
             "tokens": tokens,
             "epochs": epochs,
-            "build_and_save_seconds": round(middle - started, 2),
-            "load_and_check_seconds": round(time.perf_counter() - again, 2),
+            "build_and_save_seconds": round(middle - started, 4),
+            "load_and_check_seconds": round(time.perf_counter() - again, 4),
             "peak_memory_mb": round((peak - before) / 1e6),
             "index_mb": round(size / 1e6),
         }
