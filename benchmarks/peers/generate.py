@@ -5,7 +5,7 @@
   http         `megalith serve` and a client that streams `/v1/completions`; FOLDER is a checkpoint
   engine       the server's engine in a loop on the main thread, without HTTP; FOLDER is a checkpoint
   huggingface  `generate` of transformers, all streams in one static batch padded on the left; FOLDER is an export
-  llama        llama.cpp by llama-cpp-python, stream after stream; FOLDER is a GGUF file
+  llama.cpp    by llama-cpp-python, all streams in one batch; FOLDER is a GGUF file
 
 One stream: 64 tokens after a prompt of 64. Sixteen: mixed lengths (16 to 256, 32 to 128 tokens) that come together;
 tokens that were not asked for do not count. A line after the warm-up (8 tokens of each stream), and one per round of
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -129,34 +130,66 @@ def huggingface(folder: Path, precision: str) -> Callable[[Sequence[Asked]], int
 
 
 def llama(file: Path, precision: str) -> Callable[[Sequence[Asked]], int]:
-    """llama.cpp; the precision is that of the file."""
-    from llama_cpp import Llama
+    """llama.cpp, all streams in one batch as its own server has them; the precision is that of the file."""
+    import llama_cpp
+    import numpy as np
 
-    model = Llama(str(file), n_ctx=1024, verbose=False, n_threads=2, n_threads_batch=2)
+    tokens_at_once, tokens_of_a_stream = 4096, 512
+    model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
+    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    settings = llama_cpp.llama_context_default_params()
+    settings.n_ctx, settings.n_seq_max, settings.n_batch = 16 * tokens_of_a_stream, 16, tokens_at_once
+    settings.n_threads = settings.n_threads_batch = len(os.sched_getaffinity(0))
+    context = llama_cpp.llama_init_from_model(model, settings)
+    batch = llama_cpp.llama_batch_init(tokens_at_once, 0, 1)
+
+    def likeliest(entries: Sequence[tuple[int, int, int, bool]]) -> dict[int, int]:
+        """Take in (token, position, stream, whether it is the stream's last); returns the next token of each stream."""
+        for place, (token, position, stream, is_last) in enumerate(entries):
+            batch.token[place], batch.pos[place], batch.logits[place] = token, position, is_last
+            batch.n_seq_id[place], batch.seq_id[place][0] = 1, stream
+        batch.n_tokens = len(entries)
+        if status := llama_cpp.llama_decode(context, batch):
+            raise RuntimeError(f"llama_decode returned {status}")
+        return {
+            stream: int(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, place), (vocabulary,)).argmax())
+            for place, (_, _, stream, is_last) in enumerate(entries)
+            if is_last
+        }
 
     def answer(asked: Sequence[Asked]) -> int:
-        tokens = 0
-        for prompt, count in asked:
-            model.reset()
-            for number, _ in enumerate(model.generate(prompt, temp=0.0), 1):
-                tokens += 1
-                if number == count:
-                    break
-        return tokens
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        made = [0] * len(asked)
+        entries = [
+            (token, position, stream, position == len(prompt) - 1)
+            for stream, (prompt, _) in enumerate(asked)
+            for position, token in enumerate(prompt)
+        ]
+        while entries:
+            found, entries = likeliest(entries), []
+            for stream, token in found.items():
+                prompt, count = asked[stream]
+                made[stream] += 1
+                if made[stream] < count:
+                    entries.append((token, len(prompt) + made[stream] - 1, stream, True))
+        return sum(made)
 
     return answer
 
 
+PEERS = {"http": http, "engine": engine, "huggingface": huggingface, "llama.cpp": llama}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("peer", choices=("http", "engine", "huggingface", "llama"))
+    parser.add_argument("peer", choices=tuple(PEERS))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--streams", type=int, nargs="+", default=[1], help="of successive rounds, over and over")
     parser.add_argument("--uniform", action="store_true", help="the length of a single stream, however many there are")
     parser.add_argument("--rounds", type=int, default=10**9)
     options = parser.parse_args()
-    answer = globals()[options.peer](options.folder, options.precision)
+    answer = PEERS[options.peer](options.folder, options.precision)
     for streams in set(options.streams):
         answer([(prompt, min(count, 8)) for prompt, count in requests(streams, 0, uniform=options.uniform)])
     print("warm-up: done", flush=True)
