@@ -49,12 +49,17 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def commit(folder: Path) -> str:
-    """Return the commit of the clone, with `-dirty` if files differ from it; empty outside a clone."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=8"]
+def commit() -> str:
+    """Return the commit of this clone, with `-dirty` if source or benchmarks differ from it; empty outside a clone."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True).stdout.strip()
+
     try:
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
-    except OSError:
+        head = git("rev-parse", "--short=8", "HEAD")
+        return f"{head}-dirty" if head and git("status", "--porcelain", "--", "../src", "*.py", "peers") else head
+    except OSError:  # there is no git
         return ""
 
 

@@ -54,8 +54,10 @@ class Clock:
         return (self.rounds, self.rounds) if self.rounds else (least, most)
 
     def __str__(self) -> str:
-        """Give the time since the start and the whole, as `3:20 of 15:00`."""
-        return " of ".join(f"{int(s) // 60}:{int(s) % 60:02}" for s in (time.perf_counter() - self.began, self.seconds))
+        """Give the time since the start and what is left, as `3:20, 11:40 left`."""
+        passed = time.perf_counter() - self.began
+        shown = (f"{int(s) // 60}:{int(s) % 60:02}" for s in (passed, max(0.0, self.seconds - passed)))
+        return f"{', '.join(shown)} left"
 
 
 def measure(
@@ -76,7 +78,7 @@ def measure(
     """
     clock = Clock(60 * options.minutes, {name: part.share for name, part in parts.items()}, options.rounds)
     load, failed = os.getloadavg()[0], list[str]()
-    stamp = {"date": time.strftime("%Y-%m-%d"), "commit": commit(Path(__file__).parent)}
+    stamp = {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
     about = describe()
     print(f"{about['processor']} ({', '.join(about['features'])}), {about['cores']} cores, load average {load:.2f}")
     if load > QUIET_LOAD:
