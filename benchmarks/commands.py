@@ -12,7 +12,7 @@
   ranks       16 data-parallel ranks to the end of their first step, and the memory of the largest
 
 All contenders have the same cores, precision and allocator, and take turns; in `step` and `decode` all but one are
-stopped meanwhile. bf16 steps are measured where the processor multiplies bf16. Results go to commands-NAME.json in
+stopped meanwhile. bf16 is measured where the processor multiplies it. Results go to commands-NAME.json in
 benchmarks/results as soon as there are any, at the end to docs/results/benchmarks.md and the READMEs. NAME is chosen
 with --name, by default after the processor. A part that fails does not stop the others; the exit status is then 1.
 
@@ -75,11 +75,15 @@ def precisions_of(options: argparse.Namespace, features: Sequence[str]) -> list[
     """Return the chosen precisions, by default those that the processor multiplies."""
     if options.precisions:
         return list(options.precisions)
-    return ["bf16", "fp32"] if BF16_FEATURES & set(features) else ["fp32"]
+    if BF16_FEATURES & set(features):
+        return ["bf16", "fp32"]
+    print("without bf16, which this processor does not multiply (--precisions bf16 measures it)", flush=True)
+    return ["fp32"]
 
 
 def part_step(options: argparse.Namespace, folder: Path, clock: Clock) -> Found:
-    rows = [(name, precision) for name in SIZES for precision in precisions_of(options, describe()["features"])]
+    precisions = precisions_of(options, describe()["features"])
+    rows = [(name, precision) for name in SIZES for precision in precisions]
     for number, (name, precision) in enumerate(rows):
         keys = ("layers", "hidden", "heads", "sequence", "batch", "vocabulary")
         sized = [text for key, value in zip(keys, SIZES[name], strict=True) for text in (f"--{key}", value)]
@@ -107,7 +111,7 @@ def save_model(size: Size, folder: Path) -> tuple[Path, Path]:
 def part_decode(options: argparse.Namespace, folder: Path, clock: Clock) -> Found:
     """Seconds are those of a round of all streams; `tokens` says how many there are in one."""
     saved, exported = save_model(SIZES["124M"], folder)
-    precisions = options.precisions or ["bf16", "fp32"]
+    precisions = precisions_of(options, describe()["features"])
     for number, precision in enumerate(precisions):
         files, left_out = {"http": saved, "engine": saved, "huggingface": exported}, dict[str, str]()
         if missing := [name for name in ("llama_cpp", "gguf") if importlib.util.find_spec(name) is None]:

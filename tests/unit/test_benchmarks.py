@@ -201,6 +201,14 @@ def test_stolen_time_is_a_share_of_all_processors(monkeypatch: pytest.MonkeyPatc
     assert disturbance.record() == {"load_before": 0.2, "stolen": 0.05}
 
 
+def test_bf16_is_measured_where_the_processor_multiplies_it() -> None:
+    chosen, unset = argparse.Namespace(precisions=["bf16"]), argparse.Namespace(precisions=None)
+    precisions_of = module("commands").precisions_of
+    assert precisions_of(unset, ["avx2"]) == ["fp32"]
+    assert precisions_of(unset, ["avx2", "avx512f", "avx512_bf16"]) == ["bf16", "fp32"]
+    assert precisions_of(chosen, ["avx2"]) == ["bf16"]
+
+
 # --- contenders' work ---------------------------------------------------------------------------------------------
 
 
