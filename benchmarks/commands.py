@@ -311,15 +311,14 @@ def start_ranks(number: int) -> tuple[float, float, float]:
     """Start data-parallel ranks of a tiny model on a global batch of 16.
 
     Returns:
-        seconds to the end of the first step; seconds of the third; the largest rank's proportional set size in MiB, in
-        which a page that processes share counts once over all of them.
+        seconds to the end of the first step; seconds of the third; the largest rank's proportional set size in MiB.
     """
     command = train_command((2, 128, 2, 64, 1, 256), "fp32", "--global-batch-size", "16", "--nproc", str(number))
     began, contender = time.perf_counter(), Contender(command, ITERATION)
     try:
         contender.wait(3)
         first, second, third = contender.times[:3]
-        return first - began, third - second, max(proportional_mib(contender.process_ids()))
+        return first - began, third - second, contender.largest_mib()
     finally:
         contender.close()
 
@@ -348,16 +347,6 @@ def part_ranks(options: argparse.Namespace, folder: Path, clock: Clock) -> Found
         "largest rank": {"unit": "MiB", "values": memory},
     }
     yield "ranks 16", {"ours": "megalith train", "seconds": seconds, "figures": figures}
-
-
-def proportional_mib(process_ids: Sequence[int]) -> list[float]:
-    found = []
-    for number in process_ids:
-        text = Path(f"/proc/{number}/smaps_rollup").read_text(encoding="ascii")
-        match = re.search(r"^Pss: +(\d+) kB", text, re.MULTILINE)
-        assert match is not None
-        found.append(int(match[1]) / 1024)
-    return found
 
 
 PARTS = {

@@ -88,40 +88,44 @@ class Contender:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
-    def process_ids(self) -> list[int]:
-        """Return the processes of the command that have no children of their own: the ranks of a launch."""
-        parents = self._session()
-        return [number for number in parents if number not in parents.values()]
-
     def peak_mib(self) -> float:
         """Return the most resident memory that one of its processes had so far."""
-        peaks = [0]
-        for number in self._session():
-            with suppress(OSError):
-                peaks += map(
-                    int, re.findall(r"^VmHWM:\s+(\d+)", Path(f"/proc/{number}/status").read_text(), re.MULTILINE)
-                )
-        return max(peaks) / 1024
+        return max(self._memory("status", "VmHWM"), default=0.0)
 
-    def _session(self) -> dict[int, int]:
-        """Return its processes with the parent of each."""
-        parents = dict[int, int]()
+    def largest_mib(self) -> float:
+        """Return the greatest proportional set size of its processes: a page that they share counts once over all."""
+        return max(self._memory("smaps_rollup", "Pss"), default=0.0)
+
+    def _memory(self, file: str, name: str) -> list[float]:
+        """Return a figure of /proc, in MiB, of each of its processes; those that end meanwhile are left out."""
+        found = list[float]()
+        for number in self._processes():
+            with suppress(OSError):
+                text = Path(f"/proc/{number}/{file}").read_text()
+                found += [int(kib) / 1024 for kib in re.findall(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)]
+        return found
+
+    def _processes(self) -> list[int]:
+        """Return the process and its descendants; ranks have sessions of their own."""
+        children: dict[int, list[int]] = {}
         for path in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
-                fields = path.read_text().rpartition(")")[2].split()
-                if fields[3] == str(self._process.pid):
-                    parents[int(path.parent.name)] = int(fields[1])
-        return parents
+                parent = int(path.read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(path.parent.name))
+        found = [self._process.pid]
+        for number in found:
+            found += children.get(number, [])
+        return found
 
     def wait_for_end(self) -> None:
         """Wait until it has ended by itself."""
         self._process.wait(_SECONDS_TO_START)
 
     def close(self) -> None:
-        """Kill the command, and the ranks that would end in their own time beside what is measured next."""
-        ranks = self.process_ids()
+        """End all of its processes; what a killed launcher leaves would go on for a while beside the next turn."""
+        processes = self._processes()
         self._signal(signal.SIGKILL)
-        for number in ranks:
+        for number in processes[1:]:
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
         self._process.wait()

@@ -309,13 +309,17 @@ def _table_row(what: str, line: Mapping[str, Any]) -> str:
     x, y = curve(line, ours)
     peers, ratio = "", ""
     if others and len(curve(line, others[0])[0]) == len(x):
-        peers = f"{others[0]} {last_exponent(line, others[0]):.2f}"
+        peers = f"{others[0]} {_digits(last_exponent(line, others[0]))}"
         ratio = f"{curve(line, others[0])[1][-1] / y[-1]:.2f}"
     remarks = ["**superlinear**"] * is_superlinear(line) + ["*loaded*"] * is_disturbed(line)
     ends = (f"{where:.3g}: {value:.3g} {line['unit']}" for where, value in ((x[0], y[0]), (x[-1], y[-1])))
-    cells = [what, line["over"], *ends, f"{exponent(x, y):.2f}", f"{last_exponent(line, ours):.2f}"]
-    cells += [f"{last_exponent(line, LAW):.2f}", peers, ratio, ", ".join(remarks)]
+    exponents = exponent(x, y), last_exponent(line, ours), last_exponent(line, LAW)
+    cells = [what, line["over"], *ends, *map(_digits, exponents), peers, ratio, ", ".join(remarks)]
     return f"| {' | '.join(cells)} |"
+
+
+def _digits(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.2f}"
 
 
 def draw(path: Path, name: str, result: Mapping[str, Any]) -> None:

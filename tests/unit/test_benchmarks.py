@@ -141,6 +141,18 @@ def test_the_order_of_turns_changes_and_the_least_rounds_are_taken() -> None:
     assert order == ["a", "b", "b", "a"]
 
 
+def test_the_memory_of_a_contender_is_that_of_its_largest_process() -> None:
+    child = "data = bytearray(64 << 20); print('step', flush=True); import time; time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    contender = module("contender").Contender([sys.executable, "-c", parent], "^step")
+    try:
+        contender.wait(1)
+        assert 64 < contender.largest_mib() < 128
+        assert 64 < contender.peak_mib() < 128
+    finally:
+        contender.close()
+
+
 def test_a_command_that_fails_is_reported_with_its_output() -> None:
     contender = module("contender")
     assert contender.run([sys.executable, "-c", ""]).peak_mib > 1
