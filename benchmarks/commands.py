@@ -124,7 +124,7 @@ def part_decode(options: argparse.Namespace, folder: Path, clock: Clock) -> Foun
         }
         until, (least, most) = clock.until(1 / (len(precisions) - number)), clock.turns()
         rounds = (least * len(STREAMS), most * len(STREAMS))
-        turns = in_turns(commands, r"^(warm-up|round \d+):", until, rounds=rounds, warm_up=1, left_out=left_out)
+        turns = in_turns(commands, r"^(warm-up|round \d+):", until, rounds=rounds, left_out=left_out)
         for streams, plural in ((1, ""), (16, "s")):
             seconds = {
                 kind: [value for turn, value in enumerate(values) if STREAMS[turn % len(STREAMS)] == streams]

@@ -156,7 +156,7 @@ def in_turns(
     until: float,
     *,
     rounds: tuple[int, int] = (2, 15),
-    warm_up: int = 2,
+    warm_up: int = 1,
     left_out: dict[str, str] | None = None,
     peaks: dict[str, float] | None = None,
 ) -> dict[str, list[float]]:

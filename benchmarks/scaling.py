@@ -234,7 +234,7 @@ def part_streams(options: argparse.Namespace, folder: Path, clock: Clock) -> Fou
     least, most = clock.turns(7)
     rounds = (least * len(counts), most * len(counts))
     pattern = r"^(warm-up|round \d+):"
-    found = in_turns(commands, pattern, clock.until(), rounds=rounds, warm_up=1, left_out=left_out)
+    found = in_turns(commands, pattern, clock.until(), rounds=rounds, left_out=left_out)
     for place, streams in enumerate(counts):
         values = {kind: seconds[place :: len(counts)] for kind, seconds in found.items()}
         yield "answers over streams", {**line.add(streams, streams, values), "left_out": left_out}
