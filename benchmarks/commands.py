@@ -26,7 +26,6 @@ import argparse
 import hashlib
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -396,7 +395,6 @@ def main() -> int:
     if options.pages:
         write_pages()
         return 0
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's second start finds the byte code of the first
     about = describe()
     path = RESULTS / f"commands-{options.name or name_of(about)}.json"
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"found": {}}

@@ -30,7 +30,7 @@ class Contender:
         times: when each step ended.
     """
 
-    def __init__(self, command: Sequence[str], step_line: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, command: Sequence[str], step_line: str) -> None:
         self.command = list(command)
         self._pattern, self._tail = re.compile(step_line), deque[str](maxlen=30)
         self._ended, self.times, self._changed = False, list[float](), threading.Condition()
@@ -41,7 +41,7 @@ class Contender:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
         threading.Thread(target=self._read, daemon=True).start()
@@ -190,17 +190,17 @@ def in_turns(
             contender.close()
 
 
-def run_seconds(command: Sequence[str], until: str = "", env: Mapping[str, str] | None = None) -> float:
+def run_seconds(command: Sequence[str], until: str = "") -> float:
     """Return the seconds from the start of a command to its end, or to the line that matches `until`."""
     began = time.perf_counter()
     if until:
-        contender = Contender(command, until, env)
+        contender = Contender(command, until)
         try:
             contender.wait(1)
             return contender.times[0] - began
         finally:
             contender.close()
-    return run(command, env).seconds
+    return run(command).seconds
 
 
 class Ran(NamedTuple):
@@ -210,7 +210,7 @@ class Ran(NamedTuple):
     peak_mib: float
 
 
-def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> Ran:
+def run(command: Sequence[str]) -> Ran:
     """Run a command to its end.
 
     Raises:
@@ -218,7 +218,7 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> Ran:
     """
     with TemporaryFile("w+", errors="replace") as output:
         began = time.perf_counter()
-        process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **(env or {})})
+        process = subprocess.Popen(command, stdout=output, stderr=output)
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)

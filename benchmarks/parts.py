@@ -83,6 +83,7 @@ def measure(
     print(f"{about['processor']} ({', '.join(about['features'])}), {about['cores']} cores, load average {load:.2f}")
     if load > QUIET_LOAD:
         print(f"The load average is above {QUIET_LOAD}: the results will be marked.")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's second start finds the byte code of the first
     for name, part in parts.items():
         print(f"[{clock}] {name}", flush=True)
         clock.begin(name)
