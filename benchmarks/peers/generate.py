@@ -20,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,33 +42,52 @@ def requests(streams: int, number: int, *, uniform: bool = False) -> list[Asked]
     ]
 
 
+class Server:
+    """`megalith serve` in a process of its own; as a context it gives its port and ends with it."""
+
+    def __init__(self, folder: Path, precision: str, *flags: str) -> None:
+        dtype = {"bf16": "bfloat16", "fp32": "float32"}[precision]
+        program = str(Path(sys.executable).with_name("megalith"))
+        command = [program, "serve", str(folder), "--port", "0", "--dtype", dtype, *flags]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.port = next(int(line.rsplit(":", 1)[1]) for line in self._process.stdout if "Running on" in line)
+        threading.Thread(target=self._process.stdout.read, daemon=True).start()  # a full pipe would stop the server
+
+    def __enter__(self) -> int:
+        return self.port
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+async def stream(port: int, asked: Asked) -> list[float]:
+    """Stream `/v1/completions`; return when each token came."""
+    prompt, count = asked
+    body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True}
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
+    times, rest = list[float](), b""
+    while received := await reader.read(1 << 16):
+        *lines, rest = (rest + received).split(b"\n")
+        tokens = sum(line.startswith(b'data: {"') and b'"finish_reason":null' in line for line in lines)
+        times += [time.perf_counter()] * tokens
+    writer.close()
+    assert len(times) == count, f"{len(times)} of {count} tokens came"
+    return times
+
+
 def http(folder: Path, precision: str) -> Callable[[Sequence[Asked]], int]:
-    """`megalith serve` in a process of its own, asked over HTTP."""
-    dtype = {"bf16": "bfloat16", "fp32": "float32"}[precision]
-    server = subprocess.Popen(
-        [str(Path(sys.executable).with_name("megalith")), "serve", str(folder), "--port", "0", "--dtype", dtype],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert server.stdout is not None
-    port = next(int(line.rsplit(":", 1)[1]) for line in server.stdout if "Running on" in line)
+    """`megalith serve`, asked over HTTP."""
+    port = Server(folder, precision).port
 
-    async def ask(prompt: list[int], count: int) -> int:
-        body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True}
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-        data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
-        tokens = 0
-        while line := await reader.readline():
-            tokens += line.startswith(b'data: {"') and b'"finish_reason":null' in line
-        writer.close()
-        return tokens
+    async def ask(asked: Sequence[Asked]) -> int:
+        return sum(map(len, await asyncio.gather(*(stream(port, one) for one in asked))))
 
-    async def ask_all(asked: Sequence[Asked]) -> int:
-        return sum(await asyncio.gather(*(ask(*one) for one in asked)))
-
-    return lambda asked: asyncio.run(ask_all(asked))
+    return lambda asked: asyncio.run(ask(asked))
 
 
 def engine(folder: Path, precision: str) -> Callable[[Sequence[Asked]], int]:
