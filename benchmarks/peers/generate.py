@@ -104,7 +104,7 @@ def engine(folder: Path, precision: str) -> Callable[[Sequence[Asked]], int]:
     keep_freed_memory(1)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
     trained = load_trained(folder, torch.device("cpu"), dtype=dtype)
-    runner: Any = runner_of(trained.writer, 2048)
+    runner: Any = runner_of(trained.writer, 2048, packs_weights=True)
     made = Engine(runner, trained.tokenizer, Limits(max_num_seqs=64))
     tune_num_threads(lambda: runner.run(decoding_step(runner)), torch.get_num_threads(), torch.set_num_threads)
 

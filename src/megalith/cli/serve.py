@@ -31,7 +31,7 @@ from megalith.config.environment import first_of_machine
 from megalith.config.tokenizer_flags import imported_by, tokenizer_of_flags
 from megalith.config.values import local_path
 from megalith.errors import CheckpointError, ConfigError, MegalithError, PeerError, install_command
-from megalith.kernels.cpu.process import keep_freed_memory
+from megalith.kernels.cpu.process import keep_freed_memory, return_freed_memory
 from megalith.serve.http.settings import Defaults, Limits, ServerSettings
 
 if TYPE_CHECKING:
@@ -228,7 +228,9 @@ def _serve_rank(
 ) -> int:
     """Serve on the first rank and run the model on all; return the exit code."""
     trained, engine, runner = _load_engine(launch, context)
-    memory = _memory_line(trained, runner, context)
+    if context.device.type == "cpu":
+        return_freed_memory()
+    memory = _memory_line(runner, context)
     watchdog.at("serve", 0)
     if context.rank == 0:
         _say(memory)
@@ -245,11 +247,11 @@ def _serve_rank(
     return 0
 
 
-def _memory_line(trained: Trained, runner: ModelRunner, context: ParallelContext) -> str:
+def _memory_line(runner: ModelRunner, context: ParallelContext) -> str:
     """Return the line about weights and KV cache on each rank, in MiB; all ranks call it."""
     from megalith.distributed import comm
 
-    own = (sum(parameter.nbytes for parameter in trained.model.parameters()), runner.cache.bytes)
+    own = (runner.weight_bytes, runner.cache.bytes)
     every = comm.all_gather_objects(own, context.world)
     weights, cache = (_range_mib(sizes) for sizes in zip(*every, strict=True))
     where = "on each rank" if len(every) > 1 else "in memory"
@@ -312,7 +314,9 @@ def _load_engine(launch: _ServerOptions, context: ParallelContext) -> tuple[Trai
     )
     blocks = _num_blocks(launch, trained, context)
     model = trained.writer
-    runner = runner_of(model, blocks) if context.world.size == 1 else RankRunner(model, context, blocks)
+    runner = (
+        runner_of(model, blocks, packs_weights=True) if context.world.size == 1 else RankRunner(model, context, blocks)
+    )
     if context.rank != 0:
         return trained, None, runner
     limits = EngineLimits(max_num_seqs=launch.max_batch, max_waiting=launch.server.limits.waiting)

@@ -87,6 +87,34 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
+def onednn_pack(weight: Tensor, rows: int) -> Tensor:
+    """Return a weight [O, I] in oneDNN's layout for x of so many rows, an opaque tensor for `onednn_linear`."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return packed
+
+
+def has_fp16_linear() -> bool:
+    """Return whether this torch has `fp16_linear` for this processor: FBGEMM's, which needs AVX2."""
+    quantized = torch.ops.quantized
+    return (
+        torch.backends.quantized.engine in ("x86", "fbgemm")
+        and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+        and hasattr(quantized, "linear_prepack_fp16")
+        and hasattr(quantized, "linear_dynamic_fp16")
+    )
+
+
+def fp16_pack(weight: Tensor) -> Any:
+    """Return a weight [O, I] in fp32, rounded to fp16, in FBGEMM's layout: an object for `fp16_linear`."""
+    return torch.ops.quantized.linear_prepack_fp16(weight, None)
+
+
+def fp16_linear(x: Tensor, packed: Any) -> Tensor:
+    """Compute y = x W^T in fp32 with FBGEMM. [..., I] -> [..., O]."""
+    y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, packed)
+    return y
+
+
 def version_of(tensor: Tensor) -> int:
     """Return torch's version counter of a tensor: the number of in-place writes."""
     return tensor._version

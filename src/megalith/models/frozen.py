@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megalith.kernels.cpu.products import min_rows
+from megalith.kernels.cpu.products import min_rows, packed_product
 from megalith.kernels.torch_private import onednn_linear
 from megalith.models.transformer import Block, Transformer
 from megalith.nn.attention import LocalAttention, SelfAttention
@@ -26,6 +26,7 @@ from megalith.nn.cache import KVCache, LayerCache
 from megalith.nn.feed_forward import ACTIVATIONS, FeedForward
 from megalith.nn.linear import Linear, linear
 from megalith.nn.norm import LayerNorm
+from megalith.nn.precision import product_dtype
 from megalith.nn.rope import Rotation, rotate
 
 _Map = Callable[[Tensor], Tensor]
@@ -35,11 +36,12 @@ _Step = Callable[[Tensor, Rotation | None, LayerCache], Tensor]
 class FrozenLayers:
     """The layers of a `Transformer` in evaluation, without a gradient; equal to rounding.
 
-    The weights of `decoder` stay where they are, and may be changed in place.
+    The weights of `decoder` stay where they are, and may be changed in place, unless `packs` lets them be moved into
+    the layout of a faster product (`kernels.cpu.products`), one after the other: then `decoder` has them no more.
     """
 
-    def __init__(self, decoder: Transformer) -> None:
-        self._layers = [_layer(cast("Block", block)) for block in decoder.layers.values()]
+    def __init__(self, decoder: Transformer, packs: bool = False) -> None:
+        self._layers = [_layer(cast("Block", block), packs) for block in decoder.layers.values()]
         self._norm = None if decoder.final_layernorm is None else _norm(decoder.final_layernorm)
 
     def __call__(self, x_S1D: Tensor, rope: Rotation | None, cache: KVCache) -> Tensor:
@@ -50,16 +52,16 @@ class FrozenLayers:
         return (x_SD if self._norm is None else self._norm(x_SD)).unsqueeze(1)
 
 
-def frozen(decoder: Transformer) -> FrozenLayers | None:
+def frozen(decoder: Transformer, packs: bool = False) -> FrozenLayers | None:
     """Return the layers in fewer calls; None if ranks share them, whose layers communicate."""
-    return FrozenLayers(decoder) if decoder.region.size == 1 else None
+    return FrozenLayers(decoder, packs) if decoder.region.size == 1 else None
 
 
-def _layer(block: Block) -> _Step:
+def _layer(block: Block, packs: bool) -> _Step:
     if type(block) is not Block or block.residual_of_norm or block.cross_attention is not None:
         return lambda x_SD, rope, cache: cast("Tensor", block(x_SD.unsqueeze(1), rope, cache).squeeze(1))
-    first, attention = _norm(block.input_layernorm), _attention(block.self_attention)
-    second, feed = _norm(block.pre_mlp_layernorm), _feed_forward(block.mlp)
+    first, attention = _norm(block.input_layernorm), _attention(block.self_attention, packs)
+    second, feed = _norm(block.pre_mlp_layernorm), _feed_forward(block.mlp, packs)
     rotated = block.rotated
 
     def through(x_SD: Tensor, rope: Rotation | None, cache: LayerCache) -> Tensor:
@@ -69,8 +71,12 @@ def _layer(block: Block) -> _Step:
     return through
 
 
-def _linear(layer: Linear) -> _Map:
+def _linear(layer: Linear, packs: bool) -> _Map:
     weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+    packed = packed_product(weight, bias, product_dtype(weight)) if packs else None
+    if packed is not None:
+        layer.weight.data = weight.new_empty(0)
+        return packed
     if weight.dtype in (torch.float16, torch.bfloat16):  # two roundings
         return partial(linear, weight=weight, bias=bias, sink=None)
     transposed, least = weight.t(), min_rows(weight) or sys.maxsize
@@ -91,10 +97,10 @@ def _norm(norm: nn.Module) -> _Map:
     return lambda x: torch.layer_norm(x, shape, weight, bias, epsilon) if x.dtype == weight.dtype else norm(x)
 
 
-def _attention(layer: nn.Module) -> _Step:
+def _attention(layer: nn.Module, packs: bool) -> _Step:
     if not isinstance(layer, SelfAttention) or not _is_plain(layer):
         return lambda x_SD, rope, cache: cast("Tensor", layer(x_SD.unsqueeze(1), rope, cache).squeeze(1))
-    project, back = _linear(layer.linear_qkv), _linear(layer.linear_proj)
+    project, back = _linear(layer.linear_qkv, packs), _linear(layer.linear_proj, packs)
     groups, size, queries = layer.num_groups, layer.shape.head_size, layer.num_heads // layer.num_groups
     constant = layer.rule if layer.shape.softmax_type == "vanilla" else None
     turned = partial(rotate, interleaved=layer.shape.rotary_interleaved)
@@ -120,9 +126,9 @@ def _is_plain(layer: SelfAttention) -> bool:
     return isinstance(layer.mixer, LocalAttention) and layer.q_layernorm is None and not layer.shape.output_gate
 
 
-def _feed_forward(layer: nn.Module) -> _Map:
+def _feed_forward(layer: nn.Module, packs: bool) -> _Map:
     if not isinstance(layer, FeedForward):
         return lambda x_SD: cast("Tensor", layer(x_SD.unsqueeze(1)).squeeze(1))
-    up, down = _linear(layer.linear_fc1), _linear(layer.linear_fc2)
+    up, down = _linear(layer.linear_fc1, packs), _linear(layer.linear_fc2, packs)
     activation = layer.activation if layer.activation.gated else ACTIVATIONS[layer.activation.kind]
     return lambda x_SD: down(activation(up(x_SD)))

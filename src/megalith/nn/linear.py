@@ -36,7 +36,7 @@ from typing_extensions import Unpack
 from megalith.kernels.cpu.products import uses_onednn
 from megalith.kernels.torch_private import onednn_linear
 from megalith.nn.placement import Placement, Replicated, Split
-from megalith.nn.precision import FactoryKwargs, product_dtype
+from megalith.nn.precision import FactoryKwargs, is_row_for_mv, product_dtype
 from megalith.nn.region import SOLO, Region
 from megalith.nn.sink import GradientSink
 
@@ -125,7 +125,9 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W^T + b: one rounding in fp32 and above, two (product, sum) in half precision."""
     dtype = product_dtype(x)
     if x.dtype in (torch.float16, torch.bfloat16):
-        if dtype != x.dtype and not torch.is_grad_enabled() and x.numel() <= _FEW_ROWS * x.shape[-1]:
+        if is_row_for_mv(x):
+            product = torch.mv(weight, x.reshape(-1)).view(*x.shape[:-1], -1)
+        elif dtype != x.dtype and not torch.is_grad_enabled() and x.numel() <= _FEW_ROWS * x.shape[-1]:
             product = _few_rows(x, weight, dtype)
         else:
             product = nn.functional.linear(x.to(dtype), weight.to(dtype)).to(x.dtype)
@@ -138,11 +140,8 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _few_rows(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x W^T in a wider dtype for the few tokens of a decoding step, whose cost is reading the weight.
 
-    One row of bf16 goes through torch's own product of a matrix and a vector, which reads the weight as it is and sums
-    in fp32. For more rows the weight is widened part by part, so that the copy stays in the processor's cache.
+    The weight is widened part by part, so that the copy stays in the processor's cache.
     """
-    if x.numel() == x.shape[-1] and x.dtype == torch.bfloat16:
-        return torch.mv(weight, x.reshape(-1)).view(*x.shape[:-1], -1)
     rows = max(1, _WIDENED_AT_ONCE // weight.shape[1])
     wide = x.to(dtype)
     return torch.cat([nn.functional.linear(wide, part.to(dtype)).to(x.dtype) for part in weight.split(rows)], dim=-1)

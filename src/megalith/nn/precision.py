@@ -50,7 +50,20 @@ def _read_features() -> set[str]:
         return set()
 
 
-_BF16_ON_CPU = torch.bfloat16 if has_fast_bf16(_read_features(), os.environ) else torch.float32
+_FEATURES = _read_features()
+_BF16_ON_CPU = torch.bfloat16 if has_fast_bf16(_FEATURES, os.environ) else torch.float32
+_ROW_BY_MV = "amx_bf16" in _FEATURES
+
+
+def is_row_for_mv(x: Tensor) -> bool:
+    """Return whether a product of x is fastest as one of a matrix and a vector (`torch.mv`), which sums in fp32.
+
+    So is one row of bf16 where a processor has no instructions for bf16, or those for tiles: on an Intel CPU with AMX
+    two threads read weights at 15 GB/s by oneDNN, which rearranges them first, and at 21 by `mv`.
+    """
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or x.numel() != x.shape[-1]:
+        return False
+    return (_ROW_BY_MV or product_dtype(x) != x.dtype) and not torch.is_grad_enabled()
 
 
 def product_dtype_on(device_type: str, dtype: torch.dtype) -> torch.dtype:

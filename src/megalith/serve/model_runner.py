@@ -14,11 +14,13 @@ from megalith.data.masked.t5 import decoder_start_token
 from megalith.distributed import comm, p2p
 from megalith.distributed.context import ParallelContext
 from megalith.errors import DataError, LayoutError, PeerError
+from megalith.kernels.cpu.products import Product, packed_product
 from megalith.models.frozen import frozen
 from megalith.models.language_model import GenerativeModel, LanguageModel
 from megalith.models.plain import PlainModel
 from megalith.models.transformer import Block
 from megalith.nn.loss import whole_logits
+from megalith.nn.precision import product_dtype
 from megalith.serve.cache import CacheView, EncoderCacheView, PagedKVCache
 from megalith.serve.runner import Batch, Chunk, Runner
 from megalith.serve.scheduler import padded_to_blocks
@@ -46,6 +48,8 @@ class ModelRunner(Runner):
         model: A decoder, or an encoder-decoder.
         num_blocks: Blocks of the KV cache; the same on all ranks.
         context_length: Maximum number of positions, for models without a position table; as in training if None.
+        packs_weights: Whether to move weights into the layout of faster products; the model has them no more then. A
+            half-precision output weight that is the word embedding too is copied.
     """
 
     def __init__(
@@ -55,8 +59,10 @@ class ModelRunner(Runner):
         block_size: int = BLOCK_SIZE,
         *,
         context_length: int | None = None,
+        packs_weights: bool = False,
     ) -> None:
         self.model: GenerativeModel = model.eval()
+        self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self.vocab_size = model.vocab_size
         self.context_length = context_length or model.config.max_position_embeddings
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -70,7 +76,23 @@ class ModelRunner(Runner):
             device=model.device,
         )
         self._cross_attentions = model.cross_attentions()
-        self._layers = None if self._cross_attentions else frozen(model.decoder)
+        self._layers = None if self._cross_attentions else frozen(model.decoder, packs_weights)
+        self._output = self._pack_output() if packs_weights and model.region.size == 1 else None
+
+    def _pack_output(self) -> Product | None:
+        """Return the product with the output weight in a faster layout; None if there is none."""
+        model, weight = self.model, self.model.output_weight.detach()
+        tied = not model.config.untie_embeddings_and_output_weights
+        if tied and weight.dtype == torch.float32:  # a copy would cost more than it gives
+            return None
+        bias = None if model.output_bias is None else model.output_bias.detach()
+        packed = packed_product(weight, bias, product_dtype(weight))
+        if packed is not None:
+            if tied:
+                self.weight_bytes += weight.nbytes
+            else:
+                model.output_weight.data = weight.new_empty(0)
+        return packed
 
     def run(self, batch: Batch) -> Tensor:
         return self.logits(self.hidden_states(batch), batch)
@@ -105,6 +127,8 @@ class ModelRunner(Runner):
             rows = logits_rows(batch.chunks, self.block_size)
             if len(rows) < hidden.shape[0]:
                 hidden = hidden[rows]
+            if self._output is not None:
+                return self._output(hidden)
             return whole_logits(hidden, model.output_weight, model.region, model.vocab_size, model.output_bias)
 
 
@@ -138,6 +162,7 @@ class PlainRunner(Runner):
     def __init__(self, model: PlainModel, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
         self.model = model.eval()
         self.vocab_size, self.context_length = model.vocab_size, model.config.max_position_embeddings
+        self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self.num_blocks, self.block_size = num_blocks, block_size
         self.cache = _TokenCache(num_blocks, block_size)
 
@@ -151,12 +176,16 @@ class PlainRunner(Runner):
 
 
 def runner_of(
-    model: GenerativeModel | PlainModel, num_blocks: int, *, context_length: int | None = None
+    model: GenerativeModel | PlainModel,
+    num_blocks: int,
+    *,
+    context_length: int | None = None,
+    packs_weights: bool = False,
 ) -> ModelRunner | PlainRunner:
     """Return the runner of an unsharded model; arguments as of `ModelRunner`."""
     if isinstance(model, PlainModel):
         return PlainRunner(model, num_blocks)
-    return ModelRunner(model, num_blocks, context_length=context_length)
+    return ModelRunner(model, num_blocks, context_length=context_length, packs_weights=packs_weights)
 
 
 def decoder_tokens(chunk: Chunk, block_size: int) -> Sequence[int]:

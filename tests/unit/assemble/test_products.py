@@ -75,14 +75,26 @@ def test_a_training_step(model: str, dtype: str) -> None:
     assert not products.seen
 
 
+@pytest.mark.parametrize("packs", [False, True], ids=["as it is", "packed"])
 @pytest.mark.parametrize("style", STYLES)
-def test_generation(style: str) -> None:
+def test_generation(style: str, packs: bool) -> None:
     model = model_of(style, torch.bfloat16)
-    engine = Engine(ModelRunner(model, 40, 4), Letters())
+    engine = Engine(ModelRunner(model, 40, 4, packs_weights=packs), Letters())
     requests = [Request((0, 1, 5), 4, sampling=Sampling(temperature=0.0), stop_ids=()) for _ in range(3)]
     with HalfProducts() as products:
         collect(engine, requests, gaps=(0, 1, 1))
     assert not products.seen, "a matrix times a vector (mv) reads bf16 as fast as it can be read"
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_one_row_of_bf16_is_multiplied_by_mv(tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "_BF16_ON_CPU", torch.bfloat16)
+    monkeypatch.setattr(precision, "_ROW_BY_MV", tiles)
+    x, weight = torch.randn(1, 24).bfloat16(), torch.randn(50, 24).bfloat16()
+    with torch.no_grad(), HalfProducts() as products:
+        found = linear(x, weight, None, None)
+    assert bool(products.seen) != tiles
+    torch.testing.assert_close(found, (x.double() @ weight.double().t()).bfloat16(), rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 65])

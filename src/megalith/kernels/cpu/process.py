@@ -1,4 +1,4 @@
-"""Process settings on a CPU: how glibc allocates memory, and the number of threads for decoding."""
+"""Process settings on a CPU: how glibc allocates and returns memory, and the number of threads for decoding."""
 
 from __future__ import annotations
 
@@ -46,6 +46,17 @@ def keep_freed_memory(processes: int) -> bool:
     for start, stop in _heap():
         libc.madvise(start, stop - start, _HUGE_PAGES)  # fails without effect on a kernel without huge pages
     return True
+
+
+def return_freed_memory() -> None:
+    """Return the pages of freed blocks to the system, but for those at the end of the heap, which the next step needs.
+
+    What loading a model has freed lies in pieces between what stays, most of it too small for anything later.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim.argtypes = [ctypes.c_size_t]
+        libc.malloc_trim(2 ** (8 * ctypes.sizeof(ctypes.c_size_t) - 2))  # bytes that are left at the end
 
 
 def _addresses_limited() -> bool:

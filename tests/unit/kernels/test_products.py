@@ -1,0 +1,102 @@
+"""Products with packed weights are the products, and a model whose weights are packed answers as before."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megalith.kernels.cpu import products
+from megalith.kernels.cpu.products import packed_product
+from megalith.kernels.torch_private import has_fp16_linear, has_onednn_linear
+from megalith.models.gpt import GPT
+from megalith.models.initialise import initialise
+from megalith.nn import precision
+from megalith.serve.model_runner import ModelRunner
+from megalith.serve.runner import Batch, Chunk
+
+from ..serve.models import STYLES
+
+needs_fbgemm = pytest.mark.skipif(not has_fp16_linear(), reason="this torch or processor has no fp16 products")
+needs_onednn = pytest.mark.skipif(not has_onednn_linear(), reason="this torch has no oneDNN operator for linear layers")
+BATCHES = (
+    Batch([Chunk([3, 1, 4, 1, 5], 0, [0, 1]), Chunk([9, 2], 0, [5])]),
+    Batch([Chunk([6], 5, [0, 1])]),
+    Batch([Chunk([5], 2, [5], num_logits=0)]),
+)
+
+
+@pytest.fixture(autouse=True)
+def small_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_LARGE_WEIGHT", 1)
+    monkeypatch.setattr(products, "_MIN_ROWS", 1)  # as on a processor for which MKL is slow
+    monkeypatch.setattr(products, "_PACKED_AT_ONCE", 300)  # so that a weight comes in parts
+    monkeypatch.setattr(precision, "_BF16_ON_CPU", torch.float32)
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 65])
+def test_products_of_half_precision(rows: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = (torch.randn(n, 24, generator=generator).to(dtype) for n in (rows, 50))
+    bias = torch.randn(50, generator=generator).to(dtype)
+    product, biased = (packed_product(weight, b, torch.float32) for b in (None, bias))
+    assert product is not None and biased is not None
+    wanted = (x.double() @ weight.double().t()).to(dtype)
+    for found, right in ((product(x), wanted), (biased(x), wanted + bias)):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, right, rtol=2**-7, atol=2**-7)
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("largest", [1e-30, 3e-3, 1.0, 1e30])
+def test_bf16_weights_are_exact_whatever_their_size(largest: float) -> None:
+    weight = (largest * torch.logspace(0, -8, 64)).bfloat16().view(8, 8)
+    product = packed_product(weight, None, torch.float32)
+    assert product is not None
+    assert torch.equal(product(torch.eye(8, dtype=torch.bfloat16)), weight.t())
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_weights_that_are_not_finite_are_not_packed(value: float) -> None:
+    weight = torch.ones(8, 8, dtype=torch.bfloat16)
+    weight[3, 5] = value
+    assert packed_product(weight, None, torch.float32) is None
+
+
+def test_bf16_is_left_to_processors_that_multiply_it() -> None:
+    assert packed_product(torch.ones(8, 8, dtype=torch.bfloat16), None, torch.bfloat16) is None
+
+
+@needs_onednn
+@pytest.mark.parametrize("rows", [1, 2, 16, 65])
+def test_products_of_fp32(rows: int) -> None:
+    x, weight, bias = torch.randn(rows, 24), torch.randn(50, 24), torch.randn(50)
+    product = packed_product(weight, bias, torch.float32)
+    assert product is not None
+    torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.bfloat16, marks=needs_fbgemm), pytest.param(torch.float32, marks=needs_onednn)],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("style", ["gpt2", "llama"])
+def test_a_model_with_packed_weights(style: str, tied: bool, dtype: torch.dtype) -> None:
+    config = dataclasses.replace(STYLES[style], untie_embeddings_and_output_weights=not tied)
+    model = GPT(config, 32, dtype=dtype)
+    initialise(model, 5)
+    model.requires_grad_(False)
+    plain = ModelRunner(model, 8, 4)
+    wanted = [plain.run(batch) for batch in BATCHES]
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    packed = ModelRunner(model, 8, 4, packs_weights=True)
+    for batch, right in zip(BATCHES, wanted, strict=True):
+        torch.testing.assert_close(packed.run(batch), right)
+    copied = tied and dtype == torch.bfloat16
+    assert packed.weight_bytes == held + copied * model.output_weight.nbytes
+    assert sum(parameter.nbytes for parameter in model.parameters()) < held / 2, "weights are there twice"
