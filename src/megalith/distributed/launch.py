@@ -429,7 +429,7 @@ class _Rendezvous:
         """Warn after 20 s and then every minute; PeerError after the join timeout or a stop request."""
         waited = self._clock.elapsed()
         if self._stop_requested():
-            raise PeerError(f"{self._name()} was joined_round to stop while it waited for {_describe(whom)}")
+            raise PeerError(f"{self._name()} was requested to stop while it waited for {_describe(whom)}")
         if waited > self._join_seconds:
             raise PeerError(
                 f"{self._name()} waited {waited:.0f} s (--distributed-timeout-minutes) for {_describe(whom)}"
@@ -541,7 +541,7 @@ class _Rendezvous:
             if waited > self._join_seconds:
                 text = text or self._not_connected(f"after {waited:.0f} s (--distributed-timeout-minutes)")
             if self._stop_requested():
-                text = "joined_round to stop while the ranks connected to each other"
+                text = "requested to stop while the ranks connected to each other"
             if text and not done.is_set():
                 with suppress(BoardUnavailable):
                     board.write(_UNCONNECTED, text)
