@@ -109,7 +109,10 @@ SMALL = {"LAYERS": "2", "HIDDEN": "32", "HEADS": "4", "LENGTH": "32", "STEPS": "
             *("train_gpt3_857m_distributed.sh", {}, "parameters on (tensor, pipeline) model parallel rank (1, 1)"),
             marks=pytest.mark.full,
         ),
-        ("train_llama.sh", {"FFN": "64"}, "using torch.bfloat16 for parameters"),
+        pytest.param(
+            *("train_llama.sh", {"FFN": "64"}, "using torch.bfloat16 for parameters"),
+            marks=pytest.mark.full,
+        ),
         pytest.param(*("long_context.sh", {}, "context-parallel size: 2"), marks=pytest.mark.full),
     ],
 )

@@ -30,7 +30,14 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "python",
+        pytest.param("torchrun", marks=pytest.mark.full),  # test_signals and test_examples start it too
+        "torch.distributed.launch",
+    ],
+)
 def test_every_launcher(repository: Path, tmp_path: Path, launcher: str) -> None:
     save = tmp_path / "c"
     words = command(save, *SHORT, "--distributed-backend", "nccl", "--device", "cpu")
