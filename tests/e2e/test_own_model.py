@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import pytest
+
+from .warm import Finished, WarmProcess
 
 MODULE = '''
 import torch
@@ -75,75 +75,83 @@ AGAIN = """--import own_models --micro-batch-size 2 --global-batch-size 4 --lr 1
     --eval-iters 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 30"""
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "own_models.py").write_text(MODULE)
-    return tmp_path
+class OwnModels:
+    """Commands in a folder with the models of `MODULE`."""
+
+    def __init__(self, warm: WarmProcess, folder: Path) -> None:
+        (folder / "own_models.py").write_text(MODULE)
+        self.warm, self.folder = warm, folder
+
+    def run(self, command: str, *words: str) -> Finished:
+        return self.warm.run(words, self.folder, command=command)
+
+    def losses(self, name: str, model: str, *words: str, ranks: int = 1) -> list[float]:
+        """The losses of a training on so many ranks that saves in the folder `name`."""
+        command = [*WORDS.split(), "--model", model, "--save", name, "--save-interval", "2", *words]
+        ended = self.warm.run_ranks(ranks, command, self.folder) if ranks > 1 else [self.run("train", *command)]
+        assert [one.code for one in ended] == [0] * ranks, "\n".join(one.text[-2000:] for one in ended)
+        records = map(json.loads, (self.folder / name / "run" / "metrics.jsonl").read_text().splitlines())
+        return [record["loss"] for record in records if record["event"] == "step"]
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megalith", *words]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300)
+@pytest.fixture
+def own(warm: WarmProcess, tmp_path: Path) -> OwnModels:
+    return OwnModels(warm, tmp_path)
 
 
-def losses(folder: Path, name: str, model: str, *words: str) -> list[float]:
-    done = run(folder, "train", *WORDS.split(), "--model", model, "--save", name, "--save-interval", "2", *words)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    records = [json.loads(line) for line in (folder / name / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if record["event"] == "step"]
-
-
-def test_every_layout_of_a_plain_module_gives_the_losses_of_one_process(folder: Path) -> None:
-    alone = losses(folder, "alone", "recurrent-without-dropout")
+def test_every_layout_of_a_plain_module_gives_the_losses_of_one_process(own: OwnModels) -> None:
+    alone = own.losses("alone", "recurrent-without-dropout")
     assert len(alone) == 4 and alone[-1] < alone[0]
     for name, words in {
-        "replicas": ["--nproc", "2"],
-        "zero1": ["--nproc", "2", "--use-distributed-optimizer"],
-        "fsdp": ["--nproc", "2", "--use-torch-fsdp2"],
-        "bf16": ["--nproc", "2", "--use-torch-fsdp2", "--bf16"],
+        "replicas": [],
+        "zero1": ["--use-distributed-optimizer"],
+        "fsdp": ["--use-torch-fsdp2"],
+        "bf16": ["--use-torch-fsdp2", "--bf16"],
     }.items():
-        found = losses(folder, name, "recurrent-without-dropout", *words)
+        found = own.losses(name, "recurrent-without-dropout", *words, ranks=2)
         assert found == pytest.approx(alone, rel=2e-2 if name == "bf16" else 1e-5), name
     for name in ("zero1", "fsdp"):
-        rest = losses(folder, f"{name}-alone", "recurrent-without-dropout", "--load", name, "--ckpt-step", "2")
+        rest = own.losses(f"{name}-alone", "recurrent-without-dropout", "--load", name, "--ckpt-step", "2")
         assert rest == pytest.approx(alone[2:], rel=1e-5), name
 
 
-def test_a_plain_module_with_dropout_resumes_bit_for_bit_and_generates(folder: Path) -> None:
-    whole = losses(folder, "whole", "recurrent")
-    assert losses(folder, "rest", "recurrent", "--load", "whole", "--ckpt-step", "2") == whole[2:]
-    same = run(folder, "checkpoint", "diff", "whole", "rest")
-    assert same.returncode == 0, same.stdout + same.stderr
-    answer = run(folder, "generate", "whole", "--import", "own_models", "--prompt", "1 2 3", "--max-new-tokens", "4")
-    assert answer.returncode == 0 and answer.stdout.startswith("1 2 3 ")
-    without = run(folder, "generate", "whole", "--prompt", "1 2 3")
-    assert without.returncode == 4 and "--import own_models" in without.stderr
-    (folder / "text.txt").write_text(" ".join(str(number % 30) for number in range(100)))
+def test_a_plain_module_with_dropout_resumes_bit_for_bit_and_generates(own: OwnModels) -> None:
+    whole = own.losses("whole", "recurrent")
+    assert own.losses("rest", "recurrent", "--load", "whole", "--ckpt-step", "2") == whole[2:]
+    same = own.run("checkpoint", "diff", "whole", "rest")
+    assert same.code == 0, same.text
+    answer = own.run("generate", "whole", "--import", "own_models", "--prompt", "1 2 3", "--max-new-tokens", "4")
+    assert answer.code == 0 and re.search("^1 2 3 ", answer.text, re.MULTILINE), answer.text
+    (own.folder / "own_models.py").write_text(MODULE + "# changed\n")
+    changed = own.run("generate", "whole", "--import", "own_models", "--prompt", "1 2 3", "--max-new-tokens", "4")
+    assert changed.code == 0 and re.search("--import own_models.*([0-9a-f]{12}).*(?!\\1)[0-9a-f]{12}", changed.text)
+    (own.folder / "own_models.py").write_text(MODULE)
+    without = own.run("generate", "whole", "--prompt", "1 2 3")
+    assert without.code == 4 and "--import own_models" in without.text
+    (own.folder / "text.txt").write_text(" ".join(str(number % 30) for number in range(100)))
     words = ("whole", "--import", "own_models", "--task", "text", "--data", "text.txt", "--json", "scored.json")
-    scored = run(folder, "evaluate", *words)
-    assert scored.returncode == 0, scored.stderr
-    again = run(folder, "train", "--use-checkpoint-args", *AGAIN.split(), "--load", "whole", "--train-iters", "5")
-    assert again.returncode == 0, again.stderr
+    scored = own.run("evaluate", *words)
+    assert scored.code == 0, scored.text
+    again = own.run("train", "--use-checkpoint-args", *AGAIN.split(), "--load", "whole", "--train-iters", "5")
+    assert again.code == 0, again.text
 
 
-def test_a_plain_module_is_refused_by_name_over_tensor_parallel_ranks(folder: Path) -> None:
-    done = run(
-        folder, "train", *WORDS.split(), "--model", "recurrent", "--nproc", "2", "--tensor-model-parallel-size", "2"
-    )
-    assert done.returncode == 2
-    said = done.stderr + done.stdout
+def test_a_plain_module_is_refused_by_name_over_tensor_parallel_ranks(own: OwnModels) -> None:
+    words = [*WORDS.split(), "--model", "recurrent", "--tensor-model-parallel-size", "2"]
+    ended = own.warm.run_ranks(2, words, own.folder)
+    assert [one.code for one in ended] == [2, 2]
+    said = "".join(one.text for one in ended)
     assert "--tensor-model-parallel-size" in said and "model.layers.1.mix.weight_ih_l0" in said
 
 
-def test_a_subclass_of_ours_has_every_layout(folder: Path) -> None:
-    alone = losses(folder, "alone", "extended")
+def test_a_subclass_of_ours_has_every_layout(own: OwnModels) -> None:
+    alone = own.losses("alone", "extended")
     for name, words in {
         "tp": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
         "pp": ["--pipeline-model-parallel-size", "2"],
         "cp": ["--context-parallel-size", "2"],
         "zero1": ["--use-distributed-optimizer"],
     }.items():
-        assert losses(folder, name, "extended", "--nproc", "2", *words) == pytest.approx(alone, rel=1e-5), name
-    rest = losses(folder, "rest", "extended", "--load", "tp", "--ckpt-step", "2")
+        assert own.losses(name, "extended", *words, ranks=2) == pytest.approx(alone, rel=1e-5), name
+    rest = own.losses("rest", "extended", "--load", "tp", "--ckpt-step", "2")
     assert rest == pytest.approx(alone[2:], rel=1e-5)

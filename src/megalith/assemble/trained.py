@@ -19,7 +19,7 @@ from megalith.checkpoint.sources.source import listing, with_remedy
 from megalith.checkpoint.store.store import nothing_in
 from megalith.config import ModelConfig
 from megalith.config.groups import TokenizerConfig
-from megalith.config.megatron_args import model_from_args, precision_from_args, tokenizer_from_args
+from megalith.config.megatron_args import changed_sources, model_from_args, precision_from_args, tokenizer_from_args
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError, LayoutError
 from megalith.layout import shard_range
@@ -46,7 +46,7 @@ class Trained:
 
     Attributes:
         model: Whole model, or this rank's stage.
-        notes: Warnings for the user: damaged checkpoints that were skipped, experts without capacity.
+        notes: Warnings for the user: damaged checkpoints that were skipped, changed modules, experts without capacity.
         tokenizer_card: Fingerprint of the training's tokenizer; None without a manifest.
     """
 
@@ -145,7 +145,7 @@ def _trained(
             "rows; give the tokenizer that the model was trained with"
         )
     foreign = store.format(found) == "huggingface"
-    said = (*notes, *about_experts)
+    said = (*notes, *changed_sources(args, registry), *about_experts)
     return Trained(model.eval(), built, found, said, args, card, from_huggingface=foreign)
 
 

@@ -154,6 +154,17 @@ def _value(setting: Setting, value: Any, registered: Mapping[str, Any]) -> Any:
     return setting.kind(value)
 
 
+def changed_sources(args: Mapping[str, Any], registry: Registry) -> tuple[str, ...]:
+    """Return a warning for each imported module whose source is not the one that a checkpoint was trained with."""
+    was: Mapping[str, str] = (args.get(REGISTERED) or {}).get("imports", {})
+    return tuple(
+        f"{IMPORT_FLAG} {one.name}: its source is not that of the checkpoint (sha256 {was[one.name][:12]} then, "
+        f"{one.sha256[:12]} now)"
+        for one in registry.imports
+        if was.get(one.name, one.sha256) != one.sha256
+    )
+
+
 _OF_THE_RUN = (
     *("moe_router_force_load_balancing", "moe_router_dtype", "moe_router_load_balancing_type"),
     *("moe_router_quantile_balancing_ema", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),

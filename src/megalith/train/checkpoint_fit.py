@@ -12,12 +12,10 @@ import torch
 
 from megalith.checkpoint import DirectoryStore
 from megalith.config import ModelConfig, RunConfig
-from megalith.config.megatron_args import MODEL_SETTINGS, model_from_args
+from megalith.config.megatron_args import MODEL_SETTINGS, changed_sources, model_from_args
 from megalith.config.run import all_settings
-from megalith.config.saved_args import REGISTERED
 from megalith.errors import CheckpointError
 from megalith.nn.precision import product_dtype_on
-from megalith.registry import IMPORT_FLAG
 from megalith.tokenizers.fingerprint import fingerprint_differences, side_by_side
 
 # Arguments that decide the shape or the meaning of the weights, with the flag that a user knows each by.
@@ -125,18 +123,7 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
         head = f"the checkpoint of iteration {found.iteration} in {run.checkpoint.load} is of another run:"
         raise CheckpointError("\n  ".join([head, *model, *data, remedy]))
     notes = (f"{change}; --accept-data-change: accepted" for change in data)
-    return (*notes, *_other_source(found.args, run))
-
-
-def _other_source(args: Mapping[str, Any], run: RunConfig) -> Iterator[str]:
-    """Return warnings where a module that registers parts of the run has changed since the checkpoint."""
-    was: Mapping[str, str] = (args.get(REGISTERED) or {}).get("imports", {})
-    for one in run.registry.imports:
-        if was.get(one.name, one.sha256) != one.sha256:
-            yield (
-                f"{IMPORT_FLAG} {one.name}: its source is not that of the checkpoint (sha256 "
-                f"{was[one.name][:12]} then, {one.sha256[:12]} now)"
-            )
+    return (*notes, *changed_sources(found.args, run.registry))
 
 
 def _as_given(name: str, value: Any) -> str:
