@@ -324,7 +324,7 @@ class Quickstart:
 
     def show_next(self, generate: list[str], seconds: float) -> None:
         """Print commands to try next, unwrapped, so that they can be copied."""
-        where = escape(f"everything is in {self.out}/, the commands that ran in {self.script.name}")
+        where = escape(f"everything is in {self.out}/ (its commands in {self.script.name})")
         self.console.print(f"[bold]Done in {seconds / 60.0:.1f} minutes; {where}. Next:[/]")
         for purpose, arguments in (
             ("ask the model", generate),
