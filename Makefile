@@ -13,7 +13,7 @@ PIP_FLAGS ?=
 WHEELHOUSE ?=
 EXTRAS ?=
 ARGS ?=
-TEST_WORKERS ?= -n auto --maxprocesses 8 --dist loadfile
+TEST_WORKERS ?= -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) \
 	$(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS)

@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.e2e.warm import WarmProcess
+from tests.e2e.warm import WarmProcess, other_warnings
 
 from megalith.cli.main import main
+from megalith.nn.precision import product_dtype_on
 
 from .checkpoints.answers import generated, measured
 from .checkpoints.contents import contents, differing, distance, leaves, tensors
@@ -119,10 +120,10 @@ def work(held: Path, tmp_path: Path) -> Path:
 def test_a_run_resumes_as_if_it_had_not_been_interrupted(name: str, held: Path, work: Path, warm: WarmProcess) -> None:
     run = RUNS[name]
     told = launch(warm, run, work, "--load", held / run.folder, **ARITHMETIC)
-    assert f"at iteration {HELD}" in told and "WARNING" not in told
+    assert f"at iteration {HELD}" in told and other_warnings(told) == []
     assert "--padded-vocab-size" not in told, "what concerns fresh runs only"
     expected, found = contents(held / last_of(run)), contents(iteration_of(work / "on", LAST))
-    if SAME_ARITHMETIC:
+    if SAME_ARITHMETIC and (run.dtype != torch.bfloat16 or product_dtype_on("cpu", run.dtype) == run.dtype):
         assert differing(expected, found) == []
         return
     recorded = f"torch {RECORDED['torch']} on {RECORDED['machine']}"

