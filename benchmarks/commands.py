@@ -34,16 +34,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from contender import Contender, Ran, alternate, in_turns, megalith, run, run_seconds
 from data import Vocabulary, text_of_this_python, texts_of
-from machine import BF16_FEATURES, describe, name_of
-from parts import Clock, Found, Part, measure
+from machine import BF16_FEATURES, describe
+from parts import Clock, Found, Part, measure_chosen, parse_options, read_results
 from table import page, quote, summary
 
 HERE = Path(__file__).parent
-ROOT, RESULTS = HERE.parent, HERE / "results"
+ROOT = HERE.parent
 TABLE, QUOTING = ROOT / "docs" / "results" / "benchmarks.md", (ROOT / "README.md", ROOT / "README.zh.md")
 MEBIBYTE = 1 << 20
 ITERATION = r"iteration +\d+/"
@@ -359,17 +358,9 @@ PARTS = {
 """Shares of the time in percent."""
 
 
-def read_results() -> dict[str, Any]:
-    """Return the results of all machines by name."""
-    return {
-        file.stem.removeprefix("commands-"): json.loads(file.read_text(encoding="utf-8"))
-        for file in sorted(RESULTS.glob("commands-*.json"))
-    }
-
-
 def write_pages() -> None:
     """Write the table of all machines, and the quotes of it in the READMEs."""
-    results = read_results()
+    results = read_results("commands")
     TABLE.parent.mkdir(parents=True, exist_ok=True)
     TABLE.write_text(page(results), encoding="utf-8")
     for file in QUOTING:
@@ -378,39 +369,18 @@ def write_pages() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)} (default: all)")
-    parser.add_argument("--minutes", type=float, default=15.0, help="for all parts; those chosen get their share of it")
-    parser.add_argument("--rounds", type=int, help="exactly so many, however long they take")
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), help="of step and decode")
     parser.add_argument("--megabytes", type=int, nargs="+", default=[160, 1000], help="sizes of preprocess")
     parser.add_argument("--checkpoint-size", choices=("350M", "124M", "50M", "10M"), default="350M")
     parser.add_argument("--vocab-file", help="GPT-2's vocabulary (default: one of its size is trained)")
     parser.add_argument("--merge-file")
-    parser.add_argument("--name", help="name of the machine in the table and of the result file")
-    parser.add_argument("--folder", type=Path, help="where checkpoints and texts lie; a temporary one by default")
-    parser.add_argument("--pages", action="store_true", help="measure nothing, write the pages from the results")
-    options = parser.parse_args()
-    if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
-    if options.pages:
-        write_pages()
-        return 0
-    about = describe()
-    path = RESULTS / f"commands-{options.name or name_of(about)}.json"
-    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"found": {}}
-    record["machine"] = about
-
-    def keep(name: str, row: dict[str, Any]) -> None:
-        record["found"][name] = row
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-    parts = {name: part for name, part in PARTS.items() if name in (options.parts or PARTS)}
-    options.minutes *= sum(part.share for part in parts.values()) / sum(part.share for part in PARTS.values())
+    options, failed = parse_options(parser, PARTS, 15.0), list[str]()
     try:
-        failed = measure(parts, options, keep, summary)
+        if not options.pages:
+            failed = measure_chosen("commands", PARTS, options, summary)
     finally:
         write_pages()
-    print(f"{path.relative_to(ROOT)} and {TABLE.relative_to(ROOT)} are written")
+    print(f"{TABLE.relative_to(ROOT)} is written")
     if failed:
         print(f"failed: {', '.join(failed)}")
     return int(bool(failed))

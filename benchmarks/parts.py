@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 import time
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from machine import QUIET_LOAD, Disturbance, commit, describe
+from machine import QUIET_LOAD, Disturbance, commit, describe, name_of
+
+RESULTS = Path(__file__).parent / "results"
 
 Found = Iterator[tuple[str, dict[str, Any]]]
 """Names of results and the results, each as soon as it is known."""
@@ -58,6 +61,50 @@ class Clock:
         passed = time.perf_counter() - self.began
         shown = (f"{int(s) // 60}:{int(s) % 60:02}" for s in (passed, max(0.0, self.seconds - passed)))
         return f"{', '.join(shown)} left"
+
+
+def read_results(kind: str) -> dict[str, Any]:
+    """Return the contents of results/KIND-NAME.json by NAME, the name of a machine."""
+    return {
+        file.stem.removeprefix(f"{kind}-"): json.loads(file.read_text(encoding="utf-8"))
+        for file in sorted(RESULTS.glob(f"{kind}-*.json"))
+    }
+
+
+def parse_options(parser: argparse.ArgumentParser, parts: Mapping[str, Part], minutes: float) -> argparse.Namespace:
+    """Add the options that all benchmarks of several parts have, and parse the command line."""
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)} (default: all)")
+    limit = "for all parts; those chosen get their share of it (default: %(default)g)"
+    parser.add_argument("--minutes", type=float, default=minutes, help=limit)
+    parser.add_argument("--rounds", type=int, help="exactly so many, however long they take")
+    parser.add_argument("--name", help="name of the machine on the page and of the result file")
+    parser.add_argument("--folder", type=Path, help="where texts and checkpoints lie; a temporary one by default")
+    parser.add_argument("--pages", action="store_true", help="measure nothing, write the pages from the results")
+    options = parser.parse_args()
+    options.name = options.name or name_of(describe())
+    if unknown := set(options.parts) - set(parts):
+        parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(parts)}")
+    return options
+
+
+def measure_chosen(
+    kind: str, parts: Mapping[str, Part], options: argparse.Namespace, summary: Callable[[str, Mapping[str, Any]], str]
+) -> list[str]:
+    """Measure the chosen parts, and write each result to results/KIND-NAME.json as soon as it is known.
+
+    Arguments and result as of `measure`; `options` are those of `parse_options`.
+    """
+    path = RESULTS / f"{kind}-{options.name}.json"
+    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"found": {}}
+    record["machine"] = describe()
+
+    def keep(name: str, result: dict[str, Any]) -> None:
+        record["found"][name] = result
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    chosen = {name: part for name, part in parts.items() if name in (options.parts or parts)}
+    options.minutes *= sum(part.share for part in chosen.values()) / sum(part.share for part in parts.values())
+    return measure(chosen, options, keep, summary)
 
 
 def measure(

@@ -23,7 +23,6 @@ Results go to scaling-NAME.json in benchmarks/results as soon as there are any, 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -36,7 +35,6 @@ from typing import Any
 import numpy as np
 from commands import (
     ITERATION,
-    RESULTS,
     ROOT,
     Preprocessing,
     Size,
@@ -48,8 +46,8 @@ from commands import (
 )
 from contender import Contender, alternate, in_turns, run_seconds
 from data_index import measure_index
-from machine import describe, is_disturbed, name_of, num_cores
-from parts import Clock, Found, Part, measure
+from machine import is_disturbed, num_cores
+from parts import Clock, Found, Part, measure_chosen, parse_options, read_results
 
 PAGE = ROOT / "docs" / "results" / "scaling.md"
 LAW, TOLERANCE = "law", 0.1
@@ -346,47 +344,18 @@ def draw(path: Path, name: str, result: Mapping[str, Any]) -> None:
     figure.savefig(path, dpi=80)
 
 
-def read_results() -> dict[str, Any]:
-    return {
-        file.stem.removeprefix("scaling-"): json.loads(file.read_text(encoding="utf-8"))
-        for file in sorted(RESULTS.glob("scaling-*.json"))
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--points", type=int, help="only the first so many points of each line")
-    parser.add_argument("--minutes", type=float, default=25.0, help="for all parts; those chosen get their share of it")
-    parser.add_argument("--rounds", type=int, help="exactly so many, however long they take")
-    parser.add_argument("--name", help="name of the machine on the page and of the result file")
-    parser.add_argument("--folder", type=Path, help="where texts and checkpoints lie; a temporary one by default")
-    parser.add_argument(
-        "--pages", action="store_true", help="measure nothing, write page and pictures from the results"
-    )
-    options = parser.parse_args()
-    if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
+    options, failed = parse_options(parser, PARTS, 25.0), list[str]()
     if options.points is not None and options.points < 1:
         parser.error(f"--points {options.points}: at least 1")
-    about, failed = describe(), list[str]()
-    name = options.name or name_of(about)
-    path = RESULTS / f"scaling-{name}.json"
     if not options.pages:
-        record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"found": {}}
-        record["machine"] = about
-
-        def keep(what: str, line: Mapping[str, Any]) -> None:
-            record["found"][what] = line
-            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-        parts = {name: part for name, part in PARTS.items() if name in (options.parts or PARTS)}
-        options.minutes *= sum(part.share for part in parts.values()) / sum(part.share for part in PARTS.values())
-        failed = measure(parts, options, keep, summary)
-    results = read_results()
+        failed = measure_chosen("scaling", PARTS, options, summary)
+    results = read_results("scaling")
     PAGE.write_text(page(results), encoding="utf-8")
     for machine, result in results.items():
-        if options.pages or machine == name:
+        if options.pages or machine == options.name:
             draw(PAGE.with_name(f"scaling-{machine}.png"), machine, result)
     if failed:
         print(f"failed: {', '.join(failed)}")

@@ -596,7 +596,8 @@ def test_a_rank_that_is_lost_ends_the_server_soon(saved: Path, harm: str) -> Non
         print(f"{harm}: ended after {time.monotonic() - began:.1f} s")
         assert time.monotonic() - began < (20 if harm == "stopped" else 10)  # 8 s and 5 s on a quiet machine
         assert server.others[0].wait(10) == -signal.SIGKILL
-        assert "rank" in server.text and "Traceback" not in server.text, server.text
+        named = rf"rank 1 \(\S+, process {server.others[0].pid}\)"
+        assert re.search(named, server.text) and "Traceback" not in server.text, server.text
         assert "gloo" not in server.text, server.text
 
 

@@ -42,12 +42,16 @@ def row(ours: list[float], compiled: list[float]) -> dict[str, Any]:
 def test_the_figures_of_the_readme_are_those_of_the_results(file: str) -> None:
     text = (ROOT / file).read_text(encoding="utf-8")
     assert text.count("<!-- ") >= 4
-    assert module("table").quote(text, module("commands").read_results()) == text, "run benchmarks/commands.py --pages"
+    assert module("table").quote(text, module("parts").read_results("commands")) == text, (
+        "run benchmarks/commands.py --pages"
+    )
 
 
 def test_the_table_of_the_benchmarks_is_that_of_the_results() -> None:
     written = (ROOT / "docs/results/benchmarks.md").read_text(encoding="utf-8")
-    assert module("table").page(module("commands").read_results()) == written, "run benchmarks/commands.py --pages"
+    assert module("table").page(module("parts").read_results("commands")) == written, (
+        "run benchmarks/commands.py --pages"
+    )
 
 
 def test_both_readmes_quote_the_same() -> None:

@@ -22,8 +22,10 @@ def scaling(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_page_is_that_of_the_results(scaling: Any) -> None:
-    assert scaling.PAGE.read_text(encoding="utf-8") == scaling.page(scaling.read_results()), "run scaling.py --pages"
-    for machine in scaling.read_results():
+    assert scaling.PAGE.read_text(encoding="utf-8") == scaling.page(scaling.read_results("scaling")), (
+        "run scaling.py --pages"
+    )
+    for machine in scaling.read_results("scaling"):
         assert scaling.PAGE.with_name(f"scaling-{machine}.png").exists()
 
 

@@ -96,9 +96,8 @@ class Optimizer:
         self._weights, self._main, self._has_main = shards.weights, shards.main, shards.weights is not shards.main
         self._ordered = [name for group in self.groups for name in group.names if name in self._main]
         self._offloaded = choose_offloaded({name: self._main[name].numel() for name in self._ordered}, offload)
-        if (
-            self._has_main and not self._sharded
-        ):  # else the master weights are the weights, or the shards that FSDP2 gathers
+        # Otherwise the master weights are the weights, or the shards that FSDP2 gathers.
+        if self._has_main and not self._sharded:
             self._main.update({name: to_host(self._main[name]) for name in self._offloaded})
         self.step_count, self._last_rates = 0, _Rates(0.0, 0.0, 0.0)
         self.scaler: LossScale = build_loss_scale(precision)

@@ -160,7 +160,7 @@ def test_the_null_tokenizer_reads_data_that_it_has_room_for(tmp_path: Path) -> N
     null = {"class": "NullTokenizer", "vocab_size": 513, "special": {"eod": 512}, "files": {}}
     write_fingerprint(prefix, CARD)
     said = require_tokenizer_of_data(prefix, null)
-    assert said is not None
+    assert said is not None and all(part in said for part in (prefix, str(CARD["class"]), "NullTokenizer"))
     with pytest.raises(DataError, match="511.*--vocab-size 512"):
         require_tokenizer_of_data(prefix, {**null, "vocab_size": 511})
     write_fingerprint(prefix, {**null, "vocab_size": 9})

@@ -187,6 +187,7 @@ def listing(head: str, lines: Sequence[str]) -> str:
 
 
 def damaged(path: Path, problems: list[str]) -> DamagedCheckpointError:
+    """Return the error that names the problems of a checkpoint, each on a line, and the remedy."""
     return DamagedCheckpointError(listing(f"{path} is damaged", with_remedy(problems)))
 
 
