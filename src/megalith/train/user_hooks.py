@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,8 @@ class Control:
 
 class UserHook:
     """A listener on every rank; override what is of interest. An exception ends the run."""
+
+    __megalith_flag__ = ""  # `--hook NAME` of a hook that the flag names; spelled so that no user's attribute is hidden
 
     def on_start(self, control: Control) -> None:
         """Run before the first step."""
@@ -88,16 +90,24 @@ class UserHooks(Hook):
         self._call("on_save", saved)
 
     def close(self) -> None:
+        run_fails = sys.exc_info()[0] is not None
         for hook in self._hooks:
-            hook.on_end(self._control)
+            try:
+                with _errors_named(hook, "on_end"):
+                    hook.on_end(self._control)
+            except MegalithError as error:
+                if not (run_fails and hook.__megalith_flag__):
+                    raise
+                warn(str(error))  # the error of the run is the one to end with
 
     def _call(self, moment: str, *args: Any) -> None:
         for hook in self._hooks:
-            getattr(hook, moment)(*args, self._control)
+            with _errors_named(hook, moment):
+                getattr(hook, moment)(*args, self._control)
             scale = self._control.lr_scale
             if not (isinstance(scale, int | float) and math.isfinite(scale) and scale >= 0.0):
-                name = hook.name if isinstance(hook, _NamedHook) else type(hook).__qualname__
-                raise ConfigError(f"--hook {name}: lr_scale is {scale!r}; it must be a finite number, at least 0")
+                flag = hook.__megalith_flag__ or f"--hook {type(hook).__qualname__}"
+                raise ConfigError(f"{flag}: lr_scale is {scale!r}; it must be a finite number, at least 0")
 
     def _agree(self) -> None:
         """Apply the hooks' requests, if those of all ranks are the same."""
@@ -116,54 +126,38 @@ class UserHooks(Hook):
             self._run.exit_reason = ExitReason("hook", state.iteration, control.stop_reason)
 
 
-class _NamedHook(UserHook):
-    """A hook that --hook names: its exceptions become errors that say so.
-
-    Raises:
-        ConfigError: It has methods `on_...` that nothing would call.
-        MegalithError: Its constructor raises.
-    """
-
-    def __init__(self, name: Registered) -> None:
-        self.name, moments = name, [moment for moment in vars(UserHook) if moment.startswith("on_")]
-        if idle := [method for method in dir(name.entry.thing) if method.startswith("on_") and method not in moments]:
-            raise ConfigError(f"--hook {name}: nothing calls its {', '.join(idle)}; hooks have {', '.join(moments)}")
-        with _named(f"--hook {name}: it cannot be constructed"):
-            self._hook: UserHook = name()
-
-    def on_end(self, control: Control) -> None:
-        run_fails = sys.exc_info()[0] is not None
-        try:
-            with _named(f"--hook {self.name}: on_end"):
-                self._hook.on_end(control)
-        except MegalithError as error:
-            if not run_fails:
-                raise
-            warn(str(error))  # the error of the run is the one to end with
-
-
-def _named_call(moment: str) -> Callable[..., None]:
-    def call(hook: _NamedHook, *args: Any) -> None:
-        with _named(f"--hook {hook.name}: {moment}"):
-            getattr(hook._hook, moment)(*args)
-
-    return call
-
-
-for _moment in ("on_start", "on_step", "on_evaluate", "on_save"):
-    setattr(_NamedHook, _moment, _named_call(_moment))
-
-
 @contextmanager
-def _named(what: str) -> Iterator[None]:
+def _errors_named(hook: UserHook, moment: str) -> Iterator[None]:
+    """Turn an exception of a hook that --hook names into an error with the flag, the moment and the user's line."""
     try:
         yield
     except MegalithError:
         raise
     except Exception as error:
-        raise MegalithError(f"{what}: {error_of_user(error)}") from error
+        if not hook.__megalith_flag__:
+            raise
+        raise MegalithError(f"{hook.__megalith_flag__}: {moment}: {error_of_user(error)}") from error
 
 
 def registered_hooks(config: RunConfig) -> list[UserHook]:
-    """Construct the hooks that --hook names, one of each class."""
-    return [_NamedHook(hook) for hook in config.train.hooks if isinstance(hook, Registered)]
+    """Construct the hooks that --hook names, one of each class.
+
+    Raises:
+        ConfigError: One has methods `on_...` that nothing would call.
+        MegalithError: A constructor raises.
+    """
+    return [_constructed(name) for name in config.train.hooks if isinstance(name, Registered)]
+
+
+def _constructed(name: Registered) -> UserHook:
+    flag, moments = f"--hook {name}", [moment for moment in vars(UserHook) if moment.startswith("on_")]
+    if idle := [method for method in dir(name.entry.thing) if method.startswith("on_") and method not in moments]:
+        raise ConfigError(f"{flag}: nothing calls its {', '.join(idle)}; hooks have {', '.join(moments)}")
+    try:
+        hook: UserHook = name()
+    except MegalithError:
+        raise
+    except Exception as error:
+        raise MegalithError(f"{flag}: it cannot be constructed: {error_of_user(error)}") from error
+    hook.__megalith_flag__ = flag
+    return hook
