@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NamedTuple
 
-_SECONDS_TO_START = 300.0
+_SECONDS_TO_START, _SECONDS_BETWEEN_LOOKS = 300.0, 0.05
 
 
 class Contender:
@@ -98,12 +99,7 @@ class Contender:
 
     def _memory(self, file: str, name: str) -> list[float]:
         """Return a figure of /proc, in MiB, of each of its processes; those that end meanwhile are left out."""
-        found = list[float]()
-        for number in self._processes():
-            with suppress(OSError):
-                text = Path(f"/proc/{number}/{file}").read_text()
-                found += [int(kib) / 1024 for kib in re.findall(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)]
-        return found
+        return [mib for number in self._processes() for mib in _memory_of(number, file, name)]
 
     def _processes(self) -> list[int]:
         """Return the process and its descendants; ranks have sessions of their own."""
@@ -129,6 +125,15 @@ class Contender:
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
         self._process.wait()
+
+
+def _memory_of(process: int, file: str, name: str) -> list[float]:
+    """Return a figure of /proc/PROCESS/FILE in MiB; none if the process has ended."""
+    try:
+        text = Path(f"/proc/{process}/{file}").read_text()
+    except OSError:
+        return []
+    return [int(kib) / 1024 for kib in re.findall(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)]
 
 
 def alternate(
@@ -204,7 +209,7 @@ def run_seconds(command: Sequence[str], until: str = "") -> float:
 
 
 class Ran(NamedTuple):
-    """A command that has ended: how long it took, and the most resident memory of one of its processes."""
+    """A command that has ended: how long it took, and the most resident memory of its first process."""
 
     seconds: float
     peak_mib: float
@@ -217,15 +222,19 @@ def run(command: Sequence[str]) -> Ran:
         RuntimeError: it ended with another status than 0.
     """
     with TemporaryFile("w+", errors="replace") as output:
-        began = time.perf_counter()
+        began, peak = time.perf_counter(), 0.0
         process = subprocess.Popen(command, stdout=output, stderr=output)
-        _, status, usage = os.wait4(process.pid, 0)
+        ended = os.pidfd_open(process.pid)
+        while not select.select([ended], [], [], _SECONDS_BETWEEN_LOOKS)[0]:
+            # ru_maxrss would count this process too, from which it was forked
+            peak = max([peak, *_memory_of(process.pid, "status", "VmHWM")])
         seconds = time.perf_counter() - began
-        process.returncode = os.waitstatus_to_exitcode(status)
+        os.close(ended)
+        process.wait()
         if process.returncode:
             output.seek(0)
             raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{output.read()[-2000:]}")
-    return Ran(seconds, usage.ru_maxrss / 1024)
+    return Ran(seconds, peak)
 
 
 def megalith(*arguments: str) -> list[str]:

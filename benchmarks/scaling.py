@@ -277,6 +277,9 @@ Written by `make bench-scaling` from `scaling-*.json` in benchmarks/results (con
 exponent b means growth with the b-th power of the work: fitted over all points, and between the last two. The law is
 that of the work itself. **Superlinear**: ours grew faster than its law between the last two points, by more than 0.1.
 *loaded*: measured beside other work.
+
+Where ranks share cores, a step grows faster than its law: a ring all-reduce of n ranks passes 2n(n - 1) messages, and
+each wakes a process that may have to wait for a core.
 """
 
 

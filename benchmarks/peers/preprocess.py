@@ -32,7 +32,9 @@ def encode_lines(begin):
         file.seek(max(0, begin - 1))
         if begin:
             file.readline()
-        lines = file.readlines(begin + STEP - file.tell()) if file.tell() < begin + STEP else []
+        left = begin + STEP - file.tell()
+        # readlines(n) ends after more than n bytes, and never for n = 0
+        lines = file.readlines(left - 1) if left > 1 else [file.readline()] if left == 1 else []
     pieces, lengths = [end_of_text[:0]], []
     for line in lines:
         ids = encode(orjson.loads(line)["text"])

@@ -157,9 +157,10 @@ def test_the_memory_of_a_contender_is_that_of_its_largest_process() -> None:
         contender.close()
 
 
-def test_a_command_that_fails_is_reported_with_its_output() -> None:
+def test_a_command_has_its_own_memory_and_one_that_fails_is_reported_with_its_output() -> None:
     contender = module("contender")
-    assert contender.run([sys.executable, "-c", ""]).peak_mib > 1
+    filled = "import time; held = bytearray(b'1') * (64 << 20); time.sleep(0.5)"
+    assert 64 < contender.run([sys.executable, "-c", filled]).peak_mib < 100  # this process has more
     with pytest.raises(RuntimeError, match=r"ended with 3(.|\n)*the reason"):
         contender.run([sys.executable, "-c", "import sys; print('the reason'); sys.exit(3)"])
 
