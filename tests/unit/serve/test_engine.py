@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalith.serve import cache as kv_cache
 from megalith.serve.engine import Engine, Limits
 from megalith.serve.model_runner import ModelRunner, pack, unpack
 from megalith.serve.request import (
@@ -57,15 +58,19 @@ def _wanted(style: str, prompt: tuple[int, ...]) -> list[int]:
     return full_forward(model_of(style), prompt, LONGEST)[0]
 
 
-def _mixed(model: Any, requests: Sequence[Request], block_size: int, tight: bool, limits: Limits) -> Engine:
+def _mixed(
+    model: Any, requests: Sequence[Request], block_size: int, tight: bool, limits: Limits, grouped: bool = False
+) -> Engine:
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
     num_blocks = -(-longest // block_size) + 1 if tight else 400 // block_size
-    return Engine(ModelRunner(model, num_blocks, block_size), Letters(), limits)
+    runner = ModelRunner(model, num_blocks, block_size)
+    runner.cache.groups_decoding = grouped
+    return Engine(runner, Letters(), limits)
 
 
 @pytest.mark.parametrize("style", STYLES)
 @settings(max_examples=25, deadline=None)
-@given(**MIXTURES)
+@given(**MIXTURES, grouped=st.booleans())
 def test_greedy_answers_are_those_of_full_passes(
     style: str,
     prompts: list[tuple[int, ...]],
@@ -75,10 +80,11 @@ def test_greedy_answers_are_those_of_full_passes(
     running: int,
     block_size: int,
     tight: bool,
+    grouped: bool,
 ) -> None:
     model = model_of(style)
     requests = [Request(prompt, count, **PLAIN) for prompt in prompts]
-    engine = _mixed(model, requests, block_size, tight, Limits(max_num_batched_tokens, running))
+    engine = _mixed(model, requests, block_size, tight, Limits(max_num_batched_tokens, running), grouped)
     for request, events in zip(requests, collect(engine, requests, gaps), strict=True):
         assert tokens_of(events) == _wanted(style, request.prompt)[:count]
         assert events[-1] == Finished("length")
@@ -110,6 +116,29 @@ def test_a_seed_means_the_same_answer_in_every_batch(
         for sample in range(request.n):
             assert tokens_of(events, sample) == tokens_of(wanted, sample)
             assert text_of(events, sample) == text_of(wanted, sample)
+
+
+def test_on_an_accelerator_sequences_that_get_one_token_share_a_call_of_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, attention = list[int](), kv_cache.scaled_dot_product_attention
+
+    def counted(q: torch.Tensor, *keys_and_values: torch.Tensor, **options: Any) -> torch.Tensor:
+        calls.append(len(q))
+        return attention(q, *keys_and_values, **options)
+
+    monkeypatch.setattr(kv_cache, "scaled_dot_product_attention", counted)
+    model = model_of("llama")
+    for grouped, rows, wanted in ((False, 1 << 17, [1] * 5), (True, 1 << 17, [5]), (True, 21, [3, 2])):
+        monkeypatch.setattr(kv_cache, "_ROWS_AT_ONCE", rows)
+        requests = [Request((1, 2, 3)[:length], 9, **PLAIN) for length in (2, 3, 2, 3, 2)]
+        engine = _mixed(model, requests, 4, False, Limits(), grouped)
+        for request in requests:
+            engine.submit(request)
+        for _ in range(4):  # the prompts, then tokens: sequences of 5 and 6 positions at the end
+            calls.clear()
+            engine.step()
+        assert calls == wanted * model.config.num_layers
 
 
 def test_in_single_precision_only_close_calls_may_differ(record_property: Callable[[str, object], None]) -> None:
