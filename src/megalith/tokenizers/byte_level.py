@@ -97,13 +97,11 @@ def _parse_vocab(file: str, text: str) -> dict[str, int]:
 def _parse_merges(file: str, text: str) -> list[tuple[str, str]]:
     lines = text.rstrip().split("\n")
     first = 1 if lines[0].startswith("#version") else 0
-    merges = []
-    for number, line in enumerate(lines[first:], start=first + 1):
-        pair = line.split()
+    pairs = [line.split() for line in lines[first:]]
+    for number, pair in enumerate(pairs, start=first):
         if len(pair) != 2:
-            raise DataError(f"{file}, line {number}: expected two tokens, found {line[:60]!r}; {_AGAIN}")
-        merges.append((pair[0], pair[1]))
-    return merges
+            raise DataError(f"{file}, line {number + 1}: expected two tokens, found {lines[number][:60]!r}; {_AGAIN}")
+    return [(left, right) for left, right in pairs]
 
 
 def _check_vocab(file: str, ids: dict[str, int]) -> None:

@@ -94,7 +94,8 @@ def _ranked_encoder(vocabulary: BytePairVocabulary) -> Encoder | None:
     rank_of = np.full(len(vocabulary.ids), len(ids))  # of a token that no merge makes, which `ranks_decide` rejects
     rank_of[ids] = np.arange(len(ids))
     tokens = tokens_by_rank(vocabulary)
-    if len(np.unique(ids)) == len(ids) and ranks_decide(tokens, rank_of[merge_ids[:, :2]]):
+    # bincount, because unique imports numpy.ma
+    if np.bincount(ids).max() == 1 and ranks_decide(tokens, rank_of[merge_ids[:, :2]]):
         return _tiktoken_encoder(tokens, ids.tolist())
     return None
 
