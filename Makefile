@@ -6,17 +6,23 @@
 #             EXTRAS=serve,track    extras beside those that a target installs (docs/install.md)
 #             TEST_WORKERS=         run the tests one by one (by default as many files at once as there are cores)
 #             WHEELHOUSE=wheelhouse install from that folder only, without network (docs/install.md)
+#             TORCH=cu126           the build of torch: auto (by nvidia-smi), cu126, cu130, cpu, pypi (docs/install.md)
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 PIP_FLAGS ?=
 WHEELHOUSE ?=
+TORCH ?= auto
 EXTRAS ?=
 ARGS ?=
 TEST_WORKERS ?= -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 BIN := .venv/bin
+export CONSTRAINTS PIP_FLAGS TORCH WHEELHOUSE # scripts/choose_torch.py reads them
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) \
 	$(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS)
+# pip's arguments for the build of torch, and a prerequisite that asks for it again if TORCH names one
+CHOOSE_TORCH := $(BIN)/python scripts/choose_torch.py
+named_torch := $(if $(filter-out auto,$(TORCH)),a-named-torch)
 
 comma := ,
 with_extras = $(subst $() ,$(comma),$(strip $(1) $(EXTRAS)))
@@ -24,7 +30,7 @@ unknown_extras := $(strip $(foreach extra,$(subst $(comma), ,$(EXTRAS)),$(if $(s
 $(if $(unknown_extras),$(error EXTRAS names $(unknown_extras), which pyproject.toml does not have))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install dev test test-full test-gpu campaign check format bench bench-scaling docs wheelhouse release clean
+.PHONY: help quickstart install dev test test-full test-gpu campaign check format bench bench-scaling docs wheelhouse release clean a-named-torch
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -67,8 +73,8 @@ docs: .venv/.installed-dev ## Write the generated pages
 	$(BIN)/megalith config --flags --markdown > docs/flags.md
 
 wheelhouse: | $(BIN)/python ## Collect all files for an install without network (docs/install.md)
-	$(BIN)/python -m pip wheel $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS) -w wheelhouse \
-		'.[$(call with_extras,dev track)]' hatchling editables pip
+	torch=$(if $(named_torch),$$($(CHOOSE_TORCH))) && $(BIN)/python -m pip wheel $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS) -w wheelhouse \
+		'.[$(call with_extras,dev track)]' hatchling editables pip $$torch
 	@echo 'wheelhouse/ is complete. On the machine without network: make install WHEELHOUSE=wheelhouse'
 
 release: | $(BIN)/python ## Build wheel and source archive into dist/, check them, and run the quickstart from the wheel alone
@@ -89,10 +95,12 @@ clean: ## Remove the environment, caches and the quickstart's output
 	@$(PIP_INSTALL) -e '.[bench]' || echo 'The extra bench could not be installed, for the reason above: llama.cpp takes no part.'
 	@touch $@
 
-# The stamp keeps the environment until the package's requirements change.
-.venv/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
-	$(PIP_INSTALL) -e '.[$*]'
+# The stamp keeps the environment until the package's requirements change, or TORCH names a build.
+.venv/.installed-%: pyproject.toml $(CONSTRAINTS) $(named_torch) | $(BIN)/python
+	@torch=$$($(CHOOSE_TORCH)) && set -x && $(PIP_INSTALL) -e '.[$*]' $$torch
 	@touch $@
+
+a-named-torch:
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

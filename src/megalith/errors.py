@@ -77,6 +77,10 @@ def install_command(extra: str) -> str:
     clone = Path(__file__).resolve().parents[2]
     if not (clone / "pyproject.toml").is_file():  # a plain wheel
         return f"pip install 'CLONE[{extra}]' (CLONE: the folder of a clone of Megalith)"
-    if Path(sys.prefix) == clone / ".venv":
-        return f"make -C {shlex.quote(str(clone))} install EXTRAS={extra}"
-    return f"pip install -e {shlex.quote(f'{clone}[{extra}]')}"
+    return make_install(f"EXTRAS={extra}") or f"pip install -e {shlex.quote(f'{clone}[{extra}]')}"
+
+
+def make_install(setting: str) -> str:
+    """Return the make command that installs into the environment of this process; "" if it is not that of a clone."""
+    clone = Path(__file__).resolve().parents[2]
+    return f"make -C {shlex.quote(str(clone))} install {setting}" if Path(sys.prefix) == clone / ".venv" else ""

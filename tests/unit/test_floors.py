@@ -19,6 +19,7 @@ FLOORS = {
     "": -1,  # megalith/__init__.py
     "errors": -3,  # under all others
     "datasheet": -1,  # a table
+    "torch_builds": -1,  # a table
     "registry": -2,  # what users add: a value of names and objects
     "layout": -1,  # pure integers, which the rules of the configuration use
     "config": 0,
@@ -43,7 +44,7 @@ FLOORS = {
 }
 """Folder (or module) directly under src/megalith -> floor."""
 
-WITHOUT_TORCH = ("errors", "config", "datasheet", "layout", "registry", "schedules", "tokenizers")
+WITHOUT_TORCH = ("errors", "config", "datasheet", "layout", "registry", "schedules", "tokenizers", "torch_builds")
 """Folders that never import torch: what they do must be quick to start and to test."""
 
 MAY_IMPORT_TORCH_DISTRIBUTED = {

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from megalith.torch_builds import Gpu, query_gpus, remedy, run_nvidia_smi, runs
+
 _ROOT = Path("/")
 _WSL = "usr/lib/wsl/lib/nvidia-smi"
-_NVIDIA_SMI_SECONDS = 20.0
 _OLDEST_DRIVERS = {11: "450", 12: "525", 13: "580"}
 """CUDA's major version -> the oldest driver for all its minor versions (NVIDIA, "CUDA Compatibility", minor version
 compatibility)."""
@@ -52,7 +52,7 @@ def find_driver(root: Path = _ROOT) -> Driver | None:
     wsl = (root / _WSL).exists()
     if not (nodes or about or wsl):
         return None
-    output = _run_command(str(root / _WSL) if wsl else "nvidia-smi")
+    output = run_nvidia_smi(root) or ""
     found = re.search(r"(?:Driver|KMD) Version:\s*([\d.]+)", output)
     version = found[1] if found else _kernel_module(root / "proc/driver/nvidia/version")
     gpus = [match[1] for path in about if (match := re.search(r"^Model:\s*(.+?)\s*$", path.read_text(), re.M))]
@@ -86,13 +86,6 @@ def _kernel_module(file: Path) -> str:
     return found[1] if found else ""
 
 
-def _run_command(command: str) -> str:
-    try:
-        return subprocess.run([command], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS).stdout
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return ""
-
-
 def is_hidden(root: Path, environ: Mapping[str, str]) -> bool:
     """Return whether the user or the scheduler has hidden the GPUs from this process.
 
@@ -110,25 +103,25 @@ def unused_gpu(root: Path | None = None, environ: Mapping[str, str] = os.environ
     Only the first `processes` GPUs are checked, so that an old display GPU after them is no error.
     """
     if torch.cuda.is_available():
-        return _without_kernels(processes) if torch.version.cuda else ""
+        return _without_kernels(root or _ROOT, processes) if torch.version.cuda else ""
     root = root or _ROOT
     if is_hidden(root, environ) or torch.version.hip or (driver := find_driver(root)) is None:
         return ""
-    return f"this machine has {driver}, and torch {torch.__version__} cannot use it: {_reason(driver, environ)}"
+    return f"this machine has {driver}, and torch {torch.__version__} cannot use it: {_reason(driver, root, environ)}"
 
 
-def _reason(driver: Driver, environ: Mapping[str, str]) -> str:
+def _reason(driver: Driver, root: Path, environ: Mapping[str, str]) -> str:
     built = torch.version.cuda
     if built is None:
         for_it = f" for CUDA {driver.cuda} or older" if driver.cuda else ""
-        return f"it is built without CUDA. Install a build of torch{for_it}"
+        known = remedy(query_gpus(root), torch.__version__)
+        return f"it is built without CUDA. {known or f'Install a build of torch{for_it}'}"
     if driver.cuda and _major(driver.cuda) < _major(built):
         oldest = _OLDEST_DRIVERS.get(_major(built))
         newer = f"to {oldest} or newer" if oldest else "to a newer one"
-        return (
-            f"it is built for CUDA {built}, which is newer than the driver. Update the driver {newer}, or install a "
-            f"build of torch for CUDA {_major(driver.cuda)}"
-        )
+        known = remedy(query_gpus(root), torch.__version__)
+        known = known or f"Update the driver {newer}, or install a build of torch for CUDA {_major(driver.cuda)}"
+        return f"it is built for CUDA {built}, which is newer than the driver. {known}"
     if not driver.nodes:
         return "there are no /dev/nvidia* here. Start the container with GPUs (docker run --gpus all)"
     if driver.forbidden:
@@ -150,29 +143,20 @@ def _major(version: str) -> int:
     return int(version.split(".")[0])
 
 
-def _without_kernels(processes: int) -> str:
+def _without_kernels(root: Path, processes: int) -> str:
     """Return a message if this build of torch lacks kernels for one of the first `processes` GPUs; else ""."""
-    built, seen = torch.cuda.get_arch_list(), torch.cuda.device_count()
-    for number in range(min(seen, processes)) if built else ():
-        capability = torch.cuda.get_device_capability(number)
-        if not any(_runs(arch, capability) for arch in built):
-            name, wanted = torch.cuda.get_device_name(number), f"sm_{capability[0]}{capability[1]}"
+    if not (built := torch.cuda.get_arch_list()):
+        return ""
+    numbers = range(min(torch.cuda.device_count(), processes))
+    gpus = [Gpu(torch.cuda.get_device_name(number), "", torch.cuda.get_device_capability(number)) for number in numbers]
+    for gpu in gpus:
+        if gpu.capability and not any(runs(arch, gpu.capability) for arch in built):
+            driver = find_driver(root)
+            version = driver.version if driver else ""
+            known = remedy([replace(other, driver=version) for other in gpus], torch.__version__) if version else ""
             return (
-                f"torch {torch.__version__} (built for CUDA {torch.version.cuda}) has no kernels for {name}, which is "
-                f"{wanted}: it has {', '.join(built)}. Install a build of torch that has {wanted}, or hide this GPU "
-                "by CUDA_VISIBLE_DEVICES"
+                f"torch {torch.__version__} (built for CUDA {torch.version.cuda}) has no kernels for {gpu}: it has "
+                f"{', '.join(built)}. {known or 'Install a build of torch that has them'}, or hide this GPU by "
+                "CUDA_VISIBLE_DEVICES"
             )
     return ""
-
-
-def _runs(arch: str, capability: tuple[int, int]) -> bool:
-    """Return whether code for an architecture runs on a GPU: binaries within a major version, PTX on later ones."""
-    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", arch)
-    if match is None:
-        return True
-    major, minor, specific = int(match[2]), int(match[3]), match[4] == "a"
-    if specific:
-        return (major, minor) == capability
-    if match[1] == "compute":
-        return (major, minor) <= capability
-    return major == capability[0] and minor <= capability[1]

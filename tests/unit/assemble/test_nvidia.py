@@ -48,6 +48,19 @@ RTX_3080 = """\
 |    0   N/A  N/A            2251      G   /usr/bin/gnome-shell                      4MiB |
 +-----------------------------------------------------------------------------------------+
 """
+V100S = """\
++-----------------------------------------------------------------------------------------+
+| NVIDIA-SMI 550.90.07              Driver Version: 550.90.07      CUDA Version: 12.4     |
+|-----------------------------------------+------------------------+----------------------+
+| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |
+| Fan  Temp   Perf          Pwr:Usage/Cap |           Memory-Usage | GPU-Util  Compute M. |
+|                                         |                        |               MIG M. |
+|=========================================+========================+======================|
+|   0  Tesla V100S-PCIE-32GB          Off |   00000000:3B:00.0 Off |                    0 |
+| N/A   34C    P0             25W /  250W |       1MiB /  32768MiB |      0%      Default |
+|                                         |                        |                  N/A |
++-----------------------------------------+------------------------+----------------------+
+"""
 BROKEN = "Failed to initialize NVML: Driver/library version mismatch\n"
 NVRM = """\
 NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 16:14:05 UTC 2021
@@ -66,7 +79,9 @@ Machine = Callable[..., Path]
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Makes a machine's files, with an nvidia-smi that prints a recorded output, and has our commands look there."""
 
-    def make(smi: str = "", module: str = "", models: tuple[str, ...] = (), nodes: bool = True) -> Path:
+    def make(
+        smi: str = "", module: str = "", models: tuple[str, ...] = (), nodes: bool = True, query: str = ""
+    ) -> Path:
         root, programs = tmp_path / "root", tmp_path / "bin"
         (root / "dev").mkdir(parents=True)
         for number, model in enumerate(models):
@@ -81,7 +96,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         programs.mkdir()
         (tmp_path / "said").write_text(smi)
         program = programs / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\n/bin/cat {tmp_path / 'said'}\n/bin/echo asked >> {tmp_path / 'asked'}\n")
+        (tmp_path / "query").write_text(query)
+        program.write_text(
+            f"#!/bin/sh\n/bin/echo asked >> {tmp_path}/asked\n"
+            f"case $1 in --query*) /bin/cat {tmp_path}/query;; *) /bin/cat {tmp_path}/said;; esac\n"
+        )
         program.chmod(0o755)
         monkeypatch.setenv("PATH", str(programs), prepend=":")
         monkeypatch.setattr(nvidia, "_ROOT", root)
@@ -137,6 +156,21 @@ def test_a_build_without_cuda(machine: Machine, monkeypatch: pytest.MonkeyPatch)
     machine(V100, NVRM, ("Tesla V100-SXM2-16GB",))
     _built(monkeypatch, "2.13.0+cpu", None)
     with pytest.raises(ConfigError, match=r"2\.13\.0\+cpu.*CUDA 11\.4"):
+        choose_device("auto")
+
+
+def test_the_remedy_names_the_build_for_the_gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(V100S, models=("Tesla V100S-PCIE-32GB",), query="Tesla V100S-PCIE-32GB, 550.90.07, 7.0\n")
+    for version, cuda in (("2.13.0+cu130", "13.0"), ("2.13.0+cpu", None)):
+        _built(monkeypatch, version, cuda)
+        with pytest.raises(ConfigError, match=r"V100S.*550\.90\.07.*cu126.*--device cpu"):
+            choose_device("auto")
+
+
+def test_no_build_but_a_newer_driver_serves_blackwell(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(V100S.replace("550.90.07", "570.133.20"), models=("NVIDIA B200",), query="NVIDIA B200, 570.133.20, 10.0\n")
+    _built(monkeypatch, "2.13.0+cu130", "13.0")
+    with pytest.raises(ConfigError, match=r"570\.133\.20.*update the driver to 580"):
         choose_device("auto")
 
 
@@ -228,6 +262,21 @@ def test_a_gpu_without_kernels(
         return
     with pytest.raises(ConfigError, match=f"sm_{capability[0]}{capability[1]}.*--device cpu"):
         choose_device("auto")
+
+
+def test_the_remedy_for_a_gpu_without_kernels(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new driver starts CUDA 13, which has nothing for Volta."""
+    root = machine(V100S.replace("550.90.07", "580.65.06").replace("12.4", "13.0"), models=("Tesla V100S-PCIE-32GB",))
+    _built(monkeypatch, "2.13.0+cu130", "13.0")
+    for name, value in {
+        "is_available": True,
+        "device_count": 1,
+        "get_arch_list": ["sm_75", "sm_80"],
+        "get_device_capability": (7, 0),
+        "get_device_name": "Tesla V100S-PCIE-32GB",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    assert all(word in unused_gpu(root) for word in ("V100S", "sm_70", "cu126"))
 
 
 def test_an_old_card_behind_those_that_are_needed_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
