@@ -69,6 +69,19 @@ class PeerError(MegalithError):
         super().__init__(message)
 
 
+class DeviceError(MegalithError):
+    """A GPU or NCCL failed on one rank.
+
+    Attributes:
+        what: the message without the rank and its place.
+        perhaps_of_peer: whether another rank may be the cause.
+    """
+
+    def __init__(self, what: str, where: str, *, perhaps_of_peer: bool = False) -> None:
+        self.what, self.perhaps_of_peer = what, perhaps_of_peer
+        super().__init__(f"{where}: {what}")
+
+
 def install_command(extra: str) -> str:
     """Return the command that installs an extra of this package from its clone.
 

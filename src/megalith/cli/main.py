@@ -12,12 +12,13 @@ import importlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 
 from megalith import __version__
-from megalith.errors import ConfigError, MegalithError
+from megalith.errors import ConfigError, DeviceError, MegalithError
 from megalith.train.streams import drop, warn
 
 # Command -> what it does, in the order of a first day's work.
@@ -137,6 +138,8 @@ def _report(error: MegalithError, command: str) -> None:
 
     if error.said:
         return
+    if isinstance(error, DeviceError):
+        traceback.print_exception(error.__cause__)
     if not isinstance(error, ConfigError):
         warn(f"megalith {command}: {error}")
     elif first_of_machine(os.environ):

@@ -153,7 +153,7 @@ def _train(
     from megalith.train.timers import WaitClock
 
     with ExitStack() as stack:
-        watchdog = build_watchdog(config)
+        watchdog = build_watchdog(config, trains=True)
         device = choose_device(config.train.device, config.launch)
         set_deterministic(config, device)
         if device.type == "cpu":

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import chain, takewhile
+from itertools import chain
 from typing import NoReturn
 
 import torch
@@ -30,6 +30,7 @@ from megalith.config.environment import listen, loopback
 from megalith.config.groups import LaunchConfig
 from megalith.distributed.board import BoardUnavailable, StoreBoard, run_in_thread, to_stderr
 from megalith.distributed.consistency import Facts, difference
+from megalith.distributed.device_errors import without_stack
 from megalith.distributed.machine import (
     AwakeClock,
     connection_error,
@@ -51,7 +52,6 @@ _SECONDS_TO_LEAVE = 10.0
 _SECONDS_FOR_OTHERS_TO_READ = 3.0
 _POLL_SECONDS = 0.5
 _UNCONNECTED = "unconnected"
-_STACK = ("Exception raised from ", "frame #", "C++ CapturedTraceback")  # start of the stack that torch appends
 _ROUNDS_KEY, _ROUND_KEY = (
     "megalith/rounds",
     "megalith/round",
@@ -521,7 +521,7 @@ class _Rendezvous:
             ):  # others may arrive later
                 self._read_interfaces(board)
                 time.sleep(0.1)
-            text = self._not_connected(_without_stack(error))
+            text = self._not_connected(without_stack(error))
             with suppress(BoardUnavailable):
                 board.write(_UNCONNECTED, text)
                 time.sleep(_SECONDS_FOR_OTHERS_TO_READ)  # the store may end with this process
@@ -585,12 +585,6 @@ def _poll_intervals() -> Iterator[float]:
 def _first_line(error: BaseException) -> str:
     """Return the message of an error without the native stack that torch appends."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
-def _without_stack(error: BaseException) -> str:
-    """Return the whole message of a backend: NCCL names the cause, such as two ranks on one GPU, in its last lines."""
-    lines = takewhile(lambda line: not line.startswith(_STACK), str(error).splitlines())
-    return " ".join(filter(None, map(str.strip, lines))) or type(error).__name__
 
 
 def _round_prefix(number: str) -> str:

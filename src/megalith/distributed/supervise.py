@@ -25,6 +25,7 @@ from types import FrameType
 from megalith.config.environment import listen, loopback
 from megalith.distributed.board import FolderBoard, Identity, Status, make_board_folder
 from megalith.distributed.machine import memory_limit, oom_kills
+from megalith.errors import DeviceError
 
 SECOND_SIGNAL = 130
 PEER_FAILED = 6
@@ -281,7 +282,7 @@ class Attempt:
         text, rank = str(failure["text"]), int(str(failure["rank"]))
         end = next(end for end in self.ended if end.rank == rank)
         code = end.code if end.code > 0 else 1
-        if any(word in text for word in _OOM_WORDS):
+        if failure["kind"] != DeviceError.__name__ and any(word in text for word in _OOM_WORDS):  # of the host
             text += f" ({self._memory_text(end)})"
         everywhere = failure["ours"] and all(other == failure["text"] for other in texts)
         who = "" if everywhere else f"{failure['who']} of {self.count} failed {failure['place']}: "

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn
@@ -37,7 +37,8 @@ from megalith.distributed.board import (
     write_identity,
 )
 from megalith.distributed.context import Axis, Observer
-from megalith.errors import ConfigError, MegalithError, PeerError
+from megalith.distributed.device_errors import explain, is_of_nccl
+from megalith.errors import ConfigError, DeviceError, MegalithError, PeerError
 
 ALARM, CAUSE, FAILURE = "alarm", "cause", "failure"
 """Documents on the board: request for all stacks, reason why the run ended, error of the first rank that failed."""
@@ -88,12 +89,14 @@ class Watchdog(Observer):
 
     Attributes:
         on_gpu: whether collectives are asynchronous, so that a rank counts as waiting until its next point or call.
+        memory_flags: returns flags with which the run needs less memory, once a step has begun (True) or before.
     """
 
     def __init__(self, timeout: float, start_timeout: float | None = None, *, supervised: bool = False) -> None:
         self.timeout, self._supervised = timeout, supervised
         self._start_timeout = max(timeout, start_timeout or 0.0)
         self.on_gpu = False
+        self.memory_flags: Callable[[bool], Sequence[str]] = lambda in_step: ()
         self._step, self._phase = 0, "start"
         self._operation, self._axis, self._count, self._is_waiting = "-", "-", 0, False
         self._since, self._heartbeat = time.monotonic(), 0
@@ -170,6 +173,17 @@ class Watchdog(Observer):
             self._done = True
             self._changed.set()
             thread.join(3.0)  # a thread in native code would abort the interpreter's shutdown
+
+    @contextmanager
+    def name_device_errors(self) -> Iterator[None]:
+        """Raise DeviceError, which names rank, step and phase, in place of an error of a GPU or of NCCL."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not (what := explain(error, self.memory_flags(self._phase not in ("start", "load")))):
+                raise
+            where = f"{self._identity} of {self._size} failed {self.status().place}"
+            raise DeviceError(what, where, perhaps_of_peer=is_of_nccl(error)) from error
 
     @property
     def _heartbeat_seconds(self) -> float:
@@ -436,6 +450,8 @@ class Watchdog(Observer):
     def _is_peer_error(self, error: Exception) -> bool:
         if isinstance(error, PeerError):  # raised for a broken connection of an unknown rank
             return isinstance(error.__cause__, RuntimeError)
+        if isinstance(error, DeviceError):
+            return error.perhaps_of_peer
         if isinstance(error, MegalithError) or not isinstance(error, RuntimeError):
             return False
         return self._is_waiting or any(sign in str(error) for sign in _PEER_ERROR_WORDS)
@@ -459,7 +475,9 @@ class Watchdog(Observer):
 
     def _publish_failure(self, board: Board, error: Exception) -> None:
         """Publish that this rank failed. Equal errors of several ranks are printed once."""
-        text = str(error) if isinstance(error, MegalithError) else traceback.format_exception_only(error)[-1].strip()
+        text = error.what if isinstance(error, DeviceError) else str(error)
+        if not isinstance(error, MegalithError):
+            text = traceback.format_exception_only(error)[-1].strip()
         status = self.status()
         failure = {
             "rank": self._identity.rank,
@@ -468,7 +486,7 @@ class Watchdog(Observer):
             "place": status.place,
             "kind": type(error).__name__,
             "text": text,
-            "ours": isinstance(error, MegalithError),
+            "ours": isinstance(error, MegalithError) and not isinstance(error, DeviceError),  # else the rank is named
             "at": time.monotonic(),
         }
         document = json.dumps(failure)

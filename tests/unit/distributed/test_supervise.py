@@ -129,6 +129,13 @@ def test_an_error_of_all_ranks_names_none(signals: Signals) -> None:
     assert cause is not None and (cause.text, cause.exit_code, cause.permanent) == ("the loss is nan", 4, True)
 
 
+def test_memory_of_a_gpu_is_not_that_of_the_host(signals: Signals) -> None:
+    _, of_gpu = run("fail('CUDA out of memory', 'DeviceError'); sys.exit(1)", signals, 1)
+    _, of_host = run("fail('out of memory'); sys.exit(1)", signals, 1)
+    assert of_gpu is not None and of_gpu.text.endswith("in forward: CUDA out of memory")
+    assert of_host is not None and "RSS" in of_host.text
+
+
 def test_a_hang_is_the_cause_though_a_stopped_rank_had_to_be_killed(signals: Signals) -> None:
     script = """
 at(4, "fwd")
