@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import socket
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from megalith.assemble.nvidia import unused_gpu
 from megalith.config import LaunchConfig, PrecisionConfig, RunConfig, check_groups
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
+from megalith.distributed.launch import named_gpu
 from megalith.distributed.rng import RandomStreams, Stream
 from megalith.errors import ConfigError
 from megalith.models.families import model_class
@@ -57,13 +59,14 @@ def choose_device(wanted: str, launch: LaunchConfig | None = None) -> torch.devi
             return torch.device("cpu")
         raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu or auto")
     seen = torch.cuda.device_count()
-    # srun and mpirun may assign one GPU to each process, which is then the only visible one.
-    bound = seen == 1 and launch.launcher in ("srun", "mpirun")
+    # srun and mpirun may assign one GPU to each process, which is then the only visible one; so may a script between
+    # torchrun and this process, by CUDA_VISIBLE_DEVICES (distributed/launch.py checks that it is not the same one).
+    bound = seen == 1 and (launch.launcher in ("srun", "mpirun") or bool(named_gpu(launch, os.environ)))
     if processes > seen and not bound:
         raise ConfigError(
             f"{processes} processes were started on {socket.gethostname()} and torch sees {seen} "
-            f"GPU{'s' if seen > 1 else ''} there (CUDA_VISIBLE_DEVICES); start at most {seen} on a machine, or use "
-            "--device cpu"
+            f"GPU{'s' if seen > 1 else ''} there (CUDA_VISIBLE_DEVICES); start at most {seen} on a machine, show each "
+            "process a GPU of its own by CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
     device = torch.device("cuda", 0 if bound else launch.local_rank)
     torch.cuda.set_device(device)

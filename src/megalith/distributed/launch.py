@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -154,6 +154,16 @@ def connect(
         raise
     dist.destroy_process_group()
     _exit_rank_0_last(store, launch)
+
+
+def named_gpu(launch: LaunchConfig, environ: Mapping[str, str]) -> str:
+    """Return the only GPU that CUDA_VISIBLE_DEVICES names to one of several processes of a machine, else "".
+
+    srun and mpirun number the GPUs anew for each process, `megalith train --nproc` shows all to all: not for these.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
+    several = launch.local_rank > 0 or (launch.local_world_size or 1) > 1
+    return visible if several and visible and "," not in visible and launch.launcher in ("torchrun", "hand") else ""
 
 
 def _force_exit(backend: str, error: BaseException) -> None:
@@ -465,6 +475,14 @@ class _Rendezvous:
         store.set(f"who/{launch.rank}", json.dumps(me))
         if problem := unusable_interfaces(self._backend, os.environ):
             self._reject(store, f"{self._name()}: {problem}")
+        if gpu := named_gpu(launch, os.environ) if self._backend == "nccl" else "":
+            other = store.compare_set(f"gpu/{host_identity()}/{gpu}", "", str(launch.rank)).decode()
+            if other != str(launch.rank):
+                self._reject(
+                    store,
+                    f"CUDA_VISIBLE_DEVICES={gpu} of ranks {other} and {launch.rank} on {me['host']} shows them the "
+                    "same GPU; show each process its own, or all GPUs to all of them",
+                )
         where = host_identity()
         if not launch.one_host or store.compare_set("host_identity", "", where).decode() != where:
             store.add("several hosts", 1)

@@ -53,6 +53,28 @@ def test_srun_may_show_each_process_the_gpu_that_is_its_own(monkeypatch: pytest.
         choose_device("auto", LaunchConfig(local_rank=3, local_world_size=4, launcher="torchrun"))
 
 
+@pytest.mark.parametrize(
+    "visible", ["3", "GPU-5d4e8a2f-1111-2222-3333-444455556666", "MIG-a6c2f3de-5c27-5c2e-8a62-1f0a3d0f0c11"]
+)
+def test_a_script_under_torchrun_may_show_each_process_one_gpu(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    _sees(1, monkeypatch)
+    for rank in (0, 3):
+        launch = LaunchConfig(local_rank=rank, local_world_size=4, launcher="torchrun")
+        assert choose_device("auto", launch) == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match=r"4 processes .* 1 GPU"):  # our own launcher shows all GPUs to all processes
+        choose_device("auto", LaunchConfig(local_rank=3, local_world_size=4, launcher="megalith"))
+
+
+def test_two_visible_gpus_of_four_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    _sees(2, monkeypatch)
+    for rank in range(4):
+        with pytest.raises(ConfigError, match=r"4 processes .* 2 GPUs .*CUDA_VISIBLE_DEVICES"):
+            choose_device("auto", LaunchConfig(local_rank=rank, local_world_size=4, launcher="torchrun"))
+
+
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _sees(0, monkeypatch)
     assert choose_device("auto", LaunchConfig(local_rank=1, local_world_size=2)) == torch.device("cpu")
