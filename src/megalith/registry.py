@@ -15,11 +15,12 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, MegalithError
 
 IMPORT_FLAG, TRUST_FLAG = "--import", "--trust-recipe"
 
@@ -73,7 +74,7 @@ class Entry:
 
 
 class Registered(str):
-    """The value of a setting that names a registered object: equal to the name, and with the object at hand.
+    """The value of a setting that names a registered object: a string equal to the name, with the object attached.
 
     Attributes:
         settings: The object's settings in this run; None where it has none.
@@ -99,16 +100,20 @@ class Registered(str):
 
         Raises:
             ConfigError: It does not take the arguments of its kind.
+            MegalithError: It raises an exception, which the message names with its file and line.
         """
         entry = self.entry
         if entry.settings is not None:
             options = {**options, "settings": self.settings}
+        flag = f"{KINDS[entry.kind]} {self}"
         try:
             return entry.thing(*args, **options)
-        except TypeError:
-            if complaint := _wrong_arguments(entry.thing, args, options):
-                raise ConfigError(f"{KINDS[entry.kind]} {self}: {_name_of(entry)} {complaint}") from None
+        except MegalithError:
             raise
+        except Exception as error:
+            if isinstance(error, TypeError) and (complaint := _wrong_arguments(entry.thing, args, options)):
+                raise ConfigError(f"{flag}: {_name_of(entry)} {complaint}") from None
+            raise MegalithError(f"{flag}: {error_of_user(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,7 @@ def mark(kind: str, name: str, *, settings: type | None = None, **options: Any) 
         raise ValueError(f"no kind is called {kind!r}; kinds are {', '.join(KINDS)}")
     if not isinstance(name, str):
         raise TypeError(
-            f"{name!r} is no name: give the decorator the one that {KINDS[kind]} takes, such as 'my-{kind}'"
+            f"{name!r} is not a name: give the decorator the one that {KINDS[kind]} takes, such as 'my-{kind}'"
         )
     if not name or name != name.strip() or any(character in " ,=[]\"'" for character in name):
         raise ValueError(f"{name!r} cannot be given to {KINDS[kind]}; use letters, digits, - and _")
@@ -233,6 +238,17 @@ def error_of_user(error: BaseException) -> str:
     ]
     theirs = [frame for frame in frames if not frame.filename.startswith(libraries)] or frames
     return f"{type(error).__name__}: {error}" + "".join(f" at {at.filename}:{at.lineno}" for at in theirs[-1:])
+
+
+@contextmanager
+def naming_errors(where: str) -> Iterator[None]:
+    """Turn an exception in code of the user into a MegalithError that starts with `where` and names file and line."""
+    try:
+        yield
+    except MegalithError:
+        raise
+    except Exception as error:
+        raise MegalithError(f"{where}: {error_of_user(error)}") from error
 
 
 def _name_of(entry: Entry) -> str:

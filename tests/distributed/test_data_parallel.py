@@ -113,7 +113,7 @@ def _trained(
     for step in range(steps):
         _accumulate(model, optimizer, step, context.dp)
         outcomes.append(optimizer.step(lr, 0.1))
-    optimizer.settle()
+    optimizer.finish_param_sync()
     return {
         "weights": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
         "state": _whole_state(optimizer, context),
@@ -433,7 +433,7 @@ def _overlapped(precision: str, tied: bool, overlap: bool) -> dict[str, Any]:
     log.events.append(("end", "", 0))
     with torch.no_grad():  # an evaluation waits too
         losses.append(model(tokens[:, :-1], labels_BS=tokens[:, 1:]).mean().item())
-    optimizer.settle()
+    optimizer.finish_param_sync()
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return {"losses": losses, "weights": weights, "names": _names(log.events)}
 
@@ -462,7 +462,7 @@ def _first_wait_per_part() -> list[int]:
     optimizer = build_optimizer(
         model, OptimizerConfig(), PrecisionConfig(), context=context, zero1=True, bucket_size=1, overlap_gather=True
     )
-    memory = optimizer._memory
+    memory = optimizer._param_sync
     assert memory is not None
     ready: list[set[str]] = []
     layout = optimizer.gradients.layout

@@ -184,7 +184,7 @@ def _moved(flags: str) -> dict[str, Any]:
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     layer = model.decoder.layers["1"]
     train_step(state, _batches(state.context.dp.index), MICRO_BATCHES)  # settles what torch does once
-    state.optimizer.settle()
+    state.optimizer.finish_param_sync()
     moved, between = [], []
     state.optimizer.zero_grad(MICRO_BATCHES)
     batches = _batches(state.context.dp.index)

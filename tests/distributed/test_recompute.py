@@ -86,7 +86,7 @@ def _run(flags: str, world_size: int) -> tuple[list[Tensor], int]:
         )
         assert result.applied and result.grad_norm is not None
         seen += [torch.tensor([result.loss, result.grad_norm]), optimizer.gradients.flat.clone()]
-    optimizer.settle()
+    optimizer.finish_param_sync()
     seen += [parameter.detach() for chunk in chunks for parameter in chunk.parameters()]
     seen.append(torch.rand(3))
     with streams.own.used():

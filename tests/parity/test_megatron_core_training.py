@@ -223,7 +223,7 @@ def check_optimizer(case: dict[str, Any], path: Path) -> None:
     named = dict(model.named_parameters())
     for name, parameter in named.items():
         parameter.data.copy_(kept[f"initial.{name}"])
-    optimizer.reload_main_params()
+    optimizer.reload_master_weights()
     sizes = {
         (float(group["wd_mult"]), group["max_lr"] != case["optimizer"]["lr"]): group["size"]
         for group in wanted["groups"]

@@ -1,4 +1,4 @@
-"""Optimisation: gradient buffers, loss scaling, clipping and update rules over the main parameters."""
+"""Optimisation: gradient buffers, loss scaling, clipping and update rules over the master weights."""
 
 from megalith.optim.build import build_optimizer
 from megalith.optim.gradients import GradientBuffers

@@ -37,19 +37,19 @@ def build_optimizer(
     sharded: Sequence[FullyShard] = (),
     offload: float = 0.0,
 ) -> Optimizer:
-    """Build the optimizer of a model; its main parameters start as the model's weights.
+    """Build the optimizer of a model; its master weights start as the model's weights.
 
     Args:
         modules: The model, or its pipeline chunks on this rank; their parameters have different names, and get
             preallocated gradients, their layers a sink that writes to them.
         count_zeros: Count the exact zeros among the gradients of each step.
-        zero1: Divide the main parameters and states over the data-parallel ranks.
+        zero1: Shard the master weights and optimizer states over the data-parallel ranks.
         replicated_rows: Rows of parameters that other ranks hold too, beside data parallelism, by name; read from the
             placements of the models by default, which every module has that shares its layers with other ranks.
         bucket_size: Elements that are reduced at once; Megatron's rule by default.
-        overlap_gather: Under ZeRO-1 let `step` return while updated weights are on their way. Forward passes wait for
-            them; whoever reads or writes weights otherwise calls `settle` first. Not for compiled modules, which
-            a wait would divide.
+        overlap_gather: Under ZeRO-1 let `step` return before updated weights are gathered. Forward passes wait for
+            them; call `finish_param_sync` before any other access to weights. Not for compiled modules, where a wait
+            would be a graph break.
         sharded: The modules, where these are cut over the data-parallel ranks (ZeRO-2 and ZeRO-3). Their weight
             gradients are autograd's then.
         offload: Fraction of the parameters, by elements, whose states and updates are on the host.

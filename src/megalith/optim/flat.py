@@ -14,12 +14,12 @@ from math import prod
 from torch import Tensor
 
 Kind = tuple[str, ...]
-"""What is done to a bucket beside its reduction; parameters of different kinds have no bucket in common."""
+"""Further reductions of a bucket; parameters of different kinds are in different buckets."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """[start, stop) of the flat memory, padding at its end included, and the parameters that stand there in order."""
+    """Range [start, stop) of the flat buffer, including padding at its end, and its parameters in order."""
 
     start: int
     stop: int
@@ -29,11 +29,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Offsets of all parameters, and the buckets that the memory is cut into."""
+    """Offsets of all parameters in a flat buffer, and its buckets."""
 
     shapes: Mapping[str, tuple[int, ...]]  # of the parameters, by name
-    offsets: Mapping[str, int]  # where each one starts
-    buckets: tuple[Bucket, ...]  # in order of memory
+    offsets: Mapping[str, int]  # of the first element of each parameter
+    buckets: tuple[Bucket, ...]  # in order of their offsets
 
     @property
     def size(self) -> int:
@@ -41,7 +41,7 @@ class FlatLayout:
         return self.buckets[-1].stop if self.buckets else 0
 
     def span(self, name: str) -> tuple[int, int]:
-        """Return the elements [start, stop) of a parameter in the memory."""
+        """Return the range [start, stop) of a parameter in the buffer."""
         start = self.offsets[name]
         return start, start + prod(self.shapes[name])
 
@@ -50,7 +50,7 @@ class FlatLayout:
         return self.buckets[bisect_right(self.buckets, self.offsets[name], key=lambda bucket: bucket.start) - 1]
 
     def view(self, flat: Tensor, name: str, origin: int = 0) -> Tensor:
-        """Return the view of a parameter in memory whose first element is element `origin` of the layout."""
+        """Return the view of a parameter in `flat`, whose first element is element `origin` of the layout."""
         start, stop = self.span(name)
         return flat[start - origin : stop - origin].view(self.shapes[name])
 

@@ -1,19 +1,19 @@
-"""Preallocated gradient memory: the sink that the layers write their weight gradients to, reduced as it fills.
+"""Preallocated gradient buffers: the sink that layers write their weight gradients to, reduced as they fill.
 
-One flat memory holds the gradient of every parameter; the first write of a step overwrites and later ones add, so
-there is neither a clearing pass nor an allocation in a step. Gradients that autograd returns (biases, norms, and
-everything when no sink is attached) are moved in by a hook as soon as they are complete.
+One flat buffer holds the gradient of every parameter. The first write of a step overwrites and later writes add, so a
+step neither clears nor allocates. A hook moves the gradients that autograd returns (biases, norms, and all gradients if
+no sink is attached) into the buffer as soon as they are complete.
 
-With several replicas the memory is cut into buckets in the reverse order of the modules, which is about the order of
-the backward pass. A bucket is reduced once in a step, in the background, from the moment its last gradient is there:
+With several replicas the buffer is divided into buckets in the reverse order of the modules, roughly the order of the
+backward pass. A bucket is reduced once per step, asynchronously, as soon as its last gradient is written:
 
-- The number of writes to a parameter per micro-batch (two where the output layer shares the embedding) is learned from
-  earlier steps; with the number of micro-batches of a step it tells which write is the last. Order does not matter, so
-  that pipelines may interleave the micro-batches of their chunks and defer weight gradients.
-- Buckets start in order, so that all ranks start the same collectives in the same order; those of experts, whose
-  replicas are other ranks, in an order of their own.
+- The number of writes to a parameter per micro-batch (two if the output layer shares the embedding) is learned from
+  earlier steps; with the number of micro-batches it determines the last write. Order does not matter, so pipelines may
+  interleave the micro-batches of their chunks and defer weight gradients.
+- Buckets start in order, so that all ranks start the same collectives in the same order; buckets of experts, whose
+  replicas are other ranks, have a separate order.
 - Buckets whose last write is unknown (the first step; a parameter that is not always used) start at `finish`.
-- A write after the last one is an error, since it would be lost.
+- A write after the last one raises, since it would be lost.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from megalith.optim.elementwise import AdamW
 from megalith.optim.matrix_rules import GatheredMatrices, is_layer_matrix
 from megalith.optim.rules import Fp32Arithmetic, UpdateRule
 from megalith.optim.torch_rule import TorchRule
-from megalith.registry import Entry, Registered, Registry, marked_in
+from megalith.registry import Entry, Registered, Registry, marked_in, naming_errors
 
 _QK_NORMS = ("q_layernorm", "k_layernorm")
 _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.output_layer.weight")
@@ -27,18 +27,18 @@ _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.o
 class Group:
     """Parameters with one update rule and the same factors of learning rate and weight decay."""
 
-    # wd_mult, lr_mult: what the weight decay and the rate are multiplied by
+    # wd_mult, lr_mult: factors of the weight decay and the learning rate
     wd_mult: float
-    decoupled: bool  # whether their learning rate is `--decoupled-lr`
+    decoupled: bool  # True if their learning rate is `--decoupled-lr`
     rule: UpdateRule
     names: tuple[str, ...]
     lr_mult: float = 1.0
 
 
 def decays(name: str, parameter: Tensor, config: OptimizerConfig) -> bool:
-    """Return whether the weight decay acts on a parameter: not on biases and one-dimensional parameters.
+    """Return whether weight decay applies to a parameter: not to biases and other one-dimensional parameters.
 
-    With `decays_qk_layernorm` weights and biases of the norms of queries and keys decay, too, as in Megatron.
+    With `decays_qk_layernorm` it also applies to weights and biases of the query and key norms, as in Megatron.
     """
     if config.decays_qk_layernorm and name.rpartition(".")[0].rpartition(".")[2] in _QK_NORMS:
         return True
@@ -139,7 +139,7 @@ def _registered_rule(config: OptimizerConfig) -> UpdateRule:
     """Return a rule of the optimizer that `--import` registered.
 
     Raises:
-        ConfigError: It is no update rule, or asks for states that its unit or the flags do not allow.
+        ConfigError: It is not an update rule, or has states that its unit or the flags do not allow.
     """
     chosen = config.optimizer
     assert isinstance(chosen, Registered)
@@ -153,7 +153,10 @@ def _registered_rule(config: OptimizerConfig) -> UpdateRule:
         rule: UpdateRule = torch_rule
     else:
         rule = chosen()
-    _check(rule, config)
+    flag = f"--optimizer {chosen}"
+    with naming_errors(flag):
+        _check(rule, config)
+    object.__setattr__(rule, "__megalith_flag__", flag)  # which a frozen dataclass allows
     return rule
 
 
@@ -170,7 +173,7 @@ def _check(rule: UpdateRule, config: OptimizerConfig) -> None:
         for state in rule.state_names
         if not state.isidentifier() or state in reserved
     ]
-    if not config.updates_matrices and rule.replicated_states("", (6, 4)):
+    if rule.replicated_states("", (6, 4)) and not config.updates_matrices:
         problems.append(
             f"{chosen}: its state_shapes differ from the shape of the parameter, which unit='element' does not allow; "
             "register it with unit='matrix'"
@@ -197,8 +200,8 @@ class WidthScaling:
     | Muon's own matrices            | as given: its updates have their scale  |                           |
     | SGD                            | as given                                | rate x m                  |
 
-    A rate that is given by `--decoupled-lr` stays as it is. The whole schedule is scaled, its start and its lowest rate
-    too; the weight decay is not, of which the rate is a factor.
+    A rate set by `--decoupled-lr` is not scaled. The whole schedule is scaled, including its start and its minimum; the
+    weight decay is not, as the rate is one of its factors.
     """
 
     multiplier: float = 1.0  # m, 1 without muP

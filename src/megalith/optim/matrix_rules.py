@@ -21,7 +21,7 @@ from megalith.distributed.comm import all_gather
 from megalith.distributed.context import Axis
 from megalith.kernels.torch_private import foreach_lerp_, foreach_mul_
 from megalith.nn.placement import GroupedHeads, Placement, Replicated, dim_of, global_shape, local_part, local_pieces
-from megalith.optim.rules import Shape, UpdateBatch, UpdateRule
+from megalith.optim.rules import Shape, UpdateBatch, UpdateRule, run_update
 from megalith.registry import mark
 
 COEFFICIENTS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
@@ -99,7 +99,7 @@ class Muon(UpdateRule):
     # coefficients, steps: of the iteration
     coefficients: tuple[tuple[float, float, float], ...]
     steps: int
-    split_qkv: bool  # orthogonalise the query, key and value parts of their projection each by itself
+    split_qkv: bool  # orthogonalise the query, key and value parts of their projection separately
     blockwise: bool  # orthogonalise what a tensor-parallel rank holds alone, instead of the whole matrix
     matmul_precision: str
     axis: Axis
@@ -339,7 +339,7 @@ class GatheredMatrices(UpdateRule):
 
     def update(self, batch: UpdateBatch) -> None:
         if self.axis.size == 1:
-            self.rule.update(batch)
+            run_update(self.rule, batch)
             return
         for number, name in enumerate(batch.names):
             self._update(name, replace(batch, **_single(batch, number)))
@@ -352,7 +352,7 @@ class GatheredMatrices(UpdateRule):
         whole = {key: gather_matrix(shard, placement, self.axis) for key, shard in shards.items()}
         states = {state: [whole.get(state, batch.states[state][0])] for state in self.state_names}
         grads = [gather_matrix(batch.grads[0], placement, self.axis)]
-        self.rule.update(replace(batch, params=[whole[""]], grads=grads, states=states))
+        run_update(self.rule, replace(batch, params=[whole[""]], grads=grads, states=states))
         for key, shard in shards.items():
             if whole[key] is not shard:
                 shard.copy_(local_part(whole[key], placement, self.axis.size, self.axis.index))

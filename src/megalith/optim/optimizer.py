@@ -28,7 +28,7 @@ from megalith.nn.precision import at_least_fp32
 from megalith.optim.flat import boxes
 from megalith.optim.groups import Group
 from megalith.optim.loss_scale import LossScale, build_loss_scale
-from megalith.optim.rules import STATE_DTYPES, Fp32Arithmetic, UpdateBatch
+from megalith.optim.rules import STATE_DTYPES, Fp32Arithmetic, UpdateBatch, run_update
 from megalith.optim.shards import OptimizerShards
 
 HOST = torch.device("cpu")
@@ -92,13 +92,15 @@ class Optimizer:
         self.groups, self.gradients = list(groups), shards.gradients
         self._config, self._count_zeros, self._world = config, count_zeros, shards.world
         self._params, self._sharded = shards.parameters or {}, shards.parameters is None
-        self._memory, self._norms = shards.memory, shards.norms
-        self._weights, self._main, self._has_main = shards.weights, shards.main, shards.weights is not shards.main
-        self._ordered = [name for group in self.groups for name in group.names if name in self._main]
-        self._offloaded = choose_offloaded({name: self._main[name].numel() for name in self._ordered}, offload)
+        self._param_sync, self._norms = shards.param_sync, shards.norms
+        self._weights, self._master_weights = shards.weights, shards.master_weights
+        self._has_master_weights = shards.weights is not shards.master_weights
+        self._ordered = [name for group in self.groups for name in group.names if name in self._master_weights]
+        sizes = {name: self._master_weights[name].numel() for name in self._ordered}
+        self._offloaded = choose_offloaded(sizes, offload)
         # Otherwise the master weights are the weights, or the shards that FSDP2 gathers.
-        if self._has_main and not self._sharded:
-            self._main.update({name: to_host(self._main[name]) for name in self._offloaded})
+        if self._has_master_weights and not self._sharded:
+            self._master_weights.update({name: to_host(self._master_weights[name]) for name in self._offloaded})
         self.step_count, self._last_rates = 0, _Rates(0.0, 0.0, 0.0)
         self.scaler: LossScale = build_loss_scale(precision)
         # As in Megatron, bf16 is unscaled and checked only if --loss-scale is set.
@@ -112,17 +114,17 @@ class Optimizer:
         dtypes = {"exp_avg": self._config.exp_avg_dtype, "exp_avg_sq": self._config.exp_avg_sq_dtype}
         states: dict[str, dict[str, Tensor]] = {}
         for group in self.groups:
-            for name in filter(self._main.__contains__, group.names):
-                replicated = group.rule.replicated_states(name, tuple(self._main[name].shape))
+            for name in filter(self._master_weights.__contains__, group.names):
+                replicated = group.rule.replicated_states(name, tuple(self._master_weights[name].shape))
                 for state in group.rule.state_names:
-                    main = self._main[name]
+                    like = self._master_weights[name]
                     rounded = dtypes.get(state, "fp32") != "fp32"
-                    dtype = STATE_DTYPES[dtypes[state]] if rounded else at_least_fp32(main.dtype)
+                    dtype = STATE_DTYPES[dtypes[state]] if rounded else at_least_fp32(like.dtype)
                     if state in replicated:
                         self._replicated.add(f"{state}.{name}")
-                        main = main.new_empty(replicated[state])
+                        like = like.new_empty(replicated[state])
                     offloaded = name in self._offloaded
-                    cleared = zeros_on_host(main, dtype) if offloaded else lazy_zeros(main.shape, dtype, main.device)
+                    cleared = zeros_on_host(like, dtype) if offloaded else lazy_zeros(like.shape, dtype, like.device)
                     states.setdefault(state, {})[name] = cleared
         return states
 
@@ -154,7 +156,7 @@ class Optimizer:
         `decoupled_lr` is the rate of the word embeddings and the output layer, if they have their own; gradients whose
         norm is above `reject_norm_above` are not applied, and none are without `apply`.
         """
-        self.settle()
+        self.finish_param_sync()
         self.gradients.finish()
         grads = self._main_grads()
         if self._checks_overflow and self._unscale(list(grads.values())):
@@ -170,13 +172,13 @@ class Optimizer:
         self._update(grads, rates, min(1.0, clip / (norm + CLIP_EPSILON)) if clip > 0.0 else 1.0)
         return StepOutcome(applied=True, grad_norm=norm, num_zeros=zeros)
 
-    def settle(self) -> None:
+    def finish_param_sync(self) -> None:
         """Wait until the parameters that other ranks updated are gathered; with FSDP2 free the gathered ones.
 
         Call it before weights are read or written outside of a forward pass.
         """
-        if self._memory is not None:
-            self._memory.wait()
+        if self._param_sync is not None:
+            self._param_sync.wait()
 
     def _main_grads(self) -> dict[str, Tensor]:
         """Return this rank's gradients in at least fp32, or in the dtype of `--main-grads-dtype`, in group order."""
@@ -203,8 +205,8 @@ class Optimizer:
                 self._update_group(group, [name], grads, rates, scale)
         self._last_rates = rates
         self.step_count += 1
-        if self._memory is not None:
-            self._memory.gather()
+        if self._param_sync is not None:
+            self._param_sync.gather()
 
     def _update_group(
         self, group: Group, names: list[str], grads: Mapping[str, Tensor], rates: _Rates, scale: float
@@ -213,41 +215,41 @@ class Optimizer:
         if not names:
             return
         (lr, weight_decay), offloaded = rates.of(group), names[0] in self._offloaded
-        mains = [self._main[name] for name in names]
-        params, gradients = list(mains), [grads[name] for name in names]
+        masters = [self._master_weights[name] for name in names]
+        params, gradients = list(masters), [grads[name] for name in names]
         if offloaded:
-            params, gradients = [to_host(main) for main in mains], [to_host(gradient) for gradient in gradients]
+            params, gradients = [to_host(master) for master in masters], [to_host(gradient) for gradient in gradients]
         states = {state: [self._state[state][name] for name in names] for state in group.rule.state_names}
         batch = UpdateBatch(names, params, gradients, states, lr, weight_decay, self.step_count)
-        weights = [self._weights[name] for name in names] if self._has_main else None
+        weights = [self._weights[name] for name in names] if self._has_master_weights else None
         if isinstance(group.rule, Fp32Arithmetic):
             group.rule.update_scaled(batch, scale, None if offloaded else weights)
         else:
             if scale != 1.0:
                 foreach_mul_(gradients, scale)
-            group.rule.update(batch)
-        for main, updated in zip(mains, params, strict=True):
-            if main is not updated:
-                main.copy_(updated)
+            run_update(group.rule, batch)
+        for master, updated in zip(masters, params, strict=True):
+            if master is not updated:
+                master.copy_(updated)
         if weights is not None and (offloaded or not isinstance(group.rule, Fp32Arithmetic)):
-            for weight, main in zip(weights, mains, strict=True):
-                weight.copy_(main)
+            for weight, master in zip(weights, masters, strict=True):
+                weight.copy_(master)
 
     @torch.no_grad()
     def params_norm(self) -> float:
         """Return the L2 norm of all master weights of all ranks."""
-        return self._norms.norm({name: self._main[name].to(self.gradients.device) for name in self._ordered})
+        return self._norms.norm({name: self._master_weights[name].to(self.gradients.device) for name in self._ordered})
 
     @torch.no_grad()
-    def reload_main_params(self) -> None:
+    def reload_master_weights(self) -> None:
         """Copy the model's weights to the master weights, after they were loaded without optimizer state.
 
         After `load_state_dict` of the model this is done by a hook (`track_state_dict_loads`).
         """
-        self.settle()
-        if self._has_main:
-            for name, main in self._main.items():
-                main.copy_(self._weights[name])
+        self.finish_param_sync()
+        if self._has_master_weights:
+            for name, master in self._master_weights.items():
+                master.copy_(self._weights[name])
 
     def track_state_dict_loads(self, modules: Sequence[nn.Module]) -> None:
         """Copy loaded weights to the master weights after `load_state_dict`; the next step would undo the load."""
@@ -268,20 +270,22 @@ class Optimizer:
                     f"{name}: load_state_dict(assign=True) replaces parameters that an optimizer updates; omit assign, "
                     "or build the optimizer after it"
                 )
-            if self._has_main and name in self._main:
-                main, weight = self._main[name], self._weights[name]
-                weight.copy_(main) if self._sharded else main.copy_(weight)  # the former are what FSDP2 gathers from
+            if self._has_master_weights and name in self._master_weights:
+                master, weight = self._master_weights[name], self._weights[name]
+                weight.copy_(master) if self._sharded else master.copy_(
+                    weight
+                )  # the former are what FSDP2 gathers from
 
     def _states(self) -> dict[str, dict[str, Tensor]]:
         """Return the live states of this rank: name of a state -> parameter name -> tensor."""
-        return {**self._state, "fp32_param": self._main} if self._has_main else dict(self._state)
+        return {**self._state, "fp32_param": self._master_weights} if self._has_master_weights else dict(self._state)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the live states as `<state>.<parameter name>`, in half precision with `fp32_param.<parameter name>`.
 
         Under ZeRO no rank has whole tensors: see `state_boxes`.
         """
-        assert self._memory is None, "the state is divided over the data-parallel ranks"
+        assert self._param_sync is None, "the state is divided over the data-parallel ranks"
         return {f"{kind}.{name}": tensor for kind, part in self._states().items() for name, tensor in part.items()}
 
     def state_boxes(self) -> Iterator[StateBox]:
@@ -295,7 +299,7 @@ class Optimizer:
 
     def weight_boxes(self) -> Iterator[StateBox]:
         """Yield the live weights of this rank: whole parameters, or under ZeRO-2 and ZeRO-3 rectangular shards."""
-        self.settle()
+        self.finish_param_sync()
         if self._sharded:
             for name, tensor in self._weights.items():
                 yield from self._boxes(name, name, tensor)
@@ -351,7 +355,7 @@ class _LoadHook:
     def before(self, *_: Any) -> None:
         """Wait for updates from other ranks, which would overwrite loaded weights."""
         if (optimizer := self._optimizer()) is not None:
-            optimizer.settle()
+            optimizer.finish_param_sync()
 
     def after(self, module: nn.Module, _: Any) -> None:
         if (optimizer := self._optimizer()) is not None:

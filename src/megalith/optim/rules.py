@@ -1,13 +1,14 @@
 """The interface of update rules, the arithmetic of an optimizer.
 
-An update rule computes; the main parameters, gradients, states and their sharding are the `Optimizer`'s. A rule whose
-`unit` is the element gets flattened pieces of parameters under ZeRO, so its update of an element must depend on that
-element alone. One whose `unit` is the matrix gets whole matrices.
+A rule computes the update; the `Optimizer` owns and shards master weights, gradients and states. Under ZeRO a rule
+whose `unit` is the element receives flattened pieces of parameters, so its update of an element must depend on that
+element alone. A rule whose `unit` is the matrix receives whole matrices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megalith.nn.precision import at_least_fp32
+from megalith.registry import naming_errors
 
 Shape = tuple[int, ...]
 
@@ -25,7 +27,7 @@ class UpdateBatch:
 
     Attributes:
         names: Global names of the parameters.
-        params: Main parameters (fp32 master weights), to be changed in place.
+        params: fp32 master weights, to be changed in place.
         grads: Their gradients, unscaled and clipped; may be overwritten.
         states: Name of a state -> the tensor of each parameter, to be changed in place; zeros before the first step.
         lr: Learning rate of these parameters in this step.
@@ -44,6 +46,8 @@ class UpdateBatch:
 
 class UpdateRule:
     """The arithmetic of an optimizer; subclass it and override `update`."""
+
+    __megalith_flag__ = ""  # `--optimizer NAME` of a registered rule; spelled so that no user's attribute is hidden
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -75,18 +79,29 @@ class UpdateRule:
         return {state: tuple(found) for state, found in shapes.items() if tuple(found) != tuple(shape)}
 
 
+def run_update(rule: UpdateRule, batch: UpdateBatch) -> None:
+    """Update parameters by a rule.
+
+    Raises:
+        MegalithError: A registered rule raises an exception, which the message names with its file and line.
+    """
+    flag = rule.__megalith_flag__
+    with naming_errors(f"{flag}: update") if flag else nullcontext():
+        rule.update(batch)
+
+
 PIECE_ON_CPU, PIECE_ELEMENTS = 1 << 18, 1 << 24
-"""Of a piece: with its companions in fp32 4 MiB on a CPU, within the cache of a core, and 256 MiB elsewhere."""
+"""Elements updated at once: fp32 with gradients and states 4 MiB on a CPU, within a core's cache; 256 MiB elsewhere."""
 
 
 @dataclass
 class Fp32Arithmetic(UpdateRule):
     """An elementwise rule over tensors of several dtypes (`--use-precision-aware-optimizer`), with arithmetic in fp32.
 
-    What is stored is rounded, what is computed is not: each piece of a parameter is widened, updated and rounded again,
-    a piece at a time, so that the fp32 copies stay in the cache and never exist for a whole model. The numbers are
-    stored without a scale per tensor: that is enough for bf16 moments and for fp16 main parameters, and not for moments
-    in fp16 or fp8, whose squares would vanish; a rule of the configuration refuses these.
+    Stored tensors are rounded, the arithmetic is not: pieces of a parameter are converted to fp32, updated and rounded,
+    one at a time, so that the fp32 copies stay in the cache and never exist for a whole model. Tensors have no scale:
+    this suffices for bf16 moments and fp16 master weights, but not for fp16 or fp8 moments, whose squares would
+    underflow; a rule of the configuration refuses those.
     """
 
     rule: UpdateRule
@@ -103,9 +118,9 @@ class Fp32Arithmetic(UpdateRule):
         self.update_scaled(batch, 1.0, None)
 
     def update_scaled(self, batch: UpdateBatch, scale: float, weights: Sequence[Tensor] | None) -> None:
-        """Update with `scale` x the gradients, and round the new parameters to `weights` where there are such.
+        """Update with `scale` x the gradients, and round the new parameters to `weights` unless None.
 
-        Both are done while a piece is in the cache: in passes of their own they would take half as long again.
+        Both happen while a piece is in the cache: separate passes would take 50 % longer.
         """
         piece = PIECE_ON_CPU if batch.params[0].device.type == "cpu" else PIECE_ELEMENTS
         for number, name in enumerate(batch.names):
@@ -122,7 +137,7 @@ class Fp32Arithmetic(UpdateRule):
                 if scale != 1.0:
                     wide[1].mul_(scale)
                 states = {state: [wide[2 + place]] for place, state in enumerate(self.state_names)}
-                self.rule.update(replace(batch, names=[name], params=wide[:1], grads=wide[1:2], states=states))
+                run_update(self.rule, replace(batch, names=[name], params=wide[:1], grads=wide[1:2], states=states))
                 for part, result in zip((parts[0], *parts[2:]), (wide[0], *wide[2:]), strict=True):
                     if part is not result:
                         part.copy_(result)
@@ -141,4 +156,4 @@ class Fp32Arithmetic(UpdateRule):
 
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Names of the command line."""
+"""Values of the flags `--exp-avg-dtype` and others -> dtype."""

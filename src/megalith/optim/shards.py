@@ -1,10 +1,10 @@
-"""This rank's shards of the parameters, and the gathering of those that other ranks updated.
+"""This rank's shards of the parameters, and the all-gather of updated parameters.
 
-| data parallelism | gradients in       | updated here                | weights to compute with                      |
+| data parallelism | gradients in       | updated by this rank        | weights of the forward pass                  |
 |------------------|--------------------|-----------------------------|----------------------------------------------|
-| replicated       | `GradientBuffers`  | all                         | the updated ones                             |
-| ZeRO-1           | `GradientBuffers`  | a part of each flat bucket  | gathered after updates (`ParameterMemory`)   |
-| ZeRO-2, ZeRO-3   | `ShardedGradients` | some rows of each parameter | gathered when they are needed (`FullyShard`) |
+| replicated       | `GradientBuffers`  | all                         | the updated weights                          |
+| ZeRO-1           | `GradientBuffers`  | a part of each flat bucket  | gathered after updates (`ParameterBuffers`)   |
+| ZeRO-2, ZeRO-3   | `ShardedGradients` | some rows of each parameter | gathered in forward passes (`FullyShard`)    |
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ class ShardedGradients:
             grad_shards[name].view(-1).copy_(summed)
 
 
-class ParameterMemory:
-    """Moves the data of parameters into flat memory; the parameters remain the same objects.
+class ParameterBuffers:
+    """Moves the data of parameters into flat buffers; the parameters remain the same objects.
 
-    The memory is laid out as the gradients are, so that updates by other ranks are gathered in place. With `overlap`,
-    `gather` returns at once: before a module is called it waits for the buckets of the weights that it reads. Which
-    module reads a weight does not follow from the module tree, since a weight may be used without a call of the module
-    that holds it (fused linears, the output layer). So the calls of the first step, before the first gather, are
-    recorded: a weight belongs to the innermost enclosing module that is called.
+    The layout is that of the gradients, so that updates by other ranks are gathered in place. With `overlap`, `gather`
+    returns at once, and each module waits, before its forward pass, for the buckets of the weights that it reads. The
+    module tree does not determine these weights, since a weight may be used without a call of its own module (fused
+    linears, the output layer). Therefore the calls of the first step, before the first gather, are recorded: a weight
+    belongs to the innermost enclosing module that is called.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ def _units(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _gather_order(modules: Iterable[nn.Module], buckets: Mapping[Parameter, int], count: int) -> list[int]:
-    """Return the buckets in the order in which their weights are needed; the same on all replicas.
+    """Return the buckets in the order in which the forward pass reads them; the same on all replicas.
 
     Buckets are in reverse order of the modules; weights of modules that are never called come first.
     """
@@ -167,7 +167,7 @@ def _gather_order(modules: Iterable[nn.Module], buckets: Mapping[Parameter, int]
 
 
 class _ParameterReads:
-    """Records which modules are called in the first step; from then on these wait for their weights when called."""
+    """Records which modules are called in the first step; afterwards these wait for their weights when called."""
 
     def __init__(
         self, modules: Iterable[nn.Module], buckets: Mapping[Parameter, int], wait: Callable[[int], None]
@@ -187,7 +187,7 @@ class _ParameterReads:
             self._wait(number)
 
     def unawaited(self) -> list[int]:
-        """Return the buckets that no call waits for; ends the recording."""
+        """Return the buckets that no call waits for, and end the recording."""
         if self._awaited is None:
             reader: dict[Parameter, nn.Module] = {}
             for unit in filter(self._called.__contains__, self._units):
@@ -204,7 +204,7 @@ class _ParameterReads:
 
 
 class GatheredWeights:
-    """Weights that FSDP2 gathers in forward passes; the counterpart of `ParameterMemory`."""
+    """Weights that FSDP2 gathers in forward passes; the counterpart of `ParameterBuffers`."""
 
     def __init__(self, units: Sequence[FullyShard]) -> None:
         self._units = units
@@ -224,8 +224,8 @@ class OptimizerShards:
 
     gradients: GradientBuffers | ShardedGradients  # of all parameters
     weights: dict[str, Tensor]  # shards of the parameters that this rank updates, in the dtype of the model
-    main: dict[str, Tensor]  # the same in at least fp32; the same tensors if the model computes in fp32
-    memory: ParameterMemory | GatheredWeights | None  # None if this rank updates all weights that it reads
+    master_weights: dict[str, Tensor]  # the same in at least fp32; the same tensors if the model computes in fp32
+    param_sync: ParameterBuffers | GatheredWeights | None  # None if each rank updates all its weights
     norms: GlobalNorms
     world: Axis  # all ranks, which agree on overflows
     # parameters of the modules by name; None where FSDP2 has replaced them by `weights`
@@ -259,33 +259,37 @@ def flat_shards(
     )
     for module in modules:
         attach_sink(module, gradients)
-    memory = None
+    param_sync = None
     if data.shards_optimizer or (experts and expert_data.shards_optimizer):
-        memory = ParameterMemory(modules, parameters, gradients.layout, gradients.replicas_of, overlap=overlap_gather)
+        param_sync = ParameterBuffers(
+            modules, parameters, gradients.layout, gradients.replicas_of, overlap=overlap_gather
+        )
     weights = {name: gradients.owned_shard(name, parameter.detach()) for name, parameter in parameters.items()}
     weights = {name: shard for name, shard in weights.items() if shard.numel() > 0}
-    has_main = work != next(iter(parameters.values())).dtype
-    main = {name: shard.to(work) for name, shard in weights.items()} if has_main else weights
+    has_master_weights = work != next(iter(parameters.values())).dtype
+    master_weights = {name: shard.to(work) for name, shard in weights.items()} if has_master_weights else weights
     axis, not_counted = ctx.world if zero1 else ctx.flatten_axes("tp", "pp"), list[str]()
     if experts and not zero1:
         # The replicas of an expert are not those of a dense parameter: one sum over all ranks, of first replicas only.
         axis = ctx.world
         not_counted = [name for name in parameters if not (expert_data if name in experts else data).axis.is_first]
     norms = GlobalNorms(gradients, replicated_rows, axis, frozenset(not_counted))
-    return OptimizerShards(gradients, weights, main, memory, norms, ctx.world, parameters)
+    return OptimizerShards(gradients, weights, master_weights, param_sync, norms, ctx.world, parameters)
 
 
 def fsdp_shards(
     units: Sequence[FullyShard], ctx: ParallelContext, *, replicated_rows: Mapping[str, tuple[ReplicatedRows, ...]]
 ) -> OptimizerShards:
-    """Return the shards of parameters that FSDP2 divides over the replicas, which are the master weights.
+    """Return the shards of parameters sharded by FSDP2, which are the master weights.
 
-    In half precision the rounded weights are kept as well, for checkpoints.
+    In half precision the rounded weights are kept too, for checkpoints.
     """
-    main = {name: shard for unit in units for name, shard in unit.shards.items() if shard.numel() > 0}
-    weights = {name: shard.to(unit.dtype) for unit in units for name, shard in unit.shards.items() if name in main}
-    if all(weights[name].dtype == shard.dtype for name, shard in main.items()):
-        weights = main
+    master_weights = {name: shard for unit in units for name, shard in unit.shards.items() if shard.numel() > 0}
+    weights = {
+        name: shard.to(unit.dtype) for unit in units for name, shard in unit.shards.items() if name in master_weights
+    }
+    if all(weights[name].dtype == shard.dtype for name, shard in master_weights.items()):
+        weights = master_weights
     gradients = ShardedGradients(units, replicated_rows)
     norms = GlobalNorms(gradients, replicated_rows, ctx.world)
-    return OptimizerShards(gradients, weights, main, GatheredWeights(units), norms, ctx.world, None)
+    return OptimizerShards(gradients, weights, master_weights, GatheredWeights(units), norms, ctx.world, None)

@@ -12,25 +12,26 @@ from torch import Tensor
 
 from megalith.errors import ConfigError
 from megalith.optim.rules import UpdateBatch, UpdateRule
+from megalith.registry import error_of_user
 
 _PROBE_STEPS = 3
 
 
 class TorchRule(UpdateRule):
-    """Runs a `torch.optim.Optimizer` on main parameters, with its per-parameter tensors as states.
+    """Runs a `torch.optim.Optimizer` on master weights, with its per-parameter tensors as states.
 
-    Which states there are is found by stepping two tiny parameters with different gradients and learning rates. Tensors
-    of the parameter's shape are states, which are saved and sharded. Numbers (`step`, NAdam's `mu_product`) have to be
-    the same for both: they are functions of the number of steps, and are recomputed by stepping a tiny parameter along,
-    so that they need no place in a checkpoint. Before the first step a parameter has no state, as in torch.
+    The states are found by stepping two tiny parameters with different gradients and learning rates. Tensors of the
+    parameter's shape are states, which are saved and sharded. Numbers (`step`, NAdam's `mu_product`) must be equal for
+    both: they are functions of the number of steps, recomputed by stepping a tiny parameter along, and are not saved.
+    Before the first step a parameter has no state, as in torch.
 
     Args:
         name: as `--optimizer` has it.
         settings: keyword arguments of the class, beside lr and weight_decay.
-        of_matrices: whether it only gets matrices; else it has to treat pieces of flattened parameters alike.
+        of_matrices: whether it receives matrices only; else it receives pieces of flattened parameters under ZeRO.
 
     Raises:
-        ConfigError: the class takes other arguments, or has states of another kind.
+        ConfigError: the class takes other arguments, or has other kinds of states.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class TorchRule(UpdateRule):
 
     @property
     def takes_weight_decay(self) -> bool:
-        """True if the class has a weight decay to be set."""
+        """True if the class has a `weight_decay` option."""
         return "weight_decay" in self._optimizer.param_groups[0]
 
     def group_settings(self) -> dict[str, Any]:
@@ -81,7 +82,7 @@ class TorchRule(UpdateRule):
 
     @staticmethod
     def _point_to(optimizer: torch.optim.Optimizer, params: list[Tensor], lr: float, weight_decay: float) -> None:
-        """Replace the parameters of an optimizer, which then has no states, and set its rates."""
+        """Replace the parameters of an optimizer, clear its states, and set learning rate and weight decay."""
         group = optimizer.param_groups[0]
         group["params"], group["lr"] = params, lr
         if "weight_decay" in group:
@@ -100,10 +101,10 @@ class TorchRule(UpdateRule):
         options = {**self._settings, "lr": 1e-3, **({"weight_decay": 0.0} if decays else {})}
         try:
             optimizer = self._kind([param], **options)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             raise ConfigError(
-                f"--optimizer {self._name}: {self._kind.__name__}(params, {', '.join(options)}) fails: {error}; give "
-                "the dataclass of its settings one field for each of its keyword arguments"
+                f"--optimizer {self._name}: {self._kind.__name__}(params, {', '.join(options)}) fails: "
+                f"{error_of_user(error)}; the dataclass of its settings must have one field for each keyword argument"
             ) from error
         if len(optimizer.param_groups) != 1 or "lr" not in optimizer.param_groups[0]:
             raise ConfigError(f"--optimizer {self._name}: {self._kind.__name__} has no lr in its one parameter group")
@@ -112,7 +113,7 @@ class TorchRule(UpdateRule):
     # --- what states it has -------------------------------------------------------------------------------------
 
     def _probe(self, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[tuple[str, ...], bool]:
-        """Return the names of the states, and whether there are counters."""
+        """Return the names of the states, and whether the class has counters."""
         first, second = (self._states_after(shape, lr) for shape, lr in zip(shapes, (1e-3, 3e-2), strict=True))
         names, counters, problems = [], False, []
         for name in dict.fromkeys((*first, *second)):
@@ -143,7 +144,7 @@ class TorchRule(UpdateRule):
                     self._step(optimizer, param, lr, param.cos() * (number + shape[0]))
         except Exception as error:
             raise ConfigError(
-                f"--optimizer {self._name}: a step of {self._kind.__name__} fails: {type(error).__name__}: {error}"
+                f"--optimizer {self._name}: a step of {self._kind.__name__} fails: {error_of_user(error)}"
             ) from error
         return dict(optimizer.state[param])
 
@@ -174,7 +175,7 @@ class TorchRule(UpdateRule):
 
 @dataclass
 class _Follower:
-    """A tiny parameter that takes as many steps as the model does, for the numbers that follow from their number."""
+    """A tiny parameter stepped as often as the model, for states that are functions of the number of steps."""
 
     param: Tensor
     optimizer: torch.optim.Optimizer

@@ -75,7 +75,7 @@ def restore(
             scalars = read_optimizer_common(loaded.common["optimizer"])
             state.optimizer.load_scalars({"step": scalars.step, "grad_scaler": scalars.scaler})
         else:
-            state.optimizer.reload_main_params()
+            state.optimizer.reload_master_weights()
         if schedule is not None:
             state.schedule, state.lr_schedule_samples = schedule.schedule, schedule.num_samples
         notes = _load_streams(loaded, found, state, run) if with_streams else ()

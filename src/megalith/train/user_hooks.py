@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from megalith.config import RunConfig
 from megalith.distributed import comm
 from megalith.errors import ConfigError, MegalithError
-from megalith.registry import HOOK, Registered, error_of_user
+from megalith.registry import HOOK, Registered, naming_errors
 from megalith.train.results import Evaluation, ExitReason, Hook, SavedCheckpoint, StepResult
 from megalith.train.streams import warn
 
@@ -42,7 +42,7 @@ class Control:
 
 
 class UserHook:
-    """A listener on every rank; override what is of interest. An exception ends the run."""
+    """Callbacks of a run on every rank; override the ones you need. An exception ends the run."""
 
     __megalith_flag__ = ""  # `--hook NAME` of a hook that the flag names; spelled so that no user's attribute is hidden
 
@@ -69,7 +69,7 @@ class UserHooks(Hook):
     """The hooks of the user among those of the run.
 
     Raises:
-        ConfigError: The ranks' hooks have asked for different things, or for a rate that is no number.
+        ConfigError: The ranks' hooks have asked for different things, or for a rate that is not a number.
     """
 
     def __init__(self, hooks: Sequence[UserHook], config: RunConfig, run: TrainingRun) -> None:
@@ -93,7 +93,7 @@ class UserHooks(Hook):
         run_fails = sys.exc_info()[0] is not None
         for hook in self._hooks:
             try:
-                with _errors_named(hook, "on_end"):
+                with _naming_errors(hook, "on_end"):
                     hook.on_end(self._control)
             except MegalithError as error:
                 if not (run_fails and hook.__megalith_flag__):
@@ -102,7 +102,7 @@ class UserHooks(Hook):
 
     def _call(self, moment: str, *args: Any) -> None:
         for hook in self._hooks:
-            with _errors_named(hook, moment):
+            with _naming_errors(hook, moment):
                 getattr(hook, moment)(*args, self._control)
             scale = self._control.lr_scale
             if not (isinstance(scale, int | float) and math.isfinite(scale) and scale >= 0.0):
@@ -126,17 +126,9 @@ class UserHooks(Hook):
             self._run.exit_reason = ExitReason("hook", state.iteration, control.stop_reason)
 
 
-@contextmanager
-def _errors_named(hook: UserHook, moment: str) -> Iterator[None]:
-    """Turn an exception of a hook that --hook names into an error with the flag, the moment and the user's line."""
-    try:
-        yield
-    except MegalithError:
-        raise
-    except Exception as error:
-        if not hook.__megalith_flag__:
-            raise
-        raise MegalithError(f"{hook.__megalith_flag__}: {moment}: {error_of_user(error)}") from error
+def _naming_errors(hook: UserHook, moment: str) -> AbstractContextManager[None]:
+    flag = hook.__megalith_flag__
+    return naming_errors(f"{flag}: {moment}") if flag else nullcontext()
 
 
 def registered_hooks(config: RunConfig) -> list[UserHook]:
@@ -153,11 +145,6 @@ def _constructed(name: Registered) -> UserHook:
     flag, moments = f"--hook {name}", [moment for moment in vars(UserHook) if moment.startswith("on_")]
     if idle := [method for method in dir(name.entry.thing) if method.startswith("on_") and method not in moments]:
         raise ConfigError(f"{flag}: nothing calls its {', '.join(idle)}; hooks have {', '.join(moments)}")
-    try:
-        hook: UserHook = name()
-    except MegalithError:
-        raise
-    except Exception as error:
-        raise MegalithError(f"{flag}: it cannot be constructed: {error_of_user(error)}") from error
+    hook: UserHook = name()
     hook.__megalith_flag__ = flag
     return hook

@@ -1,4 +1,4 @@
-"""The optimizer against torch's AdamW, its groups, clipping, main parameters, overflow and state."""
+"""The optimizer against torch's AdamW, its groups, clipping, master weights, overflow and state."""
 
 from __future__ import annotations
 
@@ -536,5 +536,5 @@ def test_main_parameters_are_taken_from_loaded_weights() -> None:
     optimizer = build_optimizer(model, OptimizerConfig(), PrecisionConfig(bf16=True))
     with torch.no_grad():
         model[0].weight.fill_(2.0)
-    optimizer.reload_main_params()
+    optimizer.reload_master_weights()
     assert optimizer.state_tensors()["fp32_param.0.weight"].unique().tolist() == [2.0]

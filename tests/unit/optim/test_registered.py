@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from megalith.config import OptimizerConfig, PrecisionConfig, all_settings, from_values
 from megalith.distributed.context import ParallelContext
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, MegalithError
 from megalith.optim import Optimizer, UpdateBatch, UpdateRule, build_optimizer
 from megalith.optim.groups import make_groups, registered_optimizers
 from megalith.registry import Entry, Registered, Registry
@@ -92,7 +93,7 @@ def test_a_rule_gets_its_settings_the_rates_and_clipped_gradients() -> None:
 
 
 @pytest.mark.parametrize("precision", [PrecisionConfig(bf16=True), FP16], ids=["bf16", "fp16"])
-def test_main_parameters_and_loss_scale(precision: PrecisionConfig) -> None:
+def test_master_weights_and_loss_scale(precision: PrecisionConfig) -> None:
     dtype = torch.float16 if precision.fp16 else torch.bfloat16
     model, wide = _model(dtype), _model()
     config = OptimizerConfig(optimizer=chosen(Sign, SignSettings))
@@ -278,6 +279,55 @@ def test_parts_on_the_host_are_updated_alike() -> None:
         config = OptimizerConfig(optimizer=_of_torch(torch.optim.NAdam, {}))
         _train(models[-1], build_optimizer(models[-1], config, PrecisionConfig(), offload=offload))
     assert _equal(models[0], models[1]) and _equal(models[0], models[2])
+
+
+class _Failing(torch.optim.SGD):
+    """Fails in its fifth step, behind those that find its states."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 5:
+            raise KeyError("gone")
+        return super().step(closure)
+
+
+class _FailingRule(UpdateRule):
+    def update(self, batch: UpdateBatch) -> None:
+        raise KeyError("gone")
+
+
+class _FailingShapes(_FailingRule):
+    def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        raise KeyError("gone")
+
+
+@dataclass(frozen=True)
+class _FailingFrozenRule(_FailingRule):
+    pass
+
+
+def _fail_to_build() -> UpdateRule:
+    raise KeyError("gone")
+
+
+@pytest.mark.parametrize("thing", [_FailingRule, _FailingFrozenRule, _FailingShapes, _Failing, _fail_to_build])
+@pytest.mark.parametrize("unit", ["element", "matrix"])
+def test_an_exception_in_a_registered_optimizer_names_it_and_the_line(thing: Any, unit: str) -> None:
+    config = OptimizerConfig(optimizer=chosen(thing, unit=unit))
+    named = rf"--optimizer my-opt: (update: )?KeyError: 'gone' at {re.escape(__file__)}:\d+$"
+    with pytest.raises(MegalithError, match=named) as caught:
+        model = _model()
+        _train(model, build_optimizer(model, config, PrecisionConfig()), 5)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_an_exception_in_an_update_of_rounded_states_names_optimizer_and_line() -> None:
+    rounded = OptimizerConfig(
+        optimizer=chosen(_FailingRule), use_precision_aware_optimizer=True, main_grads_dtype="bf16"
+    )
+    model = _model()
+    with pytest.raises(MegalithError, match=r"--optimizer my-opt.*KeyError: 'gone' at .*\.py:\d+$"):
+        _train(model, build_optimizer(model, rounded, PrecisionConfig()), 1)
 
 
 WHOLE = {"use_distributed_optimizer": True}, {"use_torch_fsdp2": True}, {"optimizer_cpu_offload": True}

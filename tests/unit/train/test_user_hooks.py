@@ -86,9 +86,9 @@ def test_an_exception_in_a_hook_names_hook_moment_and_line(tmp_path: Path, momen
 
     config = named_hooks(type("Fails", (Hook,), {moment: fail}))
     config = replace(config, checkpoint=replace(config.checkpoint, save=str(tmp_path / "a")))
-    where = "constructed" if moment == "__init__" else moment
+    where = "" if moment == "__init__" else f"{moment}: "
     with (
-        pytest.raises(MegalithError, match=rf"--hook \S+:Fails: .*{where}: KeyError: 'gone' at .*{__name__}") as caught,
+        pytest.raises(MegalithError, match=rf"--hook \S+:Fails: {where}KeyError: 'gone' at .*{__name__}") as caught,
         training(config) as run,
     ):
         list(train(run))

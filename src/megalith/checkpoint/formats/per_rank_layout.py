@@ -191,7 +191,7 @@ class RankFiles:
         return params.local_shape(name, self._target.tp, self.tp)
 
     def _tensor(self, name: str, dtype: torch.dtype, prefix: str = "") -> Tensor:
-        """Add an empty tensor of the local shape of a parameter; `prefix` stands before its key."""
+        """Add an empty tensor of the local shape of a parameter; `prefix` is prepended to its key."""
         tensor = torch.empty(self._shape(name), dtype=dtype, device="meta")
         self._add(name, tensor, tensor, prefix)
         return tensor
@@ -315,7 +315,7 @@ class RankFiles:
         found: dict[str, Any] = {}
         for label, kind in BUFFERS.items():
             found[label] = torch.empty(size, device="meta")
-            # Where the weights are in fp32 they are the main parameters.
+            # Weights in fp32 are the master weights.
             prefix = "" if kind == MAIN and self._target.dtype == torch.float32 else _prefix(kind)
             for name, place in where.items():
                 self._add(name, found[label], found[label][place.start : place.stop].view(place.shape), prefix)

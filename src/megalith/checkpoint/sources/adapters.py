@@ -98,8 +98,8 @@ class WeightsOnly(Adapter):
 class InPrecision(Adapter):
     """Source with weights in `dtype` (None: each in its own) and the optimizer state of a run in that dtype.
 
-    A run in half precision keeps main parameters in fp32, a run in fp32 has none beside its weights: they appear here
-    and go. Weights in fp32 are the main parameters, where the source has them, rather than their rounded copies.
+    A run in half precision has fp32 master weights, a run in fp32 has none: they are added or dropped here. Weights
+    converted to fp32 are the master weights where the source has them, not their rounded copies.
     """
 
     def __init__(self, source: Source, dtype: torch.dtype | None = None) -> None:
@@ -282,7 +282,7 @@ class Upcycling:
     seed: int = 1234  # of the routers
 
     def check(self) -> None:
-        """Raise ConfigError if this is no valid MoE layer."""
+        """Raise ConfigError if this is not a valid MoE layer."""
         if self.experts < 2:
             raise ConfigError([f"--upcycle {self.experts}: an MoE layer has at least 2 experts"])
         if not 1 <= self.top_k <= self.experts:

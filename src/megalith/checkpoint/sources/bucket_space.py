@@ -205,7 +205,7 @@ class BucketSpace:
             return [[int(found["numel_unpadded"])] for found in self._state_of(owner)]
         sizes = self._object(owner, "per_bucket_numel_unpadded")
         if sizes is None:
-            raise self._unreadable(f"lacks {owner.prefix}.per_bucket_numel_unpadded, which says what stands where")
+            raise self._unreadable(f"lacks {owner.prefix}.per_bucket_numel_unpadded, which records the layout")
         return [[int(size) for found in by_dtype.values() for size in found] for by_dtype in sizes]
 
     def _object(self, owner: _OptimizerShard, name: str) -> Any:

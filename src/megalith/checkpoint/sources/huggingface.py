@@ -156,7 +156,7 @@ class HuggingFaceSource:
                     found.setdefault(slot.key, {}).setdefault(slot.index, []).append(_Held(held, tensor, part))
         tied = not self.about.model.untie_embeddings_and_output_weights
         further = [name for name in stored if not follows_from_config(name) and not (tied and name == OUTPUT_LAYER)]
-        lines += [f"{name} is no part of the model that {CONFIG_FILE} describes" for name in further]
+        lines += [f"{name} is not a part of the model that {CONFIG_FILE} describes" for name in further]
         if lines:
             raise CheckpointError(listing(f"the weights in {self.path} are not those of its {CONFIG_FILE}", lines))
         return found
@@ -366,7 +366,7 @@ def _weight_files(path: Path) -> dict[Path, set[str]]:
     files: dict[Path, set[str]] = {}
     for name, file in by_tensor.items():
         if Path(file).name != file:
-            raise CheckpointError(f"{index}: {file!r} is no file beside it")
+            raise CheckpointError(f"{index}: {file!r} is not a file beside it")
         files.setdefault(path / file, set()).add(name)
     missing = [file.name for file in files if not file.exists()]
     if missing:

@@ -241,7 +241,7 @@ class PerRankSource:
             for name, (raw, _) in found.items()
             if not known.issuperset(grouped[name] or [name])
         ]
-        lines += [f"{raw} is no tensor" for raw, value in found.values() if not isinstance(value, Tensor)]
+        lines += [f"{raw} is not a tensor" for raw, value in found.values() if not isinstance(value, Tensor)]
         shapes = {name: self._shape(name, tp) for name in expected}
         for name, several in grouped.items():
             if known.issuperset(several) and several:

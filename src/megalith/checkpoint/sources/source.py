@@ -26,7 +26,7 @@ from megalith.config.rules.file import is_huggingface as is_huggingface
 from megalith.errors import CheckpointError, DamagedCheckpointError
 
 MAIN_PREFIX = f"{OPTIMIZER_PREFIX}fp32_param."
-"""Stands before the key of a weight in that of its main parameter."""
+"""Prefix of a weight's key in the key of its fp32 master weight."""
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -87,7 +87,7 @@ def refuse_model_folder(path: Path) -> None:
 
 
 def no_save_folder(path: Path) -> str | None:
-    """Return why a path is no save folder (a single checkpoint, an incomplete model), with the remedy; else None."""
+    """Return why a path is not a save folder (a single checkpoint, an incomplete model), with the remedy; else None."""
     if any(any(path.glob(pattern)) for pattern in (".metadata", "__*_*.distcp", "mp_rank_*")):
         return "is the folder of one checkpoint under another name; rename it iter_0000100 or the like, its iteration"
     if _describes_a_model(path / "config.json"):

@@ -106,7 +106,7 @@ class TorchDistSource:
         return common
 
     def _common_file(self) -> dict[str, Any]:
-        """Read the common state as it was saved; a CheckpointError if it is no dict."""
+        """Read the common state as it was saved; a CheckpointError if it is not a dict."""
         if not (self.path / COMMON_FILE).exists() and _COMMON_OBJECT in self._stored.objects:
             content = CheckpointContent(objects={_COMMON_OBJECT: None})
             common = read_sharded(self.path, self._metadata, content)[_COMMON_OBJECT]
@@ -150,7 +150,7 @@ class TorchDistSource:
             or volume(box) != elements
         ):
             raise CheckpointError(
-                f"{self.path}: {chunk.key} has shape {[*grid, elements]}, which is no grid of flattened boxes of "
+                f"{self.path}: {chunk.key} has shape {[*grid, elements]}, which is not a grid of flattened boxes of "
                 f"{list(chunk.global_shape)}"
             )
         touched = [

@@ -55,7 +55,7 @@ def muon_uses_all_coefficients(draft: Draft) -> str:
     if not config.uses_muon or config.muon_num_ns_steps % count == 0:
         return ""
     return (
-        f"{show(draft, 'muon_num_ns_steps')} is no multiple of the {count} coefficients of "
+        f"{show(draft, 'muon_num_ns_steps')} is not a multiple of the {count} coefficients of "
         f"{show(draft, 'muon_coefficient_type')}; use --muon-num-ns-steps {count}"
     )
 
@@ -76,7 +76,7 @@ def formats_are_asked_for(draft: Draft) -> str:
 
 
 @rule
-def sharded_weights_are_the_main_parameters(draft: Draft) -> str:
+def sharded_weights_are_master_weights(draft: Draft) -> str:
     if draft.run.optimizer.main_params_dtype == "fp32" or not draft.run.parallel.fully_shards:
         return ""
     return (
@@ -85,9 +85,9 @@ def sharded_weights_are_the_main_parameters(draft: Draft) -> str:
     )
 
 
-main_parameters_beside_half_precision = forbid(
+master_weights_require_half_precision = forbid(
     lambda run: run.optimizer.main_params_dtype != "fp32" and not run.precision.fp16 and not run.precision.bf16,
-    "{main_params_dtype}: in fp32 the weights are the main parameters; add --bf16 or --fp16",
+    "{main_params_dtype}: fp32 parameters have no master weights; add --bf16 or --fp16",
 )
 
 
@@ -118,7 +118,7 @@ every_replica_updates_all = note(
 )
 precision_awareness_without_formats = note(
     lambda run: run.optimizer.use_precision_aware_optimizer and not run.optimizer.stores_low_precision,
-    "--use-precision-aware-optimizer has no effect by itself: everything is stored in fp32; add --exp-avg-dtype bf16, "
+    "--use-precision-aware-optimizer has no effect alone: all dtypes are fp32; add --exp-avg-dtype bf16, "
     "--exp-avg-sq-dtype bf16, --main-grads-dtype bf16 or --main-params-dtype fp16",
 )
 
