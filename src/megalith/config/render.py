@@ -18,7 +18,11 @@ from megalith.registry import EMPTY, IMPORT_FLAG, TRUST_FLAG, Registry
 
 _WIDTH = 100
 _COLUMN = 38
-_RECIPE_LINE = f"  {RECIPE_FLAG + ' FILE.toml':{_COLUMN - 2}}recipe to start from; flags override it"
+_COMMAND_LINES = [
+    f"  {RECIPE_FLAG + ' FILE.toml':{_COLUMN - 2}}recipe to start from; flags override it",
+    f"  {IMPORT_FLAG + ' MODULE ...':{_COLUMN - 2}}Python modules that register objects of your own",
+    f"  {TRUST_FLAG:{_COLUMN - 2}}import the modules that the recipe names, too",
+]
 COMMON_SETTINGS = {
     "Model": """
         num_layers hidden_size num_attention_heads max_position_embeddings position_embedding_type normalization swiglu
@@ -101,7 +105,7 @@ def given_recipe(values: Mapping[str, Any]) -> str:
 def common_flags_text() -> str:
     """Return the help text of the most common flags."""
     settings = all_settings()
-    lines = [_RECIPE_LINE]
+    lines = list(_COMMAND_LINES)
     for heading, names in COMMON_SETTINGS.items():
         lines += ["", heading, *(line for name in names.split() for line in _terminal_lines(settings[name]))]
     lines += ["", "--help-all shows all flags."]
@@ -110,11 +114,7 @@ def common_flags_text() -> str:
 
 def flags_text(registry: Registry = EMPTY) -> str:
     """Return the help text of all flags that have an effect, including those of registered objects."""
-    lines = [
-        _RECIPE_LINE,
-        f"  {IMPORT_FLAG + ' MODULE ...':{_COLUMN - 2}}Python modules that register objects of your own",
-        f"  {TRUST_FLAG:{_COLUMN - 2}}import the modules that the recipe names, too",
-    ]
+    lines = list(_COMMAND_LINES)
     parts = [part for group, kind in group_types().items() for part in _parts(group, kind, registry)]
     for entry in registry.entries:
         own = [one for one in all_settings(registry).values() if one.group == entry.name]

@@ -67,7 +67,7 @@ def test_the_terminal_names_every_flag_with_an_effect_once_and_the_model_first()
 def test_common_flags_are_few_declared_ones_in_order() -> None:
     names = [name for part in COMMON_SETTINGS.values() for name in part.split()]
     flags = options_of(common_flags_text())
-    assert flags == ["--config", *declared(names)]
+    assert flags == ["--config", "--import", "--trust-recipe", *declared(names)]
     assert len(flags) <= 40 and len(set(flags)) == len(flags)
     required = [one.flag for one in all_settings().values() if one.required]
     expected = [*required, "--data-path", "--tensor-model-parallel-size", "--save", "--load", "--bf16", "--train-iters"]
