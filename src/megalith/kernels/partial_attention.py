@@ -57,11 +57,11 @@ def attend_part(
     Returns:
         The context [B, H, Q, K] and the lse [B, H, Q].
     """
-    q, k, v = _expand_heads(q, k, v)
+    q, k, v = map(_dense_heads, (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if flash and dropout is None and hidden is None and has_flash(q):
         return flash_forward(q, k, v, causal, scale)
-    return _blocks_forward(q, k, v, _Mask(causal, hidden, scale), dropout)
+    return _blocks_forward(q, *_expand_heads(q, k, v), _Mask(causal, hidden, scale), dropout)
 
 
 def attend_part_backward(
@@ -82,15 +82,43 @@ def attend_part_backward(
 
     `grad`, `context` and `lse` are those of all keys; the other arguments are those of `attend_part`.
     """
-    groups = k.shape[1]
-    q, k, v = _expand_heads(q, k, v)
-    grad = _dense_heads(grad)
+    grad, q, k, v = map(_dense_heads, (grad, q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if flash and dropout is None and hidden is None and has_flash(q):
-        dq, dk, dv = flash_backward(grad, q, k, v, context, lse, causal, scale)
+    flash = flash and dropout is None and hidden is None and has_flash(q)
+    if flash and q.device.type != "cpu":
+        return flash_backward(grad, q, k, v, context, lse, causal, scale)
+    heads = _expand_heads(q, k, v)  # on a CPU flash attention computes the heads of a group on one thread
+    if flash:
+        dq, dk, dv = flash_backward(grad, q, *heads, context, lse, causal, scale)
     else:
-        dq, dk, dv = _blocks_backward(grad, q, k, v, context, lse, _Mask(causal, hidden, scale), dropout)
-    return dq, _sum_groups(dk, groups), _sum_groups(dv, groups)
+        dq, dk, dv = _blocks_backward(grad, q, *heads, context, lse, _Mask(causal, hidden, scale), dropout)
+    return dq, _sum_groups(dk, k.shape[1]), _sum_groups(dv, k.shape[1])
+
+
+class _GroupedAttention(torch.autograd.Function):
+    """Attention to all keys by the flash kernel; keeps key-value heads as they are, without copies for their groups."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        context, lse = attend_part(q, k, v, causal=causal, scale=scale)
+        ctx.save_for_backward(q, k, v, context, lse)
+        ctx.options = causal, scale
+        return context
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        causal, scale = ctx.options
+        return *attend_part_backward(grads[0], *ctx.saved_tensors, causal=causal, scale=scale), None, None
+
+
+def attend_groups(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """Compute attention to all keys by the flash kernel of `has_flash`. Shapes as of this module -> [B, H, Q, K].
+
+    The bits of both passes on a CPU are those of SDPA on copies. Reference twin: `nn.attend.attend_fused`.
+    """
+    context: Tensor = _GroupedAttention.apply(q, k, v, causal, scale)
+    return context
 
 
 def merge_parts(context: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
@@ -114,12 +142,10 @@ def has_flash(q: Tensor) -> bool:
     )
 
 
-def _expand_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v with one key and value head per query head, dense in the last dimension."""
+def _expand_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return k and v with one head per query head."""
     repeats = q.shape[1] // k.shape[1]
-    if repeats > 1:
-        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    return _dense_heads(q), _dense_heads(k), _dense_heads(v)
+    return (k, v) if repeats == 1 else (k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -10,7 +10,15 @@ from torch import Tensor
 from megalith.config import ModelConfig
 from megalith.kernels.cpu.attention import blocked_causal_attention, whole_attention
 from megalith.kernels.partial_attention import attend_varlen, has_varlen
-from megalith.nn.attend import PLAIN, AttentionKernel, AttentionRule, attend_fused, attend_unfused, by_document
+from megalith.nn.attend import (
+    PLAIN,
+    AttentionKernel,
+    AttentionRule,
+    attend_fused,
+    attend_unfused,
+    by_document,
+    expand_groups,
+)
 from megalith.nn.precision import product_dtype
 
 SMALL = 2**16
@@ -56,8 +64,7 @@ def attend_by_device(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: Atte
         bias, hides = rule.bias(), rule.causal or rule.limits(k.shape[0]) or rule.hides
         context = whole_attention(
             q.to(dtype),
-            k.to(dtype),
-            v.to(dtype),
+            *(expand_groups(x.to(dtype), q.shape[2]) for x in (k, v)),
             bias=None if bias is None else bias.to(dtype),
             hidden=rule.hidden(q.shape[0], k.shape[0], q.device) if hides else None,
             dropout=dropout,

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megalith.kernels.partial_attention import attend_groups, has_flash
 from megalith.nn.documents import Documents
 from megalith.nn.precision import at_least_fp32, matmul, product_dtype
 
@@ -112,7 +113,7 @@ PLAIN = AttentionRule()
 """Every earlier key, and nothing else."""
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, float, AttentionRule], Tensor]
-"""(q [Q, B, H, K], k [S, B, H, K], v [S, B, H, K], dropout, rule) -> context [Q, B, H, K].
+"""(q [Q, B, H, K], k [S, B, G, K], v [S, B, G, K], dropout, rule) -> context [Q, B, H, K].
 
 The last query's own key is the last one.
 """
@@ -122,6 +123,30 @@ def expand_groups(x_SBGK: Tensor, num_heads: int) -> Tensor:
     """Repeat each key-value head for the query heads of its group. [S, B, G, K] -> [S, B, H, K]."""
     groups = x_SBGK.shape[2]
     return x_SBGK if groups == num_heads else x_SBGK.repeat_interleave(num_heads // groups, dim=2)
+
+
+def sdpa(
+    q_BHQK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, dropout: float, *, causal: bool, scale: float
+) -> Tensor:
+    """Apply torch SDPA, without copies of key-value heads where its kernel needs none. -> [B, H, Q, K].
+
+    CUDA's memory-efficient kernel takes no groups before torch 2.14, and SDPA would compute all scores without a word;
+    it is the one for masks and for what flash attention does not support, so heads are repeated there. On a CPU the
+    backward pass of SDPA would use a thread for each group alone.
+    """
+    inputs, heads = (q_BHQK, k_BGSK, v_BGSK), q_BHQK.shape[1]
+    if k_BGSK.shape[1] != heads:
+        takes_groups = by_flash = mask is None and has_flash(q_BHQK)
+        if q_BHQK.device.type == "cpu":
+            takes_groups = not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
+            if by_flash and dropout == 0.0 and not takes_groups and not torch.compiler.is_compiling():
+                return attend_groups(*inputs, causal=causal, scale=scale)
+        if not takes_groups:
+            k_BGSK, v_BGSK = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k_BGSK, v_BGSK))
+    grouped = k_BGSK.shape[1] != heads
+    return nn.functional.scaled_dot_product_attention(
+        q_BHQK, k_BGSK, v_BGSK, mask, dropout, causal, scale=scale, enable_gqa=grouped
+    )
 
 
 def by_document(
@@ -169,18 +194,18 @@ def _sdpa_mask(rule: AttentionRule, num_queries: int, num_keys: int, q: Tensor) 
 
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: AttentionRule = PLAIN) -> Tensor:
-    """Compute softmax(scale q k^T) v by torch SDPA. [Q, B, H, K], 2 x [S, B, H, K] -> [Q, B, H, K]."""
+    """Compute softmax(scale q k^T) v by torch SDPA. [Q, B, H, K], 2 x [S, B, G, K] -> [Q, B, H, K]."""
     if rule.documents is not None:
         return by_document(attend_fused, q, k, v, dropout, rule)
     dtype, source, size = product_dtype(q), q.dtype, q.shape[-1]
-    q_BHQK, k_BHSK, v_BHSK = (x.to(dtype).permute(1, 2, 0, 3) for x in (q, k, v))
+    if rule.sink_H is not None:  # each head has a key of its own
+        k, v = expand_groups(k, q.shape[2]), expand_groups(v, q.shape[2])
+    q_BHQK, k_BGSK, v_BGSK = (x.to(dtype).permute(1, 2, 0, 3) for x in (q, k, v))
     scale, mask = rule.scale_of(size), _sdpa_mask(rule, q.shape[0], k.shape[0], q_BHQK)
     causal = rule.causal and q.shape[0] == k.shape[0]
     if mask is not None and rule.sink_H is not None:
-        q_BHQK, k_BHSK, v_BHSK, mask = _with_sink(q_BHQK, k_BHSK, v_BHSK, mask, rule.sink_H, scale)
-    context = nn.functional.scaled_dot_product_attention(
-        q_BHQK, k_BHSK, v_BHSK, attn_mask=mask, dropout_p=dropout, is_causal=causal and mask is None, scale=scale
-    )
+        q_BHQK, k_BGSK, v_BGSK, mask = _with_sink(q_BHQK, k_BGSK, v_BGSK, mask, rule.sink_H, scale)
+    context = sdpa(q_BHQK, k_BGSK, v_BGSK, mask, dropout, causal=causal and mask is None, scale=scale)
     return context[..., :size].permute(2, 0, 1, 3).to(source)
 
 
@@ -190,8 +215,9 @@ def attend_unfused(
     """Compute softmax(scale q k^T) v, rounding every intermediate as Megatron's local implementation does
     (docs/reference/training.md#loss).
 
-    Shapes: [Q, B, H, K], 2 x [S, B, H, K] -> [Q, B, H, K].
+    Shapes: [Q, B, H, K], 2 x [S, B, G, K] -> [Q, B, H, K].
     """
+    k, v = expand_groups(k, q.shape[2]), expand_groups(v, q.shape[2])
     if rule.documents is not None:
         return by_document(partial(attend_unfused, softmax_in_fp32=softmax_in_fp32), q, k, v, dropout, rule)
     num_queries, batch, heads, size = q.shape

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from megalith.nn.attend import PLAIN, AttentionKernel, AttentionRule, Mask, attend_fused, expand_groups
+from megalith.nn.attend import PLAIN, AttentionKernel, AttentionRule, Mask, attend_fused
 from megalith.nn.cache import LayerCache
 from megalith.nn.documents import Documents
 from megalith.nn.linear import Linear, column, row
@@ -89,8 +89,7 @@ class ContextParallelAttention:
         Shapes: q [S / parts, B, H, K], k and v [S / parts, B, G, K], all rotated -> [S / parts, B, H, K].
         `kernel` is that for whole sequences; the sinks of `rule` are those of the heads of q.
         """
-        heads = q.shape[2]
-        return kernel(q, expand_groups(k, heads), expand_groups(v, heads), dropout, rule)
+        return kernel(q, k, v, dropout, rule)
 
 
 class LocalAttention(ContextParallelAttention):
@@ -236,6 +235,8 @@ class SelfAttention(Attention):
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if rope is not None:
             q, k = (rotate(x, rope, interleaved=self.shape.rotary_interleaved) for x in (q, k))
+        if cache is None and self.num_groups < self.num_heads:  # views would keep the projection for the backward pass
+            k, v = k.contiguous(), v.contiguous()
         context = (
             self.context(q, k, v, self.rule_for(q, documents, mask))
             if cache is None

@@ -249,7 +249,7 @@ class UlyssesAttention(_BalancedPositions):
         q, k, v = whole.split((heads // parts, groups // parts, groups // parts), dim=2)
         if rule.sink_H is not None:
             rule = replace(rule, sink_H=rule.sink_H.view(parts, -1)[self.axis.index])
-        context = kernel(q, expand_groups(k, q.shape[2]), expand_groups(v, q.shape[2]), dropout, rule)
+        context = kernel(q, k, v, dropout, rule)
         return comm.exchange(self._by_rank(context), self.axis, split_dim=0, concat_dim=2)
 
     def _by_position(self, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megalith.config import ModelConfig
-from megalith.nn.attend import PLAIN, AttentionRule, Mask, attend_fused, expand_groups
+from megalith.nn.attend import PLAIN, AttentionRule, Mask, attend_fused, sdpa
 from megalith.nn.cross_attention import CrossAttention
 from megalith.nn.precision import product_dtype
 from megalith.serve.runner import Batch, Chunk
@@ -250,7 +250,7 @@ class LayerCacheView:
             bias_HQS = rule.mask.bias_HQS[:, span.begin : span.end, : span.length]
             rule = replace(rule, mask=Mask(None, bias_HQS))
         if not rule.sees_all(span.length):
-            k, v = (expand_groups(x.transpose(0, 1)[:, None], heads) for x in (k_GSK, v_GSK))
+            k, v = (x.transpose(0, 1)[:, None] for x in (k_GSK, v_GSK))
             return attend_fused(q_QHK[:, None], k, v, 0.0, rule).squeeze(1)
         scale = rule.scale_of(size)
         groups = k_GSK.shape[0]
@@ -259,13 +259,9 @@ class LayerCacheView:
         if new == 1:  # the queries of a group see the same keys: they take the place of positions
             q = q.view(1, groups, heads // groups, size)
             return scaled_dot_product_attention(q, k[None], v[None], scale=scale).reshape(1, heads, size).to(source)
-        if groups != heads:
-            k, v = (x.repeat_interleave(heads // groups, dim=0) for x in (k, v))
         whole = new == span.length
         mask = None if whole else self.view.mask(new, span.length)
-        context = scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, is_causal=whole, scale=scale
-        )
+        context = sdpa(q.transpose(0, 1)[None], k[None], v[None], mask, 0.0, causal=whole, scale=scale)
         return context[0].transpose(0, 1).to(source)
 
     def _keys_and_values(self, rows: slice | Tensor) -> tuple[Tensor, Tensor]:

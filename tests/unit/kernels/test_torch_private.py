@@ -29,6 +29,23 @@ def test_flash_kernel_for_cpus() -> None:
         torch.testing.assert_close(found, right, msg="aten._scaled_dot_product_flash_attention_for_cpu_backward")
 
 
+@pytest.mark.skipif(not private.has_cpu_flash(), reason="this torch has no flash kernel for CPUs")
+def test_flash_kernel_for_cpus_takes_groups() -> None:
+    q, k, v = torch.randn(2, 6, 5, 4), torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4)
+    grad, copies = torch.randn_like(q), [x.repeat_interleave(3, dim=1) for x in (k, v)]
+    context, lse = private.flash_forward(q, k, v, True, SCALE)
+    wanted = private.flash_forward(q, *copies, True, SCALE)
+    torch.testing.assert_close((context, lse), wanted, msg="aten._scaled_dot_product_flash_attention_for_cpu: groups")
+    dq, dk, dv = private.flash_backward(grad, q, k, v, context, lse, True, SCALE)
+    right_dq, *sums = private.flash_backward(grad, q, *copies, context, lse, True, SCALE)
+    right_dk, right_dv = (x.unflatten(1, (2, 3)).sum(2) for x in sums)
+    torch.testing.assert_close(
+        (dq, dk, dv),
+        (right_dq, right_dk, right_dv),
+        msg="aten._scaled_dot_product_flash_attention_for_cpu_backward: groups",
+    )
+
+
 def test_gradient_of_a_softmax() -> None:
     scores, grad = torch.randn(3, 7, requires_grad=True), torch.randn(3, 7)
     probabilities = scores.softmax(-1)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalith.kernels.cpu.attention import BLOCK, blocked_causal_attention
 from megalith.models.attention_kernels import attend_by_device
+from megalith.nn import attend as attend_module
 from megalith.nn.attend import PLAIN, AttentionRule, Mask, attend_fused, attend_unfused, expand_groups
 from megalith.nn.rope import rotate, rotation
 
@@ -172,6 +173,69 @@ def test_blocked_attention_in_bf16_is_as_exact_as_its_dtype() -> None:
 def test_groups_repeat_each_key_head_for_its_queries() -> None:
     x = torch.arange(2.0).view(1, 1, 2, 1)
     assert expand_groups(x, 6).flatten().tolist() == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("kernel", ["fused", "unfused", "by device", "blocked"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", [PLAIN, AttentionRule(window=3), AttentionRule(causal=False)], ids=str)
+def test_groups_are_attended_to_as_their_copies(kernel: str, dtype: torch.dtype, rule: AttentionRule) -> None:
+    attend = {
+        "fused": attend_fused,
+        "unfused": partial(attend_unfused, softmax_in_fp32=True),
+        "by device": attend_by_device,
+        "blocked": lambda q, k, v, dropout, rule: blocked_causal_attention(q, k, v, dropout, window=rule.window),
+    }[kernel]
+    if kernel == "blocked" and not rule.causal:
+        pytest.skip("it is causal")
+    torch.manual_seed(0)
+    leaves = [torch.randn(BLOCK + 9, 2, heads, 8).to(dtype).requires_grad_() for heads in (6, 2, 2)]
+    q, k, v = leaves
+    found = attend(q, k, v, 0.0, rule)
+    wanted = attend(q, expand_groups(k, 6), expand_groups(v, 6), 0.0, rule)
+    assert torch.equal(found, wanted)
+    upstream = torch.randn_like(q)
+    gradients, right = (torch.autograd.grad(context, leaves, upstream) for context in (found, wanted))
+    assert torch.equal(gradients[0], right[0])
+    for ours, theirs in zip(gradients[1:], right[1:], strict=True):
+        if dtype != torch.bfloat16:
+            assert torch.equal(ours, theirs)
+        else:  # where products are in fp32 the sum over a group is rounded once, and that of copies twice
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=2.0**-7 * float(theirs.abs().max()))
+    with torch.no_grad():
+        copies = attend(q, expand_groups(k, 6), expand_groups(v, 6), 0.0, rule)
+        assert torch.equal(attend(q, k, v, 0.0, rule), copies)
+
+
+@pytest.mark.parametrize("attend", [attend_fused, blocked_causal_attention])
+def test_no_copies_of_the_groups_are_kept(attend: Callable[..., Tensor]) -> None:
+    q, k, v = (torch.randn(256, 2, heads, 16, requires_grad=True) for heads in (8, 2, 2))
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attend(q, k, v, 0.0)
+    of_queries, of_groups, of_sums = (x.numel() * x.element_size() for x in (q, k, q[..., 0]))
+    assert sum(kept.values()) <= 2 * of_queries + 2 * of_groups + of_sums  # q and the context, k and v, the log-sum-exp
+
+
+@pytest.mark.parametrize(("flash", "masked", "heads"), [(True, False, 2), (True, True, 6), (False, False, 6)])
+def test_groups_are_repeated_where_a_gpu_s_kernel_takes_none(
+    monkeypatch: pytest.MonkeyPatch, flash: bool, masked: bool, heads: int
+) -> None:
+    received: list[tuple[int, int, bool]] = []
+
+    def record(q: Tensor, k: Tensor, v: Tensor, *_: object, enable_gqa: bool, scale: float) -> Tensor:
+        received.append((k.shape[1], v.shape[1], enable_gqa))
+        return q
+
+    monkeypatch.setattr(attend_module, "has_flash", lambda q: flash)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    q, k, v = (torch.empty(5, 1, number, 8, device="meta") for number in (6, 2, 2))
+    attend_fused(q, k, v, 0.0, AttentionRule(window=2) if masked else PLAIN)
+    assert received == [(heads, heads, heads == 2)]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

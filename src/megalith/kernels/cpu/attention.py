@@ -59,7 +59,10 @@ def _probabilities(q_NQK: Tensor, k_NSK: Tensor, mask_QQ: Tensor, window: int | 
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Causal attention in blocks of queries on [N, S, K], N = batch * heads; queries are already scaled.
+    """Causal attention in blocks of queries: q [N, S, K], N = batch * heads, already scaled; k and v [M, S, K].
+
+    N is a multiple of M = batch * groups; keys and values are repeated for the query heads of their group in each pass
+    and kept as they are.
 
     Queries in block [s, e) attend to keys below e only, so a block takes three products on [N, e - s, e] scores, with
     the triangle inside the block masked. The backward pass recomputes the probabilities from q and k. With a sliding
@@ -75,6 +78,7 @@ class _BlockedAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: Dropout | None, window: int | None) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.dropout, ctx.window = dropout, window
+        k, v = _expand(k, q), _expand(v, q)
         masks = None if dropout is None else dropout.masks(q.device)
         mask = _block_mask(q)
         out = torch.empty_like(q)
@@ -88,7 +92,8 @@ class _BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v = ctx.saved_tensors
+        q, *kv = ctx.saved_tensors
+        k, v = (_expand(x, q) for x in kv)
         masks = None if ctx.dropout is None else ctx.dropout.masks(q.device)
         mask, grad = _block_mask(q), grads[0]
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -106,7 +111,18 @@ class _BlockedAttention(torch.autograd.Function):
             d_scores = softmax_backward(d_probabilities, probabilities)
             dq[:, rows] = torch.bmm(d_scores, k_block)
             dk[:, keys] += torch.bmm(d_scores.transpose(1, 2), q_block)
-        return dq, dk, dv, None, None
+        return dq, _sum_groups(dk, len(kv[0])), _sum_groups(dv, len(kv[1])), None, None
+
+
+def _expand(x_MSK: Tensor, q_NSK: Tensor) -> Tensor:
+    """Repeat each key-value head for the query heads of its group. [M, S, K] -> [N, S, K]."""
+    repeats = q_NSK.shape[0] // x_MSK.shape[0]
+    return x_MSK if repeats == 1 else x_MSK.repeat_interleave(repeats, dim=0)
+
+
+def _sum_groups(x_NSK: Tensor, heads: int) -> Tensor:
+    """Sum over the query heads of each group. [N, S, K] -> [heads, S, K]."""
+    return x_NSK if len(x_NSK) == heads else x_NSK.unflatten(0, (heads, -1)).sum(1)
 
 
 def _block_mask(q: Tensor) -> Tensor:
@@ -115,8 +131,8 @@ def _block_mask(q: Tensor) -> Tensor:
 
 def blocked_causal_attention(
     q_SBHK: Tensor,
-    k_SBHK: Tensor,
-    v_SBHK: Tensor,
+    k_SBGK: Tensor,
+    v_SBGK: Tensor,
     dropout: float = 0.0,
     *,
     scale: float | None = None,
@@ -124,14 +140,14 @@ def blocked_causal_attention(
 ) -> Tensor:
     """Compute causal softmax(scale q k^T) v over equally many queries and keys, with dropout of the probabilities.
 
-    Shapes: 3 x [S, B, H, K] -> [S, B, H, K].
+    Shapes: [S, B, H, K], 2 x [S, B, G, K], H a multiple of G -> [S, B, H, K].
     Memory: q, k and v are kept for the backward pass; no scores and no dropout masks.
     Reference twin: `nn.attend.attend_fused`.
 
     `scale` is 1 / sqrt(K) unless given; with a `window` each query attends to itself and `window` keys before it.
     """
     length, batch, heads, size = q_SBHK.shape
-    flat = [x.permute(1, 2, 0, 3).reshape(batch * heads, length, size) for x in (q_SBHK, k_SBHK, v_SBHK)]
+    flat = [x.permute(1, 2, 0, 3).reshape(-1, length, size) for x in (q_SBHK, k_SBGK, v_SBGK)]
     scaled = flat[0] * (size**-0.5 if scale is None else scale)
     out: Tensor = _BlockedAttention.apply(scaled, *flat[1:], Dropout.draw(dropout), window)
     return out.view(batch, heads, length, size).permute(2, 0, 1, 3)
