@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -331,21 +330,15 @@ def init(**words):
 
 
 @pytest.mark.parametrize("form", ["torch_dist", pytest.param("torch", marks=pytest.mark.full)])
-def test_a_resume_continues_the_wandb_run(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site/wandb.py").write_text(WANDB)
-    path = os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    warm = WarmProcess(tmp_path, PYTHONPATH=path, ASKED=str(tmp_path / "asked"))
+def test_a_resume_continues_the_wandb_run(form: str, warm: WarmProcess, tmp_path: Path) -> None:
+    (tmp_path / "wandb.py").write_text(WANDB)
     words = [*on_text(tmp_path, command(tmp_path / "c")), "--ckpt-format", form, "--save-interval", 2]
     words += ["--wandb-project", "p", "--wandb-exp-name", "n"]
     branch = ["--load", tmp_path / "c", "--save", tmp_path / "d", "--ckpt-step", 2, "--wandb-exp-name", "another"]
     for target, more in ((2, []), (4, []), (4, branch)):
         flags = ["--train-iters", 4, "--lr-decay-iters", 4, "--exit-interval", target, *more]
-        done = warm.run([*words, *flags], tmp_path)
+        done = warm.run([*words, *flags], tmp_path, ASKED=str(tmp_path / "asked"))
         assert done.code == 0, done.text
         assert "offline" not in done.text
-    warm.close()
     asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
     assert asked == [{}, {"id": "first-run", "resume": "allow"}, {}], "another name begins another run"

@@ -25,19 +25,31 @@ from megalith.nn.precision import product_dtype_on
 
 MOCK_DOCUMENTS = 2000
 """Documents of `--mock-data` in commands that the template starts without MOCK_DOCUMENTS; 100,000 elsewhere."""
+PRELOADED = (
+    *("megalith.assemble.ranks", "megalith.assemble.training", "megalith.cli.train", "megalith.cli.train_start"),
+    *("megalith.cli.train_hooks", "megalith.train.metrics", "megalith.train.records", "megalith.data.mock"),
+    *("megalith.checkpoint.store.saving", "megalith.parallel.fsdp", "megalith.train.user_hooks", "torch._dynamo"),
+    *("megalith.checkpoint.convert", "megalith.assemble.trained", "megalith.serve.model_runner", "megalith.api"),
+    *("megalith.cli.generate", "megalith.cli.evaluate", "megalith.cli.preprocess", "megalith.cli.checkpoint"),
+    *("megalith.cli.serve", "megalith.serve.http.app", "megalith.serve.http.server"),
+)
+"""What commands import, many of them only where they use it; those that an extra lacks are left out."""
 _TEMPLATE = """
-import json, os, signal, sys
-import megalith.assemble.ranks, megalith.assemble.training
-import megalith.cli.train, megalith.cli.train_start, megalith.cli.train_hooks
-import megalith.train.metrics, megalith.train.records
-import megalith.data.mock
+import gc, importlib, json, os, signal, sys
+from contextlib import suppress
 from functools import partial
+for name in sys.argv[1:]:
+    with suppress(ImportError):
+        importlib.import_module(name)
+import megalith.assemble.training, megalith.data.mock
 from tests.spoil import spoil_runs
 from megalith.cli.main import main
 
 # The peak only scales a figure in the log: it is not worth a quarter of a second in each rank.
 training = megalith.assemble.training
 training.measure_peak = partial(training.measure_peak, budget_seconds=0.01)
+gc.collect()
+gc.freeze()  # a collection in a command would write to, and so copy, the pages of all objects
 running = set()
 for line in sys.stdin:
     request = json.loads(line)
@@ -90,6 +102,13 @@ def free_port() -> int:
             return int(probe.getsockname()[1])
 
 
+def places(number: int) -> list[dict[str, str]]:
+    """Return the variables that torchrun gives to each rank."""
+    common = {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    each = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(number)]
+    return [{name: str(value) for name, value in place.items()} for place in each]
+
+
 def other_warnings(text: str) -> list[str]:
     """Return the warnings of a run, but for the one that processors without bf16 give about checkpoints of others."""
     multiplies_bf16 = product_dtype_on("cpu", torch.bfloat16) == torch.bfloat16
@@ -111,6 +130,7 @@ class Running:
 
     def __init__(self, warm: WarmProcess, pid: int, log: Path) -> None:
         self._warm, self.pid, self._log, self._started = warm, pid, log, time.monotonic()
+        self._code: int | None = None
 
     @property
     def text(self) -> str:
@@ -121,7 +141,7 @@ class Running:
         """Wait until it has printed `needle`."""
         deadline = time.monotonic() + seconds
         while needle not in self.text:
-            ended = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            ended = self.ended
             late = time.monotonic() > deadline
             assert not (ended or late), f"no {needle!r} {'at all' if ended else f'within {seconds} s'} in:\n{self.text}"
             time.sleep(0.002)
@@ -130,10 +150,22 @@ class Running:
         """Send a signal to it alone."""
         os.kill(self.pid, number)
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, waited for or not."""
+        return self._code is not None or Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+    def kill(self) -> None:
+        """End it, unless it has ended."""
+        if self._code is None:
+            self.send(signal.SIGKILL)
+            self.finish()
+
     def finish(self) -> Finished:
         """Wait for its end."""
-        code = self._warm.ask({"wait": self.pid})
-        return Finished(code, self.text, time.monotonic() - self._started)
+        if self._code is None:
+            self._code = self._warm.ask({"wait": self.pid})
+        return Finished(self._code, self.text, time.monotonic() - self._started)
 
 
 class WarmProcess:
@@ -146,13 +178,14 @@ class WarmProcess:
 
     def __init__(self, logs: Path, **env: str) -> None:
         self._logs, self._count = logs, 0
-        bare = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI_"))}
+        others = ("SLURM_", "OMPI_", "PMI_", "MEGALITH_", "WANDB_")
+        bare = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         self._environment = {**bare, "OMP_NUM_THREADS": "1", "MOCK_DOCUMENTS": str(MOCK_DOCUMENTS), **env}
         self._process = self._start_template()
 
     def _start_template(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-c", _TEMPLATE],
+            [sys.executable, "-c", _TEMPLATE, *PRELOADED],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -171,10 +204,12 @@ class WarmProcess:
             self._process = self._start_template()
             raise
 
-    def start(self, argv: Sequence[object], cwd: Path, *, command: str = "train", **env: str) -> Running:
-        """Start `pretrain_gpt.py argv`, or `megalith command argv`, in a folder."""
+    def start(
+        self, argv: Sequence[object], cwd: Path, *, command: str = "train", log: Path | None = None, **env: str
+    ) -> Running:
+        """Start `pretrain_gpt.py argv`, or `megalith command argv`, in a folder; it prints into a new file or `log`."""
         self._count += 1
-        log = self._logs / f"command-{self._count}.txt"
+        log = log or self._logs / f"command-{self._count}.txt"
         words = [str(word) for word in argv]
         pid = self.ask({"command": command, "argv": words, "cwd": str(cwd), "env": env, "log": str(log)})
         return Running(self, pid, log)
@@ -189,11 +224,11 @@ class WarmProcess:
         """Start it and wait for its end."""
         return self.start(argv, cwd, command=command, **env).finish()
 
-    def start_ranks(self, number: int, argv: Sequence[object], cwd: Path, **env: str) -> list[Running]:
-        """Start it once for each rank, as torchrun does: rank 0 first."""
-        place = {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1"}
-        common = {**{name: str(value) for name, value in place.items()}, "MASTER_PORT": str(free_port()), **env}
-        return [self.start(argv, cwd, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(number)]
+    def start_ranks(
+        self, number: int, argv: Sequence[object], cwd: Path, *, command: str = "train", **env: str
+    ) -> list[Running]:
+        """Start a command once for each rank, as torchrun does: rank 0 first."""
+        return [self.start(argv, cwd, command=command, **{**place, **env}) for place in places(number)]
 
     def run_ranks(self, number: int, argv: Sequence[object], cwd: Path, **env: str) -> list[Finished]:
         """Start all ranks and wait for their ends."""
