@@ -70,28 +70,28 @@ def run(minutes: float, seed: int, folder: Path) -> tuple[list[list[str]], list[
     prepare_data(folder)
     warm = WarmProcess(folder)
     made = warm.run([*TRAIN, "--train-iters", 4, "--save", "c", "--save-interval", 4], folder)
-    warm.close()
     assert made.code == 0, made.text
-    serve = ["-m", "megalith", "serve", folder / "c", "--port", 0, "--max-batch", 4, "--max-queue", 32]
-    with started(serve) as server:
+    serve = [folder / "c", "--port", 0, "--max-batch", 4, "--max-queue", 32]
+    with started(warm, serve) as server:
         record = Record(server.port, time.monotonic() + 60 * minutes)
         workers: list[Callable[[Record, int], None]] = [_described, _spoiled, _raw]
         threads = [threading.Thread(target=_guarded, args=(worker, record, seed)) for worker in workers]
         for thread in threads:
             thread.start()
-        while any(thread.is_alive() for thread in threads) and server.process.poll() is None:
+        while any(thread.is_alive() for thread in threads) and not server.process.ended:
             _health(record)
             time.sleep(0.5)
         record.deadline = 0.0
         for thread in threads:
             thread.join()
-        if server.process.poll() is None:
-            server.process.send_signal(signal.SIGTERM)
+        if not server.process.ended:
+            server.process.send(signal.SIGTERM)
         code = server.end()
         if code != 0:
             record.findings["end"] = f"the server ended with {code}: {server.text[-2000:]}"
         for trace in server.text.split("Traceback (most recent call last)")[1:]:
             record.findings.setdefault(trace[-200:], f"a traceback on the console: {trace[:3000]}")
+    warm.close()
     statuses = sorted({status for _, status in record.counts})
     kinds = sorted({kind for kind, _ in record.counts})
     table = [[kind, *(str(record.counts[kind, status]) for status in statuses)] for kind in kinds]

@@ -38,25 +38,19 @@ PUBLISHED = (
 
 
 @pytest.fixture(scope="module")
-def work(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(warm: WarmProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text.jsonl, vocab.txt and the dataset that the tool makes of them."""
     folder = tmp_path_factory.mktemp("chinese")
     write_text(folder / "text.jsonl", 80)
     write_vocabulary(folder / "vocab.txt")
     words = "--input text.jsonl --output-prefix my-bert --split-sentences --tokenizer-type BertWordPieceLowerCase"
-    tool = [
-        sys.executable,
-        str(repository / "tools" / "preprocess_data.py"),
-        *words.split(),
-        "--vocab-file",
-        "vocab.txt",
-    ]
-    told = subprocess.run(tool, cwd=folder, capture_output=True, text=True)
-    if told.returncode:  # where nltk's data are not: the message says what does without
-        assert "--sentence-splitter marks" in told.stderr
-    done = subprocess.run([*tool, "--sentence-splitter", "marks"], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "80 documents" in done.stdout
+    tool = [*words.split(), "--vocab-file", "vocab.txt"]
+    told = warm.run(tool, folder, command="preprocess")
+    if told.code:  # where nltk's data are not: the message says what does without
+        assert "--sentence-splitter marks" in told.text
+    done = warm.run([*tool, "--sentence-splitter", "marks"], folder, command="preprocess")
+    assert done.code == 0, done.text
+    assert "80 documents" in done.text
     return folder
 
 
@@ -71,19 +65,17 @@ def _losses(text: str) -> dict[int, str]:
     return {int(match[1]): match[2] for match in found}
 
 
-def _train_resumed(work: Path, warm: WarmProcess, script: Path, family: str, flags: str, save: str) -> dict[int, str]:
-    """Train by the root script as the users do; a second run that was stopped half-way has to end alike."""
-    whole = subprocess.run(
-        [sys.executable, str(script), *_flags(work, flags, save)], cwd=work, capture_output=True, text=True
-    )
-    assert whole.returncode == 0, whole.stdout + whole.stderr
+def _train_resumed(work: Path, warm: WarmProcess, family: str, flags: str, save: str) -> dict[int, str]:
+    """Train as the root script does; a second run that was stopped half-way has to end alike."""
+    whole = warm.run(["--model-family", family, *_flags(work, flags, save)], work)
+    assert whole.code == 0, whole.text
     for half in (("--exit-interval", 6), ()):
         part = warm.run(["--model-family", family, *_flags(work, flags, f"{save}-halves", *half)], work)
         assert part.code == 0, part.text
-    losses = _losses(whole.stdout)
+    losses = _losses(whole.text)
     assert sorted(losses) == [2, 4, 6, 8, 10, 12]
     assert _losses(part.text)[12] == losses[12], "the same numbers from step 8 on"
-    assert "successfully saved checkpoint" in whole.stdout and "validation loss at" in whole.stdout
+    assert "successfully saved checkpoint" in whole.text and "validation loss at" in whole.text
     return losses
 
 
@@ -94,18 +86,18 @@ def _evaluated(work: Path, *words: object) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def bert(work: Path, warm: WarmProcess, repository: Path) -> Path:
+def bert(work: Path, warm: WarmProcess) -> Path:
     """A checkpoint of a BERT in the form of the one published."""
     flags = f"{BERT} --apply-residual-connection-post-layernorm --no-bias-gelu-fusion"
-    losses = _train_resumed(work, warm, repository / "pretrain_bert.py", "bert", flags, "B")
+    losses = _train_resumed(work, warm, "bert", flags, "B")
     assert all("sop loss" in line for line in losses.values())
     return work / "B"
 
 
 @pytest.fixture(scope="module")
-def t5(work: Path, warm: WarmProcess, repository: Path) -> Path:
+def t5(work: Path, warm: WarmProcess) -> Path:
     """A checkpoint of a T5 in Megatron's form."""
-    _train_resumed(work, warm, repository / "pretrain_t5.py", "t5", T5, "T")
+    _train_resumed(work, warm, "t5", T5, "T")
     return work / "T"
 
 
@@ -221,12 +213,14 @@ def test_masks_are_filled(bert: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_server_answers_as_the_command_line(t5: Path, ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_answers_as_the_command_line(
+    warm: WarmProcess, t5: Path, ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompt = "\u4e00\u4e03<extra_id_0>\u4e0e"
     words = ["--prompt", prompt, "--temperature", "5", "--top-p", "0", "--max-new-tokens", "6", "--seed", "7"]
     assert main(["generate", str(t5), *words]) == 0
     alone = capsys.readouterr().out
-    with started(["-m", "megalith", "serve", t5, "--port", 0, "--tp", ranks], ranks) as server:
+    with started(warm, [t5, "--port", 0, "--tp", ranks], ranks) as server:
         body = {"prompt": prompt, "temperature": 5, "max_tokens": 6, "seed": 7}
         status, found = server.ask("POST", "/v1/completions", body)
         assert status == 200, found

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from megalith.cli.main import main
 from megalith.train.metrics import read_metrics
 
 from .small_run import write_text
-from .warm import WarmProcess
+from .warm import Finished, WarmProcess
 
 TRAIN = [
     *("--num-layers", 4, "--hidden-size", 16, "--num-attention-heads", 4, "--seq-length", 8, "--eval-iters", 0),
@@ -37,11 +34,9 @@ TRAIN = [
 UTIL, TODAY = "tools/checkpoint_util.py", "tools/checkpoint/convert.py"
 
 
-def typed(repository: Path, cwd: Path, line: str) -> subprocess.CompletedProcess[str]:
-    """A command line as a user types it in the checkout; `python` is the one of the tests."""
-    words = line.replace("python tools", f"python {repository}/tools").split()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *words[1:]], cwd=cwd, env=environment, capture_output=True, text=True)
+def typed(warm: WarmProcess, cwd: Path, tool: str, line: str) -> Finished:
+    """A command line as a user types it in the checkout, as the script of the tool passes it on."""
+    return warm.run([Path(tool).name, *line.split()], cwd, command="checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -61,23 +56,23 @@ def tree(save: Path) -> list[str]:
 
 
 def test_merging_with_the_tool_of_2023(
-    trained: tuple[Path, list[object]], repository: Path, capfd: pytest.CaptureFixture[str]
+    trained: tuple[Path, list[object]], warm: WarmProcess, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = trained
     done = typed(
-        repository,
+        warm,
         folder,
-        f"python {UTIL} --model-type GPT --load-dir A --save-dir B --target-tensor-parallel-size 1 "
-        "--target-pipeline-parallel-size 1",
+        UTIL,
+        "--model-type GPT --load-dir A --save-dir B --target-tensor-parallel-size 1 --target-pipeline-parallel-size 1",
     )
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.text
     assert tree(folder / "B") == [
         "iter_0000005/manifest.json",
         "iter_0000005/mp_rank_00/model_optim_rng.pt",
         "latest_checkpointed_iteration.txt",
     ]
     assert (folder / "B/latest_checkpointed_iteration.txt").read_bytes() == b"5"
-    lines = done.stdout.splitlines()
+    lines = done.text.splitlines()
     assert lines[:2] == [
         "Loaded checkpoint_loader_megatron as the loader.",
         "Loaded checkpoint_saver_megatron as the saver.",
@@ -97,19 +92,20 @@ def test_merging_with_the_tool_of_2023(
     capfd.readouterr()
 
 
-def test_splitting_with_the_tool_of_today(trained: tuple[Path, list[object]], repository: Path) -> None:
+def test_splitting_with_the_tool_of_today(trained: tuple[Path, list[object]], warm: WarmProcess) -> None:
     folder, _ = trained
     done = typed(
-        repository,
+        warm,
         folder,
-        f"python {TODAY} --model-type GPT --loader core --saver core --load-dir A --save-dir C "
+        TODAY,
+        "--model-type GPT --loader core --saver core --load-dir A --save-dir C "
         "--target-tensor-parallel-size 1 --target-pipeline-parallel-size 4 --megatron-path /nowhere",
     )
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.text
     names = [f"mp_rank_00_00{stage}" for stage in range(4)]
     assert sorted(path.name for path in (folder / "C/iter_0000005").iterdir() if path.is_dir()) == names
-    assert "--megatron-path" in done.stdout
-    assert re.search(r"successfully saved checkpoint from iteration       5 to C \[ t 1/1, p 1/4 \]", done.stdout)
+    assert "--megatron-path" in done.text
+    assert re.search(r"successfully saved checkpoint from iteration       5 to C \[ t 1/1, p 1/4 \]", done.text)
     sizes = [(folder / "C/iter_0000005" / name / "model_optim_rng.pt").stat().st_size for name in names]
     assert sizes[1] < sizes[3] and sizes[2] < sizes[0], "both ends hold the embedding"
 

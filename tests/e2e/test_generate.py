@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import shlex
 import shutil
 import subprocess
@@ -63,13 +62,11 @@ def generate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     return Generate(capsys, monkeypatch)
 
 
-def test_the_model_has_learnt_its_sentence(saved: Path) -> None:
-    words = ["generate", saved, "--prompt", "the king said", "--greedy", "--max-new-tokens", 20]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "megalith", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("the king said to the queen that the crown of the kingdom is heavy")
+def test_the_model_has_learnt_its_sentence(warm: WarmProcess, saved: Path) -> None:
+    words = [saved, "--prompt", "the king said", "--greedy", "--max-new-tokens", 20]
+    done = warm.run(words, saved.parent, command="generate")
+    assert done.code == 0
+    assert done.text.startswith("the king said to the queen that the crown of the kingdom is heavy")
 
 
 def test_an_older_iteration_and_standard_input(generate: Generate, saved: Path) -> None:

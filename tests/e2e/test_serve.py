@@ -27,7 +27,8 @@ from megalith.tokenizers import train_byte_level_bpe
 from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
 
 from .chromium import Chromium, find_chromium
-from .warm import WarmProcess, free_port
+from .test_signals import wait_for
+from .warm import Running, WarmProcess, free_port
 
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 pytest.importorskip("uvicorn", reason="the serve extra is not installed")
@@ -59,28 +60,21 @@ def saved(warm: WarmProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Server:
-    """The process of the first rank, and what it has printed."""
+    """The first rank, the others, and what the first has printed."""
 
-    def __init__(self, process: subprocess.Popen[str], others: Sequence[subprocess.Popen[str]] = ()) -> None:
-        self.process, self.others, self.lines = process, others, list[str]()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout
-        self.lines += iter(self.process.stdout.readline, "")
+    def __init__(self, process: Running, *others: Running) -> None:
+        self.process, self.others = process, others
 
     @property
     def text(self) -> str:
-        return "".join(self.lines)
+        return self.process.text
 
     @property
     def port(self) -> int:
         """Waits until it listens."""
-        deadline = time.monotonic() + 90
-        while not (found := re.search(r"Running on http://127.0.0.1:(\d+)", self.text)):
-            assert self.process.poll() is None and time.monotonic() < deadline, self.text
-            time.sleep(0.02)
+        self.process.wait_for("Running on http://127.0.0.1:", 90)
+        found = re.search(r"Running on http://127.0.0.1:(\d+)", self.text)
+        assert found
         return int(found[1])
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
@@ -95,43 +89,29 @@ class Server:
         assert found
         return float(found[1])
 
-    def end(self, seconds: float = 120) -> int:
+    def end(self) -> int:
         """Wait for its end."""
-        code = self.process.wait(seconds)
-        self._reader.join(5)
-        return code
+        return self.process.finish().code
 
 
 @contextmanager
-def started(command: Sequence[object], ranks: int = 1, **env: str) -> Iterator[Server]:
-    """A server, killed at the end."""
-    place = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env}
-    common.pop("MEGALITH_API_KEY", None)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={
-                **common,
-                **({k: str(v) for k, v in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()} if ranks > 1 else {}),
-            },
-        )
-        for rank in range(ranks)
-    ]
+def started(warm: WarmProcess, words: Sequence[object], ranks: int = 1) -> Iterator[Server]:
+    """`megalith serve words`, killed at the end."""
+    folder = Path.cwd()
+    if ranks == 1:
+        processes = [warm.start(words, folder, command="serve")]
+    else:
+        processes = warm.start_ranks(ranks, words, folder, command="serve")
     try:
-        yield Server(processes[0], processes[1:])
+        yield Server(*processes)
     finally:
         for process in processes:
             process.kill()
-            process.wait()
 
 
 @pytest.fixture(scope="module")
-def server(saved: Path, repository: Path) -> Iterator[Server]:
-    """Started as Megatron's users do, without torchrun's seconds."""
+def server(warm: WarmProcess, saved: Path) -> Iterator[Server]:
+    """With the words of Megatron's users, as the root script passes them."""
     model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 4096 --seq-length 4096"
     files = [
         "--vocab-file",
@@ -140,7 +120,7 @@ def server(saved: Path, repository: Path) -> Iterator[Server]:
         next(saved.parent.glob("*merges.txt")),
     ]
     command = [
-        *(repository / "tools/run_text_generation_server.py", "--port", 0, "--load", saved, *model.split(), *files),
+        *("tools/run_text_generation_server.py", "--port", 0, "--load", saved, *model.split(), *files),
         *(
             "--tensor-model-parallel-size",
             1,
@@ -153,7 +133,7 @@ def server(saved: Path, repository: Path) -> Iterator[Server]:
         ),
         *("--tokenizer-type", "GPT2BPETokenizer", "--max-queue", 8, "--max-batch", 4),
     ]
-    with started(command) as running:
+    with started(warm, command) as running:
         yield running
 
 
@@ -405,18 +385,20 @@ def test_a_client_that_leaves_frees_its_place(server: Server) -> None:
     assert server.metric("generated_tokens_total") - tokens_before < 1000  # 1 or 2 on a quiet machine, not all 4000
 
 
-def test_slow_senders_and_readers_hold_up_nobody(saved: Path) -> None:
-    command = ["-m", "megalith", "serve", saved, "--port", 0]
+def test_slow_senders_and_readers_hold_up_nobody(warm: WarmProcess, saved: Path) -> None:
     # The limits are not flags: whoever needs others changes the code. 10 s of patience with headers is too long here.
     # They are still longer than an answer takes, so that one that waits for the slow would come behind their end.
-    code = (
-        "import sys, dataclasses, megalith.serve.http.settings as s\n"
+    script = (
+        "import os, sys, megalith.serve.http.settings as s\n"
+        "os.dup2(1, 2)\n"
         "s.Limits.__init__.__defaults__ = tuple({10.0: 5.0, 20.0: 5.0, 1024: 300}.get(d, d) for d in "
         "s.Limits.__init__.__defaults__)\n"
         "from megalith.cli.main import main\n"
-        "sys.exit(main(sys.argv[1:]))\n"
+        f"sys.exit(main(['serve', {str(saved)!r}, '--port', '0']))\n"
     )
-    with started(["-c", code, *command[2:]]) as server:
+    running = warm.start_script(script, saved.parent)
+    try:
+        server = Server(running)
         port = server.port
         slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
         for number, connection in enumerate(slow):
@@ -432,6 +414,8 @@ def test_slow_senders_and_readers_hold_up_nobody(saved: Path) -> None:
                 rest = b""
             assert not rest or b" 408 " in rest
             connection.close()
+    finally:
+        running.kill()
 
 
 def test_the_page_in_a_browser(server: Server, tmp_path: Path) -> None:
@@ -514,63 +498,55 @@ def test_sigterm_takes_no_new_work_and_a_second_one_ends_what_runs(server: Serve
     """The last test with this server."""
     answer = _stream(server, 4000)
     assert answer.readline().startswith(b"data: ")
-    server.process.send_signal(signal.SIGTERM)
-    _wait_for(server, "SIGTERM: no new requests")
+    server.process.send(signal.SIGTERM)
+    server.process.wait_for("SIGTERM: no new requests")
     status, said = server.ask("POST", "/v1/completions", {"prompt": "the king", "max_tokens": 1})
     assert status == 503 and b"the server is stopping" in said
     status, said = server.ask("GET", "/health")
     assert status == 503 and json.loads(said)["status"] == "stopping"
-    server.process.send_signal(signal.SIGTERM)
+    server.process.send(signal.SIGTERM)
     rest = answer.read().decode()  # "cancelled": it did not go on to the 4000 tokens
     assert server.end() == 0, server.text
     assert '"finish_reason":"cancelled"' in rest and rest.endswith("data: [DONE]\n\n")
     assert "Traceback" not in server.text
 
 
-def _wait_for(server: Server, line: str) -> None:
-    """Until the server has printed it."""
-    deadline = time.monotonic() + 60
-    while line not in server.text:
-        assert time.monotonic() < deadline and server.process.poll() is None, server.text
-        time.sleep(0.01)
-
-
-def test_a_key_opens_it_and_is_shown_nowhere(saved: Path) -> None:
+def test_a_key_opens_it_and_is_shown_nowhere(warm: WarmProcess, saved: Path) -> None:
     """And answers that are not done when --drain-timeout is over are ended."""
-    command = ["-m", "megalith", "serve", saved, "--port", 0, "--api-key", "s3cret-key", "--drain-timeout", "0.1"]
-    with started(command) as server:
+    words = [saved, "--port", 0, "--api-key", "s3cret-key", "--drain-timeout", "0.1"]
+    with started(warm, words) as server:
         body = {"prompt": "the king", "max_tokens": 1}
         known = {**JSON, "Authorization": "Bearer s3cret-key"}
         for headers, status in ((JSON, 401), ({**JSON, "Authorization": "Bearer wrong-key"}, 401), (known, 200)):
             assert server.ask("POST", "/v1/completions", body, headers)[0] == status
         answer = _stream(server, 4000, known)
         assert answer.readline().startswith(b"data: ")
-        server.process.send_signal(signal.SIGINT)
+        server.process.send(signal.SIGINT)
         assert b'"finish_reason":"cancelled"' in answer.read()
         assert server.end() == 0
         assert "s3cret-key" not in server.text and "wrong-key" not in server.text
 
 
 @pytest.mark.parametrize("layout", ["--tp", pytest.param("--pp", marks=pytest.mark.full)])
-def test_two_ranks_answer_as_one_and_end_together(saved: Path, layout: str) -> None:
-    with started(["-m", "megalith", "serve", saved, "--port", 0, layout, 2], ranks=2) as server:
+def test_two_ranks_answer_as_one_and_end_together(warm: WarmProcess, saved: Path, layout: str) -> None:
+    with started(warm, [saved, "--port", 0, layout, 2], ranks=2) as server:
         body = {"prompts": ["the king said"], "tokens_to_generate": 6, "top_k": 1}
         assert json.loads(server.ask("PUT", "/api", body)[1])["text"] == ["the king said to the queen that the crown"]
         answer = _stream(server, 100)
         assert answer.readline().startswith(b"data: ")
         for process in (server.process, *server.others):  # Ctrl-C in a terminal reaches all
-            process.send_signal(signal.SIGINT)
+            process.send(signal.SIGINT)
         assert b'"finish_reason":"length"' in answer.read()  # what runs may end
         assert server.end() == 0, server.text
-        assert [other.wait(20) for other in server.others] == [0]
+        assert [other.finish().code for other in server.others] == [0]
 
 
 @pytest.mark.parametrize(
     "harm",
     ["killed", *(pytest.param(harm, marks=pytest.mark.full) for harm in ("stopped", "killed while nothing is asked"))],
 )
-def test_a_rank_that_is_lost_ends_the_server_soon(saved: Path, harm: str) -> None:
-    with started(["-m", "megalith", "serve", saved, "--port", 0, "--tp", 2], ranks=2) as server:
+def test_a_rank_that_is_lost_ends_the_server_soon(warm: WarmProcess, saved: Path, harm: str) -> None:
+    with started(warm, [saved, "--port", 0, "--tp", 2], ranks=2) as server:
         asked = "nothing" not in harm
         answers: list[tuple[int, bytes]] = []
         body = {"prompt": "the king", "max_tokens": 4000, "ignore_eos": True}
@@ -583,7 +559,7 @@ def test_a_rank_that_is_lost_ends_the_server_soon(saved: Path, harm: str) -> Non
                 time.sleep(0.01)
         else:
             assert server.port
-        server.others[0].send_signal(signal.SIGSTOP if harm == "stopped" else signal.SIGKILL)
+        server.others[0].send(signal.SIGSTOP if harm == "stopped" else signal.SIGKILL)
         began = time.monotonic()
         if asked:
             rest = stream.read()
@@ -592,10 +568,10 @@ def test_a_rank_that_is_lost_ends_the_server_soon(saved: Path, harm: str) -> Non
             ((status, said),) = answers
             named = rf"rank 1 \(\S+, process {server.others[0].pid}\) of 2 (died|is stopped) while serving"
             assert status == 503 and re.search(named, said.decode()), said
-        assert server.end(30) not in (0, None)
+        assert server.end() != 0
         print(f"{harm}: ended after {time.monotonic() - began:.1f} s")
         assert time.monotonic() - began < (20 if harm == "stopped" else 10)  # 8 s and 5 s on a quiet machine
-        assert server.others[0].wait(10) == -signal.SIGKILL
+        assert server.others[0].finish().code == -signal.SIGKILL
         named = rf"rank 1 \(\S+, process {server.others[0].pid}\)"
         assert re.search(named, server.text) and "Traceback" not in server.text, server.text
         assert "gloo" not in server.text, server.text
@@ -606,7 +582,7 @@ def test_a_rank_that_is_lost_ends_the_server_soon(saved: Path, harm: str) -> Non
     [(1, 2), (4, 1), (2, 2)],
 )
 @pytest.mark.full
-def test_the_scripts_of_the_examples(saved: Path, repository: Path, tensor: int, pipeline: int) -> None:
+def test_the_scripts_of_the_examples(saved: Path, repository: Path, tmp_path: Path, tensor: int, pipeline: int) -> None:
     """Server and client by torchrun; a pipeline of the layers, a quarter on each rank, and two stages of two."""
     examples, port = repository / "examples", free_port()
     sizes = {"LAYERS": 2, "HIDDEN": 64, "HEADS": 4, "LENGTH": 4096, "TENSOR": tensor, "PIPELINE": pipeline}
@@ -619,13 +595,13 @@ def test_the_scripts_of_the_examples(saved: Path, repository: Path, tensor: int,
     place = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, **{name: str(value) for name, value in given.items()}, "PATH": place}
     environment.pop("OMP_NUM_THREADS", None)
+    log = tmp_path / "log.txt"
     process = subprocess.Popen(
         ["bash", str(examples / "run_text_generation_server_345M.sh")],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True,
+        stdout=log.open("wb"), stderr=subprocess.STDOUT, env=environment, start_new_session=True,
     )  # fmt: skip
-    server = Server(process)
     try:
-        assert server.port == port
+        wait_for(log, f"Running on http://127.0.0.1:{port}")
         asked = subprocess.run(
             ["bash", str(examples / "inference/ask_server.sh"), 'the "king"', "3"],
             capture_output=True, text=True, env=environment,
@@ -635,9 +611,10 @@ def test_the_scripts_of_the_examples(saved: Path, repository: Path, tensor: int,
         assert sorted(by_megatron) == ["logprobs", "segments", "text"]
         assert by_megatron["text"][0].startswith('the "king"') and by_openai["usage"]["completion_tokens"] in (1, 2, 3)
         os.killpg(process.pid, signal.SIGINT)  # Ctrl-C in a terminal
-        server.end()
-        assert "SIGINT: " in server.text and "Traceback" not in server.text.split("SIGINT", 1)[0]
-        assert "on each rank: weights" in server.text and "overriding" not in server.text
+        process.wait(120)
+        told = log.read_text()
+        assert "SIGINT: " in told and "Traceback" not in told.split("SIGINT", 1)[0]
+        assert "on each rank: weights" in told and "overriding" not in told
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

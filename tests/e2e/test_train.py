@@ -34,8 +34,8 @@ LAUNCHERS = {
     "launcher",
     [
         "python",
-        pytest.param("torchrun", marks=pytest.mark.full),  # test_signals and test_examples start it too
-        "torch.distributed.launch",
+        # test_signals and test_layouts start torchrun too, tests/unit/config read what torch.distributed.launch adds
+        *(pytest.param(name, marks=pytest.mark.full) for name in LAUNCHERS if name != "python"),
     ],
 )
 def test_every_launcher(repository: Path, tmp_path: Path, launcher: str) -> None:
