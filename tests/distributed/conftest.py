@@ -25,7 +25,7 @@ PRELOADED = [
     "pytest",
     "torch.distributed.tensor",
     "torch._dynamo",  # FSDP2 imports it in its first step
-    "torch.distributed.checkpoint",
+    "megalith.checkpoint.store.saving",
     "megalith.assemble.model",
     "megalith.train.loop",
 ]

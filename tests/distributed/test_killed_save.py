@@ -20,12 +20,13 @@ WHOLE = {"w": (4, 3), "embedding.word_embeddings.weight": (8, 4)}
 WAYS = ("at once", "beside", "per rank")
 """Of saving: two files of the one tensor `w`, at once or beside; a small model in a per-rank file that both fill."""
 
-# Imports torch once and forks the ranks of each save: a kill must end a whole process.
+# Imports once what saves need and forks the ranks of each: a kill must end a whole process.
 SERVER = """
 import datetime, json, os, signal, sys, traceback
 from argparse import Namespace
 import torch
 import torch.distributed as dist
+import megalith.checkpoint.store.saving
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore, Staging
 from megalith.checkpoint.formats.torch_dist import LocalTensor, weight_chunks
 from megalith.checkpoint.global_parameters import GlobalParameters

@@ -26,11 +26,12 @@ MakeContent = Callable[..., CheckpointContent]
 Same = Callable[[CheckpointContent, CheckpointContent], bool]
 KilledSave = Callable[[Path, str, int], None]
 
-# Imports torch once and runs each script that it is sent in a forked child: a kill must end a whole process.
+# Imports once what saves need and runs each script that it is sent in a forked child: a kill must end a whole process.
 SERVER = """
 import json, os, sys, traceback
 sys.path.insert(0, sys.argv[1])
 from conftest import build_content
+import megalith.checkpoint.store.saving
 from megalith.checkpoint import DirectoryStore, Retention, Staging
 from megalith.checkpoint.files import commit
 from megalith.errors import CheckpointError

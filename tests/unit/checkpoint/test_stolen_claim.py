@@ -26,11 +26,12 @@ from megalith.errors import CheckpointError
 MakeContent = Callable[..., CheckpointContent]
 Same = Callable[[CheckpointContent, CheckpointContent], bool]
 
-# Imports torch once and forks for each script; a child that stops itself is reported, and continued on request.
+# Imports what saves need and forks for each script; a child that stops itself is reported, and continued on request.
 SERVER = """
 import errno, fcntl, json, os, signal, sys, time, traceback
 sys.path.insert(0, sys.argv[1])
 from conftest import build_content
+import megalith.checkpoint.store.saving
 from megalith.checkpoint import DirectoryStore, Retention, Staging
 from megalith.checkpoint.store import owner
 from megalith.errors import CheckpointError
