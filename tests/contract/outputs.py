@@ -151,19 +151,17 @@ class Commands:
 
     Args:
         folder: where they run.
-        env: additional variables of their environment.
+        warm: the process that is forked.
     """
 
-    def __init__(self, folder: Path, **env: str) -> None:
-        self.folder = folder
-        (folder / "logs").mkdir()
-        self.warm = WarmProcess(folder / "logs", **env)
+    def __init__(self, folder: Path, warm: WarmProcess) -> None:
+        self.folder, self.warm = folder, warm
 
     def __enter__(self) -> Any:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.warm.close()
+        """Leave the warm process to its owner."""
 
     def run(self, *words: object, code: int = 0, **env: str) -> str:
         """Run `megalith WORDS` and return what it printed."""

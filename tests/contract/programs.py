@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.e2e.warm import PRELOADED
 
 import megalith
 
@@ -40,18 +42,18 @@ class Outcome:
     flags: Mapping[tuple[str, str], str]
 
 
-def run(command_lines: Sequence[Sequence[str]], folder: Path, *, ask_for_flags: bool = False) -> list[Outcome]:
+def run(command_lines: Sequence[Sequence[str]], folder: Path) -> list[Outcome]:
     """Run command lines one after the other in a folder.
 
     Args:
-        command_lines: `megalith` or the path of a script in this repository, and its words.
+        command_lines: `megalith` or the path of a script in this repository, and its words. With `flags` in front a
+            command ends where it would read its words, and tells its flags.
         folder: where they run.
-        ask_for_flags: whether they are to end where they would read their words, and tell their flags.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_WITHOUT_A_LAUNCHER)}
     environment |= {"PYTHONPATH": str(_SOURCE), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     child = subprocess.run(
-        [sys.executable, str(_RUNNER), "flags" if ask_for_flags else "run"],
+        [sys.executable, str(_RUNNER), *PRELOADED],
         input=json.dumps([str(REPOSITORY), *map(list, command_lines)]),
         stdout=subprocess.PIPE,
         cwd=folder,
@@ -65,13 +67,13 @@ def run(command_lines: Sequence[Sequence[str]], folder: Path, *, ask_for_flags: 
     ]
 
 
-def flags(folder: Path) -> dict[tuple[str, ...], str]:
-    """(command, flag) -> what it takes, of all commands and scripts but those of training, whose flags are settings."""
-    asked = [[*name.split(), "--contract"] for name in _WITH_A_PARSER]
-    found: dict[tuple[str, ...], str] = {}
-    for outcome in run(asked, folder, ask_for_flags=True):
-        found |= outcome.flags
-    return found
+ASKING_FOR_FLAGS = [["flags", *name.split(), "--contract"] for name in _WITH_A_PARSER]
+"""Command lines whose outcomes tell the flags of all commands and scripts but those of training, which are settings."""
+
+
+def flags(outcomes: Iterable[Outcome]) -> dict[tuple[str, ...], str]:
+    """Return (command, flag) -> what it takes, of all outcomes."""
+    return {key: about for outcome in outcomes for key, about in outcome.flags.items()}
 
 
 def still(recorded: str, now: str) -> bool:

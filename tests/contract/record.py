@@ -28,7 +28,7 @@ def main() -> None:
     launchers = [(words, library.place(words) if place == "?" else place) for words, place in read("launchers")]
     write("launchers", launchers)
     with TemporaryDirectory() as folder:
-        add("flags_of_commands", programs.flags(Path(folder)))
+        add("flags_of_commands", programs.flags(programs.run(programs.ASKING_FOR_FLAGS, Path(folder))))
         _complete_exit_codes(Path(folder))
 
 
@@ -39,10 +39,10 @@ def _completed(flag: str, effect: str, *others: str) -> tuple[str, ...]:
 
 
 def _complete_exit_codes(folder: Path) -> None:
-    codes = scenario.exit_codes(folder)
+    outcomes = programs.run(scenario.command_lines(folder), folder)
     rows = [
-        (words, code if recorded == "?" else recorded)
-        for (words, recorded), code in zip(read("exit_codes"), codes, strict=True)
+        (words, str(outcome.code) if recorded == "?" else recorded)
+        for (words, recorded), outcome in zip(read("exit_codes"), outcomes, strict=True)
     ]
     write("exit_codes", rows, ordered=True)
 

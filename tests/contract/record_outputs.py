@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.e2e.warm import WarmProcess
+
 from . import test_outputs_commands, test_outputs_serving, test_outputs_training
 from .outputs import RECORDED, record
 
@@ -26,9 +28,12 @@ def main(subjects: Sequence[str]) -> int:
     for kind, observers in parts:
         wanted = {name: observe for name, observe in observers.items() if not subjects or name in subjects}
         if wanted:
-            with tempfile.TemporaryDirectory(prefix="megalith-record-") as folder, kind(Path(folder)) as commands:
-                for name, observe in wanted.items():
-                    record(name, observe(commands))
+            with tempfile.TemporaryDirectory(prefix="megalith-record-") as folder:
+                warm = WarmProcess(Path(folder))
+                with kind(Path(folder), warm) as commands:
+                    for name, observe in wanted.items():
+                        record(name, observe(commands))
+                warm.close()
     return 0
 
 

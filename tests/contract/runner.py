@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -28,24 +29,27 @@ def main() -> None:
     repository, *requests = json.load(sys.stdin)
     del sys.path[0]  # this folder
     _import_once()
-    asks = sys.argv[1] == "flags"
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps([_run(words, Path(repository), Path(folder), asks) for words in requests]))
+        print(json.dumps([_run(words, Path(repository), Path(folder)) for words in requests]))
 
 
 def _import_once() -> None:
     """Import here what most commands import, so that those that are forked find it."""
-    for name in Path(__file__).with_name("names.txt").read_text(encoding="utf-8").splitlines():
+    names = Path(__file__).with_name("names.txt").read_text(encoding="utf-8").splitlines()
+    for name in (*sys.argv[1:], *(name.rpartition(".")[0] for name in names if not name.startswith("#"))):
         with suppress(ImportError):
-            if not name.startswith("#"):
-                importlib.import_module(name.rpartition(".")[0])
+            importlib.import_module(name)
     with suppress(ImportError):  # at a length of 8 tokens the index of 100,000 made-up documents takes seconds
         importlib.import_module("megalith.data.mock").NUM_DOCUMENTS = 2000
+    gc.collect()
+    gc.freeze()
 
 
-def _run(words: list[str], repository: Path, folder: Path, asks: bool) -> tuple[int, str, list[tuple[str, str, str]]]:
+def _run(words: list[str], repository: Path, folder: Path) -> tuple[int, str, list[tuple[str, str, str]]]:
     said, found, when = folder / "said", folder / "found", ""
     found.write_text("[]")
+    asks = words[0] == "flags"
+    words = words[1:] if asks else words
     reader = words[0] != "unread"
     words = words if reader else words[1:]
     if words[0] == "after":

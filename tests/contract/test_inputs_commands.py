@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import pytest
 
 from . import programs, scenario
 from .lines import complain, read
 
+Outcomes = list[programs.Outcome]
 
-def test_flags_of_commands(tmp_path: Path) -> None:
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcomes, Outcomes]:
+    """Of the command lines that tell their flags, and of those with a recorded exit code."""
+    folder, asking = tmp_path_factory.mktemp("commands"), programs.ASKING_FOR_FLAGS
+    found = programs.run([*asking, *scenario.command_lines(folder)], folder)
+    return found[: len(asking)], found[len(asking) :]
+
+
+def test_flags_of_commands(outcomes: tuple[Outcomes, Outcomes]) -> None:
     """No flag is gone or takes something else, and none has become required."""
-    now = programs.flags(tmp_path)
+    now = programs.flags(outcomes[0])
     recorded = {(command, flag): about for command, flag, about in read("flags_of_commands")}
     found = [
         f"{command} {flag}: was {about}, is {now.get((command, flag), 'gone')}"
@@ -21,10 +31,10 @@ def test_flags_of_commands(tmp_path: Path) -> None:
     assert not found, complain("flags_of_commands", found)
 
 
-def test_exit_codes(tmp_path: Path) -> None:
+def test_exit_codes(outcomes: tuple[Outcomes, Outcomes]) -> None:
     found = [
-        f"{words}: was {recorded}, is {code}"
-        for (words, recorded), code in zip(read("exit_codes"), scenario.exit_codes(tmp_path), strict=True)
-        if code != recorded
+        f"{words}: was {recorded}, is {outcome.code}"
+        for (words, recorded), outcome in zip(read("exit_codes"), outcomes[1], strict=True)
+        if str(outcome.code) != recorded
     ]
     assert not found, complain("exit_codes", found)

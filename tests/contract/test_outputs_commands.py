@@ -10,6 +10,7 @@ from functools import cached_property
 
 import pytest
 from tests.chinese import write_text, write_vocabulary
+from tests.e2e.warm import WarmProcess
 
 from .outputs import MAPS, Commands, Found, console_lines, fields_of, file_names, missing_lines, problems, recorded
 
@@ -172,9 +173,9 @@ CONSOLE: dict[str, Callable[[Tools], str]] = {"tasks/main.py": report}
 
 
 @pytest.fixture(scope="module")
-def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tools]:
+def tools(tmp_path_factory: pytest.TempPathFactory, warm: WarmProcess) -> Iterator[Tools]:
     """Their commands."""
-    with Tools(tmp_path_factory.mktemp("tools")) as tools:
+    with Tools(tmp_path_factory.mktemp("tools"), warm) as tools:
         yield tools
 
 

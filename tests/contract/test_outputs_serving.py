@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import pytest
-from tests.e2e.warm import Running
+from tests.e2e.warm import Running, WarmProcess
 
 from .outputs import Found, console_lines, fields_of, missing_lines, problems, recorded
 from .test_outputs_commands import Tools
@@ -207,9 +207,9 @@ SUBJECTS: dict[str, Callable[[Server], Found]] = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, warm: WarmProcess) -> Iterator[Server]:
     """A running one."""
-    with Server(tmp_path_factory.mktemp("server")) as server:
+    with Server(tmp_path_factory.mktemp("server"), warm) as server:
         yield server
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.chinese import write_text, write_vocabulary
+from tests.e2e.warm import WarmProcess
 
 from .outputs import MAPS, Commands, Found, console_lines, fields_of, file_names, missing_lines, problems, recorded
 
@@ -51,10 +51,9 @@ def init(**options):
 class Runs(Commands):
     """A few runs of a few steps, each made when it is asked for first; the text is what its first rank printed."""
 
-    def __init__(self, folder: Path) -> None:
-        (folder / "lib").mkdir()
-        (folder / "lib" / "wandb.py").write_text(WANDB)
-        super().__init__(folder, PYTHONPATH=os.pathsep.join([str(folder / "lib"), os.environ.get("PYTHONPATH", "")]))
+    def __init__(self, folder: Path, warm: WarmProcess) -> None:
+        (folder / "wandb.py").write_text(WANDB)  # commands look for modules in the folder that they run in
+        super().__init__(folder, warm)
 
     @cached_property
     def data(self) -> str:
@@ -274,9 +273,9 @@ CONSOLE: dict[str, Callable[[Runs], str]] = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def runs(tmp_path_factory: pytest.TempPathFactory, warm: WarmProcess) -> Iterator[Runs]:
     """Their commands."""
-    with Runs(tmp_path_factory.mktemp("runs")) as runs:
+    with Runs(tmp_path_factory.mktemp("runs"), warm) as runs:
         yield runs
 
 
