@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from megalith.nn.precision import product_dtype_on
+from megalith.nn.precision import product_dtype
 
 MOCK_DOCUMENTS = 2000
 """Documents of `--mock-data` in commands that the template starts without MOCK_DOCUMENTS; 100,000 elsewhere."""
@@ -111,7 +111,7 @@ def places(number: int) -> list[dict[str, str]]:
 
 def other_warnings(text: str) -> list[str]:
     """Return the warnings of a run, but for the one that processors without bf16 give about checkpoints of others."""
-    multiplies_bf16 = product_dtype_on("cpu", torch.bfloat16) == torch.bfloat16
+    multiplies_bf16 = product_dtype(torch.empty(0, dtype=torch.bfloat16)) == torch.bfloat16
     found = [line for line in text.splitlines() if "WARNING" in line]
     return found if multiplies_bf16 else [line for line in found if "written, and are computed in float32" not in line]
 

@@ -18,8 +18,9 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "megalith"
 FLOORS = {
     "": -1,  # megalith/__init__.py
     "errors": -3,  # under all others
-    "datasheet": -1,  # a table
+    "datasheet": -2,  # a table
     "torch_builds": -1,  # a table
+    "device": -1,  # what torch can do on a device, under all that computes
     "registry": -2,  # what users add: a value of names and objects
     "layout": -1,  # pure integers, which the rules of the configuration use
     "config": 0,

@@ -42,7 +42,7 @@ def facts_of(run: RunConfig, device: torch.device) -> dict[str, str]:
 
 def _products(run: RunConfig, device: torch.device) -> dict[str, str]:
     dtype = params_dtype(run.precision)
-    computed = product_dtype_on(device.type, dtype)
+    computed = product_dtype_on(device, dtype)
     if not run.precision.bf16:
         return {}
     how = "in bf16" if computed == dtype else "in fp32, without fast bf16 instructions"

@@ -13,6 +13,7 @@ import torch
 
 from megalith.assemble.nvidia import unused_gpu
 from megalith.config import LaunchConfig, PrecisionConfig, RunConfig, check_groups
+from megalith.device import capability_of, is_host, prefer_attention
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.launch import named_gpu
@@ -77,16 +78,37 @@ def require_compiler(run: RunConfig, device: torch.device) -> None:
     """Check that `--compile` has a compiler.
 
     Raises:
-        ConfigError: on a CPU without a C++ compiler, or on a GPU without Triton.
+        ConfigError: on a CPU without a C++ compiler, or on a GPU without Triton or older than Volta.
     """
     if not run.train.compile:
         return
-    if device.type == "cpu" and not any(map(shutil.which, _COMPILERS)):
-        raise ConfigError(
-            f"--compile needs a C++ compiler on a CPU; install one of {', '.join(_COMPILERS)} or leave it out"
-        )
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+    if is_host(device):
+        if not any(map(shutil.which, _COMPILERS)):
+            raise ConfigError(
+                f"--compile needs a C++ compiler on a CPU; install one of {', '.join(_COMPILERS)} or leave it out"
+            )
+    elif importlib.util.find_spec("triton") is None:
         raise ConfigError("--compile needs Triton on a GPU; install the package triton or leave it out")
+    elif not capability_of(device).compiles:
+        raise ConfigError(
+            f"--compile: Triton needs a GPU of sm_70 or newer, not {capability_of(device).title}; leave it out"
+        )
+
+
+def choose_attention(run: RunConfig, device: torch.device) -> None:
+    """Make torch SDPA prefer the kernel of --attention-backend on a GPU, in this process.
+
+    Raises:
+        ConfigError: the GPU has no such kernel.
+    """
+    backend = run.model.attention_backend
+    kernel = {"flash": "flash", "fused": "cudnn"}.get(backend, "auto")
+    if kernel != "auto" and not is_host(device) and kernel not in (able := capability_of(device)).attention:
+        raise ConfigError(
+            f"--attention-backend {backend}: {able.title} has no {kernel} kernel (NVIDIA: from sm_80 on); use auto, "
+            f"which chooses among {', '.join([*able.attention, 'math'])}"
+        )
+    prefer_attention(kernel, device)
 
 
 def params_dtype(precision: PrecisionConfig) -> torch.dtype:
@@ -225,7 +247,7 @@ def build_run_optimizer(run: RunConfig, chunks: Sequence[LanguageModel], context
         # Registered modules may read a weight without a call of the module that holds it, or of another layer.
         overlap_gather=not run.train.compile and not run.model.registered_layers,
         sharded=fully_shard(run, chunks, context) if run.fully_sharded else (),
-        offload=run.optimizer.offloaded if context.device.type != "cpu" else 0.0,
+        offload=run.optimizer.offloaded if not is_host(context.device) else 0.0,
     )
     if run.train.compile:
         for chunk in chunks:

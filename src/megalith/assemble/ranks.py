@@ -8,8 +8,9 @@ from datetime import timedelta
 from functools import partial
 
 from megalith.assemble.facts import facts_of
-from megalith.assemble.model import choose_device, require_compiler
+from megalith.assemble.model import choose_attention, choose_device, require_compiler
 from megalith.config import RunConfig
+from megalith.device import is_host
 from megalith.distributed.board import Board, open_board
 from megalith.distributed.consistency import CollectiveCheck, Observers
 from megalith.distributed.context import Axis, Observer, ParallelContext
@@ -62,7 +63,7 @@ def join_ranks(
         stop_requested: polled during the rendezvous; PeerError if it returns True.
 
     Raises:
-        ConfigError: the device or a compiler is missing.
+        ConfigError: the device, a compiler or an attention kernel is missing.
         PeerError: other ranks are unreachable, or one of them has failed.
         DeviceError: in place of an error of a GPU or of NCCL that the block raises.
     """
@@ -70,7 +71,8 @@ def join_ranks(
     debug = run.parallel.debug_collectives
     launch, device = run.launch, choose_device(run.train.device, run.launch)
     require_compiler(run, device)
-    watchdog.on_gpu = device.type == "cuda"
+    choose_attention(run, device)
+    watchdog.on_gpu = not is_host(device)
     join = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     timeout = max(timedelta(seconds=run.parallel.timeout_seconds), join) + _TORCH_TIMEOUT_MARGIN
     boards: list[Board] = []

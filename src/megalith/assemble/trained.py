@@ -20,6 +20,7 @@ from megalith.checkpoint.store.store import nothing_in
 from megalith.config import ModelConfig
 from megalith.config.groups import TokenizerConfig
 from megalith.config.megatron_args import changed_sources, model_from_args, precision_from_args, tokenizer_from_args
+from megalith.device import capability_of, is_host
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError, LayoutError
 from megalith.layout import shard_range
@@ -122,12 +123,13 @@ def _trained(
     precision = precision_from_args(args)
     saved_config = replace(model_from_args(args, registry), mtp_num_layers=None)  # these layers are for training only
     model_config, about_experts = _for_any_batch(saved_config)
+    weights, about_dtype = (dtype, ()) if dtype else _dtype_for(device, params_dtype(precision))
     model = model_class(model_config)(
         model_config,
         _vocab_size(args, store.folder(found)),
         region=TensorParallel(context.tp) if context.tp.size > 1 else None,
         stage=_stage(model_config.num_layers, context),
-        dtype=dtype or params_dtype(precision),
+        dtype=weights,
         device=device,
     )
     content = CheckpointContent(
@@ -145,8 +147,16 @@ def _trained(
             "rows; give the tokenizer that the model was trained with"
         )
     foreign = store.format(found) == "huggingface"
-    said = (*notes, *changed_sources(args, registry), *about_experts)
+    said = (*notes, *changed_sources(args, registry), *about_experts, *about_dtype)
     return Trained(model.eval(), built, found, said, args, card, from_huggingface=foreign)
+
+
+def _dtype_for(device: torch.device, saved: torch.dtype) -> tuple[torch.dtype, tuple[str, ...]]:
+    """Return the dtype to load weights in where none is given, and a note if it is not that of the checkpoint."""
+    if saved != torch.bfloat16 or is_host(device) or saved in (able := capability_of(device)).half:
+        return saved, ()
+    note = f"{able.title} has no fast bf16: the weights are loaded as float32; --dtype float16 is faster and takes half"
+    return torch.float32, (note,)
 
 
 def _own_tokenizer(folder: Path, args: Mapping[str, Any], registry: Registry) -> Tokenizer:

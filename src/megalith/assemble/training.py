@@ -31,6 +31,7 @@ from megalith.checkpoint.rank_group import RankGroup
 from megalith.config import RunConfig, all_settings
 from megalith.config.changes import Change, changes_since
 from megalith.data.build import Datasets, fingerprint
+from megalith.device import is_host
 from megalith.distributed import comm
 from megalith.distributed.consistency import require_equal
 from megalith.distributed.context import ParallelContext
@@ -246,7 +247,7 @@ def _check_fits(
     config: RunConfig, found: FoundCheckpoint | None, identity: Identity, observer: StartObserver, device: torch.device
 ) -> None:
     if found is not None:
-        if differing := other_products(found, config, device.type):
+        if differing := other_products(found, config, device):
             observer.warn(f"WARNING: {differing}")
         for note in check_fits(found, config, identity):
             observer.warn(f"WARNING: {note}")
@@ -323,9 +324,9 @@ def _peaks(config: RunConfig, context: ParallelContext, observer: StartObserver)
     CPU ranks take the first one's: measuring at the same time on the same cores, they would measure each other.
     """
     dtype, device = params_dtype(config.precision), context.device
-    measures = device.type != "cpu" or context.world.is_first
+    measures = not is_host(device) or context.world.is_first
     measured, known = measure_peak(device, dtype) if measures else 0.0, datasheet_peak(device, dtype)
-    if device.type == "cpu":
+    if is_host(device):
         measured = comm.all_gather_objects(measured, context.world)[0]
     by_datasheet = f"; {known[1] / 1e12:.4g} by the datasheet ({known[0]}, dense)" if known else ""
     observer.log(f"peak of a matrix product, TFLOP/s: {measured / 1e12:.3g} measured{by_datasheet}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megalith.config.tokenizer_flags import add_import_flag, add_tokenizer_flags
-from megalith.config.values import local_path
+from megalith.config.values import DEVICES, local_path
 from megalith.errors import ConfigError
 from megalith.registry import EMPTY, Registry
 from megalith.train.streams import warn
@@ -45,7 +45,7 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("checkpoint", type=local_path, help="save folder (--save), an iter_* folder in it, or a Hugging Face folder")
     add("--iteration", type=int, metavar="N", help="iteration of the checkpoint (default: the newest intact one)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: auto)")
+    add("--device", choices=DEVICES, default="auto", help="device (default: auto)")
     add_import_flag(parser)
     add_tokenizer_flags(parser, about="where the checkpoint does not have its own")
 

@@ -120,12 +120,14 @@ def _devices() -> Iterator[Finding]:
         yield Finding("bad", f"torch cannot be imported: {error}")
         return
     from megalith.assemble.nvidia import unused_gpu
+    from megalith.device import capability_of, is_cuda
 
     yield from _device(torch.device("cpu"), f"cpu, {torch.get_num_threads()} threads, torch {torch.__version__}")
     unused = unused_gpu()
     if unused:
         yield Finding("bad", f"{unused}. Until then use --device cpu")
-    if not torch.cuda.is_available():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or not is_cuda(accelerator):
         built = torch.version.cuda
         why = f"torch is built for CUDA {built} but finds no device" if built else "torch is built without CUDA"
         if not unused:
@@ -133,11 +135,11 @@ def _devices() -> Iterator[Finding]:
         yield _compiler(torch.device("cpu"))
         return
     yield Finding("ok", f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
-    for number in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(number)
-        name = f"cuda:{number} {about.name}, sm{about.major}{about.minor}, {_gigabytes(about.total_memory):.1f} GB"
-        yield from _device(torch.device("cuda", number), name)
-    yield _compiler(torch.device("cuda", 0))
+    for number in range(torch.accelerator.device_count()):
+        device = torch.device(accelerator.type, number)
+        able = capability_of(device)
+        yield from _device(device, f"{device} {able.title}, {_gigabytes(able.memory):.1f} GB")
+    yield _compiler(torch.device(accelerator.type, 0))
 
 
 def _device(device: torch.device, name: str) -> Iterator[Finding]:
@@ -154,6 +156,7 @@ def _precision(device: torch.device, dtype: torch.dtype) -> Finding:
     """Multiply matrices in a dtype and report whether the result is right and how training computes it."""
     import torch
 
+    from megalith.device import capability_of, is_host
     from megalith.nn.precision import product_dtype_on
 
     short = str(dtype).removeprefix("torch.")
@@ -168,9 +171,9 @@ def _precision(device: torch.device, dtype: torch.dtype) -> Finding:
             "bad", f"    {short} ({flag}): a matrix product has error {error:g}; the device or its driver is broken"
         )
     remark = ""
-    if product_dtype_on(device.type, dtype) != dtype:
+    if product_dtype_on(device, dtype) != dtype:
         remark = f": stored in {short}, multiplied in fp32, which is faster on this CPU"
-    elif device.type == "cuda" and short == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    elif not is_host(device) and dtype == torch.bfloat16 and dtype not in capability_of(device).half:
         return Finding("note", "    bfloat16 (--bf16): emulated by this GPU, slow; use --fp16")
     return Finding("ok", f"    {short} ({flag}){remark}")
 
@@ -180,10 +183,11 @@ def _attention(device: torch.device) -> str:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    if device.type == "cpu":
+    from megalith.device import capability_of, is_host
+
+    if is_host(device):
         return "torch's flash kernel; blocked attention for dropout and bf16; unfused with --attention-backend unfused"
-    half = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    q = torch.zeros(1, 2, 128, 64, device=device, dtype=half)
+    q = torch.zeros(1, 2, 128, 64, device=device, dtype=capability_of(device).fastest)
     works = []
     backends = {
         "flash": SDPBackend.FLASH_ATTENTION,
@@ -202,7 +206,9 @@ def _attention(device: torch.device) -> str:
 
 
 def _compiler(device: torch.device) -> Finding:
-    if device.type == "cuda":
+    from megalith.device import is_host
+
+    if not is_host(device):
         found = importlib.util.find_spec("triton") is not None
         return Finding("ok" if found else "note", f"--compile: triton is {'installed' if found else 'missing'}")
     compiler = next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)

@@ -208,6 +208,7 @@ def _serve(launch: _ServerOptions) -> int:
         error.said = not first
         raise
     from megalith.assemble.ranks import build_watchdog, join_ranks
+    from megalith.device import is_host
 
     watchdog = build_watchdog(config)
     with join_ranks(config, watchdog) as context:
@@ -215,7 +216,7 @@ def _serve(launch: _ServerOptions) -> int:
             for note in [*([threads] if threads else []), *launch.flags.notes]:
                 _say(f"note: {note}")
         watchdog.at("load", 0)
-        if context.device.type == "cpu":
+        if is_host(context.device):
             keep_freed_memory(place.local_world_size or 1)
         code = _serve_rank(launch, context, listener, watchdog)
         # Objects that still hold a process group would make the interpreter wait for other ranks at exit.
@@ -227,15 +228,17 @@ def _serve_rank(
     launch: _ServerOptions, context: ParallelContext, listener: socket.socket | None, watchdog: Watchdog
 ) -> int:
     """Serve on the first rank and run the model on all; return the exit code."""
+    from megalith.device import is_host
+
     trained, engine, runner = _load_engine(launch, context)
-    if context.device.type == "cpu":
+    if is_host(context.device):
         return_freed_memory()
     memory = _memory_line(runner, context)
     watchdog.at("serve", 0)
     if context.rank == 0:
         _say(memory)
     if engine is not None and listener is not None:
-        if context.world.size == 1 and context.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        if context.world.size == 1 and is_host(context.device) and "OMP_NUM_THREADS" not in os.environ:
             _tune_threads(runner, engine.decoder_prompt)
         _warm_up(trained, engine)
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)

@@ -156,8 +156,7 @@ def _train(
         watchdog = build_watchdog(config, trains=True)
         device = choose_device(config.train.device, config.launch)
         set_deterministic(config, device)
-        if device.type == "cpu":
-            keep_freed_memory(config.launch.local_world_size or 1)
+        _keep_freed_memory(config, device)
         clock = WaitClock(device) if _reports_stragglers(config) else None
         context = stack.enter_context(join_ranks(config, watchdog, clock, lambda: stop.requested is not None))
         first = context.rank == 0
@@ -233,11 +232,21 @@ def _print_progress(built: BuiltRun, console: RunConsole) -> None:
         console.print(str(progress))
 
 
+def _keep_freed_memory(config: RunConfig, device: torch.device) -> None:
+    """Keep freed memory for later tensors in a run on a CPU."""
+    from megalith.device import is_host
+
+    if is_host(device):
+        keep_freed_memory(config.launch.local_world_size or 1)
+
+
 def set_deterministic(config: RunConfig, device: torch.device) -> None:
     """Select deterministic kernels on a GPU (`--deterministic-mode`); on a CPU all kernels are deterministic."""
-    if config.train.deterministic_mode and device.type == "cuda":
-        import torch
+    import torch
 
+    from megalith.device import is_host
+
+    if config.train.deterministic_mode and not is_host(device):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for finding bugs
         torch.use_deterministic_algorithms(True)

@@ -17,6 +17,7 @@ from megalith.compat.megatron.memory import MemoryReport, theoretical_memory, th
 from megalith.compat.megatron.run_console import MegatronConsole, RunConsole
 from megalith.config import RunConfig
 from megalith.config.saved_args import megatron_args
+from megalith.device import is_cuda
 from megalith.distributed import comm
 from megalith.distributed.context import Axis
 from megalith.errors import ConfigError
@@ -211,7 +212,7 @@ def _profiles(config: RunConfig, folder: Path, console: RunConsole, built: Built
         iteration = built.run.state.iteration
         hooks.append(Profile(profiler, log.profile_step_start, log.profile_step_end, iteration, console.print))
     if log.record_memory_history and context.rank == 0:
-        if context.device.type == "cuda":
+        if is_cuda(context.device):
             hooks.append(MemoryHistory(folder / log.memory_snapshot_path))
         else:
             console.print("--record-memory-history has no effect without a GPU")

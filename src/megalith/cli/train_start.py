@@ -5,7 +5,7 @@ The order: docs/reference/console.md#start-up. Lines without use for Megatron's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 import torch
@@ -19,6 +19,8 @@ from megalith.config.changes import Change, change_lines
 from megalith.config.render import note_lines
 from megalith.config.saved_args import megatron_args
 from megalith.data.build import Datasets
+from megalith.device import capability_of, is_host, lacks_peer_access
+from megalith.models.attention_kernels import describe_attention
 from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.protocol import padding_message, tensor_parallel_note
 from megalith.train.checkpoint_fit import products_of
@@ -117,15 +119,17 @@ def _print_configuration(config: RunConfig, console: RunConsole, device: torch.d
     virtual = parallel.virtual_stages(config.model.num_layers)
     console.log(f"Number of virtual stages per pipeline stage: {virtual if virtual > 1 else None}")
     count = torch.get_num_threads()
-    threads = f", {count} thread{'s' if count > 1 else ''}" if device.type == "cpu" else ""
+    threads = f", {count} thread{'s' if count > 1 else ''}" if is_host(device) else ""
     console.print(f"running on {_device_name(device)}{threads}, torch {torch.__version__}{_products(config, device)}")
     nccl_asked_for = "distributed_backend" in config.given and parallel.distributed_backend == "nccl"
-    if device.type == "cpu" and nccl_asked_for:
+    if is_host(device) and nccl_asked_for:
         console.print("no GPU: --distributed-backend nccl becomes gloo")
-    if device.type == "cpu" and config.optimizer.offloaded:
+    if is_host(device) and config.optimizer.offloaded:
         console.print("no GPU: --optimizer-cpu-offload has no effect")
+    for line in _about_gpu(config, device):
+        console.print(line)
     console.print(console_lines.parameter_type_line(config.precision.params_dtype))
-    if config.precision.bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if config.precision.bf16 and not is_host(device) and torch.bfloat16 not in capability_of(device).half:
         console.warn(f"WARNING: {_device_name(device)} emulates bf16, which is slow; use --fp16")
     console.log(console_lines.argument_dump(megatron_args(config)))
     for line in note_lines(config):
@@ -143,13 +147,22 @@ def _print_configuration(config: RunConfig, console: RunConsole, device: torch.d
         console.log(console_lines.train_iterations_line(config.train_iters))
 
 
+def _about_gpu(config: RunConfig, device: torch.device) -> Iterator[str]:
+    """Yield what a run on an accelerator says of it: the attention kernel, and missing peer access."""
+    if is_host(device):
+        return
+    yield f"attention: {describe_attention(config.model, getattr(torch, config.precision.params_dtype), device)}"
+    if (config.launch.local_world_size or 1) > 1 and lacks_peer_access(device):
+        yield "no peer access between the GPUs of this machine: NCCL sends through host memory"
+
+
 def _products(config: RunConfig, device: torch.device) -> str:
     """Return a remark if half-precision matrix products are computed in fp32 on this device; else ""."""
-    if not (config.precision.bf16 or config.precision.fp16) or products_of(config, device.type) != "float32":
+    if not (config.precision.bf16 or config.precision.fp16) or products_of(config, device) != "float32":
         return ""
     kept = "bf16" if config.precision.bf16 else "fp16"
     return f"; no fast {kept} matmul on this CPU: computed in fp32 and rounded to {kept}"
 
 
 def _device_name(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})"
+    return "cpu" if is_host(device) else f"{device} ({capability_of(device).name})"

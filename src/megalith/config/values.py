@@ -16,6 +16,9 @@ from typing import Any
 from megalith.config.fields import Setting
 from megalith.registry import IMPORT_FLAG, Registered
 
+DEVICES = ("auto", "cpu", "cuda")
+"""Values of --device."""
+
 
 class BadValue(ValueError):
     """A value that a setting cannot take; the message completes `--flag value: ...`."""

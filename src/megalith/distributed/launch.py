@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from megalith.config.environment import listen, loopback
 from megalith.config.groups import LaunchConfig
+from megalith.device import is_host, nccl_version
 from megalith.distributed.board import BoardUnavailable, StoreBoard, run_in_thread, to_stderr
 from megalith.distributed.consistency import Facts, difference
 from megalith.distributed.device_errors import without_stack
@@ -88,7 +89,7 @@ def available_backends() -> dict[str, str]:
     if not dist.is_gloo_available():
         del found["gloo"]
     if dist.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["nccl"] = ".".join(map(str, nccl_version()))
     return found
 
 
@@ -109,7 +110,7 @@ def connect(
     follow one another; all ranks must enter equally many.
 
     Args:
-        backend: "gloo" or "nccl"; on a CPU always gloo.
+        backend: "gloo" or "nccl"; on a CPU always gloo, and for nccl the counterpart of another accelerator.
         timeout: of collectives.
         join: timeout of the rendezvous, `timeout` if None; missing ranks are printed after `WARN_AFTER_SECONDS`.
         facts: must be equal on all ranks.
@@ -129,15 +130,16 @@ def connect(
             "join_ranks; within its block, create the groups of another layout with "
             "ParallelContext.create(run.layout, context.device)"
         )
-    backend = backend if device.type == "cuda" else "gloo"
+    gloo = backend == "gloo" or is_host(device)
+    backend = "gloo" if gloo else dist.get_default_backend_for_device(device)
     join_seconds = (join or timeout).total_seconds()
     rendezvous = _Rendezvous(launch, join_seconds, facts or {}, stop_requested, backend)
     store = rendezvous.join_store()
     connection = rendezvous.open_second_connection()
     if backend == "gloo":
         rendezvous.choose_interface(store)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if not is_host(device):
+        torch.accelerator.set_device_index(device)
     try:
         with rendezvous.limit_connecting(connection):
             dist.init_process_group(
@@ -146,7 +148,7 @@ def connect(
                 rank=launch.rank,
                 world_size=launch.world_size,
                 timeout=timeout,
-                device_id=device if backend == "nccl" else None,  # used by NCCL only
+                device_id=None if gloo else device,
             )
         yield RendezvousInfo(launch.rank, launch.world_size, rendezvous.one_host, connection)
     except BaseException as error:
@@ -173,7 +175,7 @@ def _force_exit(backend: str, error: BaseException) -> None:
     if a thread returned from native code meanwhile.
     """
     group = dist.group.WORLD
-    if backend == "nccl" and group is not None and hasattr(group, "abort"):
+    if backend != "gloo" and group is not None and hasattr(group, "abort"):
         aborting = threading.Thread(target=group.abort, name="abort-collectives", daemon=True)
         aborting.start()
         aborting.join(2.0)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalith.device import is_host
 from megalith.layout import Layout
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def create_channels(
                     outgoing[direction] = Channel(target, group, observer)
                 if rank == target:
                     incoming[direction] = Channel(source, group, observer)
-                if device.type == "cuda" and rank in (source, target):
+                if not is_host(device) and rank in (source, target):
                     _connect(Channel(target if rank == source else source, group), device, sends=rank == source)
     return P2PChannels(device, outgoing["forward"], incoming["forward"], outgoing["backward"], incoming["backward"])
 

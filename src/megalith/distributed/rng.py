@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalith.device import is_host
 from megalith.distributed.context import ParallelContext
 
 STAGE_OFFSET = 100  # Megatron's difference between the base seeds of two pipeline stages
@@ -39,8 +40,8 @@ class Stream:
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
         self._device = device = torch.device(device)
         self._states = {"cpu": torch.Generator().manual_seed(seed).get_state()}
-        if device.type == "cuda":
-            self._states["cuda"] = torch.Generator(device=device).manual_seed(seed).get_state()
+        if not is_host(device):
+            self._states["device"] = torch.Generator(device=device).manual_seed(seed).get_state()
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -67,20 +68,21 @@ class Stream:
         """Set the states of torch's default stream; return the previous ones."""
         before = {"cpu": torch.get_rng_state()}
         torch.set_rng_state(states["cpu"])
-        if "cuda" in states:
-            before["cuda"] = torch.cuda.get_rng_state(self._device)
-            torch.cuda.set_rng_state(states["cuda"], self._device)
+        if "device" in states:
+            module = torch.get_device_module(self._device)
+            before["device"] = module.get_rng_state(self._device)
+            module.set_rng_state(states["device"], self._device)
         return before
 
     def state(self) -> dict[str, Tensor]:
         """Return the device's state under Megatron's key, and on a GPU the CPU's under a second key."""
-        if "cuda" in self._states:
-            return {OWN_STREAM: self._states["cuda"], f"{OWN_STREAM}-cpu": self._states["cpu"]}
+        if "device" in self._states:
+            return {OWN_STREAM: self._states["device"], f"{OWN_STREAM}-cpu": self._states["cpu"]}
         return {OWN_STREAM: self._states["cpu"]}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Load what `state` returned; ignore states of another kind of device."""
-        names = {"cuda": OWN_STREAM, "cpu": f"{OWN_STREAM}-cpu"} if "cuda" in self._states else {"cpu": OWN_STREAM}
+        names = {"device": OWN_STREAM, "cpu": f"{OWN_STREAM}-cpu"} if "device" in self._states else {"cpu": OWN_STREAM}
         for kind, name in names.items():
             if name in state and state[name].numel() == self._states[kind].numel():
                 self._states[kind] = state[name].clone()
@@ -111,7 +113,7 @@ class RandomStreams:
         context = context or ParallelContext.solo()
         replica = context.flatten_axes("cp", "dp").index
         base, apart = seed + STAGE_OFFSET * context.pp.index, REPLICA_OFFSET * replica
-        self.seed = seed
+        self.seed, self._device = seed, context.device
         random.seed(base + apart)
         np.random.seed((base + apart) % 2**32)
         torch.manual_seed(base + apart)
@@ -120,12 +122,12 @@ class RandomStreams:
 
     def state(self) -> dict[str, Any]:
         """Return the states under the keys of Megatron's `rng_state` entry."""
-        on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        device, none = self._device, torch.zeros(0, dtype=torch.uint8)
         return {
             "random_rng_state": random.getstate(),
             "np_rng_state": np.random.get_state(),
             "torch_rng_state": torch.get_rng_state(),
-            "cuda_rng_state": torch.cuda.get_rng_state() if on_cuda else torch.zeros(0, dtype=torch.uint8),
+            "cuda_rng_state": none if is_host(device) else torch.get_device_module(device).get_rng_state(device),
             "rng_tracker_states": self.own.state(),
         }
 
@@ -135,6 +137,6 @@ class RandomStreams:
         random.setstate((version, tuple(internal), gauss))
         np.random.set_state(state["np_rng_state"])
         torch.set_rng_state(state["torch_rng_state"])
-        if torch.cuda.is_available() and state["cuda_rng_state"].numel() > 0:
-            torch.cuda.set_rng_state(state["cuda_rng_state"])
+        if not is_host(self._device) and state["cuda_rng_state"].numel() > 0:
+            torch.get_device_module(self._device).set_rng_state(state["cuda_rng_state"], self._device)
         self.own.load_state(state["rng_tracker_states"])

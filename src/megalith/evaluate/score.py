@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megalith.device import is_host
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.errors import DataError
@@ -281,6 +282,6 @@ def _score_logits(
 
 def _argmax(logits_TV: Tensor) -> Tensor:
     """Return the first largest logit of each row; on a CPU by numpy, which is several times faster than torch."""
-    if logits_TV.device.type != "cpu":
+    if not is_host(logits_TV.device):
         return logits_TV.argmax(dim=-1)
     return torch.from_numpy(logits_TV.numpy().argmax(-1))

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megalith.device import capability_of, is_host
 from megalith.kernels.cpu.attention import BLOCK
 from megalith.kernels.dropout import Dropout
 from megalith.kernels.torch_private import flash_backward, flash_forward, has_cpu_flash, varlen_backward, varlen_forward
@@ -85,7 +86,7 @@ def attend_part_backward(
     grad, q, k, v = map(_dense_heads, (grad, q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     flash = flash and dropout is None and hidden is None and has_flash(q)
-    if flash and q.device.type != "cpu":
+    if flash and not is_host(q.device):
         return flash_backward(grad, q, k, v, context, lse, causal, scale)
     heads = _expand_heads(q, k, v)  # on a CPU flash attention computes the heads of a group on one thread
     if flash:
@@ -130,15 +131,13 @@ def merge_parts(context: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) ->
 
 def has_flash(q: Tensor) -> bool:
     """Return whether torch has a flash kernel for such tensors that returns the lse."""
-    if q.device.type == "cpu":
+    if is_host(q.device):
         return has_cpu_flash()
     return (
-        q.device.type == "cuda"
-        and q.dtype in (torch.float16, torch.bfloat16)
+        q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[-1] % 8 == 0  # torch pads other head sizes before this operation
         and q.shape[-1] <= 256
-        and torch.backends.cuda.is_flash_attention_available()
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        and "flash" in capability_of(q.device).attention
     )
 
 
@@ -227,7 +226,7 @@ def _blocks_backward(
 
 def has_varlen(q: Tensor) -> bool:
     """Return whether torch has `attend_varlen`'s kernel for such tensors."""
-    return q.device.type == "cuda" and has_flash(q)
+    return not is_host(q.device) and has_flash(q)
 
 
 class _VarlenAttention(torch.autograd.Function):

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.device import is_host
+
 foreach_add_, foreach_lerp, foreach_lerp_ = torch._foreach_add_, torch._foreach_lerp, torch._foreach_lerp_
 foreach_mul_, foreach_norm, foreach_sign_ = torch._foreach_mul_, torch._foreach_norm, torch._foreach_sign_
 unscale_and_check_ = torch._amp_foreach_non_finite_check_and_unscale_
@@ -24,7 +26,7 @@ def has_cpu_flash() -> bool:
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return context and lse from SDPA's flash kernel of the device."""
-    cpu, aten = q.device.type == "cpu", torch.ops.aten
+    cpu, aten = is_host(q.device), torch.ops.aten
     kernel = aten._scaled_dot_product_flash_attention_for_cpu if cpu else aten._scaled_dot_product_flash_attention
     context, lse, *_ = kernel(q, k, v, 0.0, causal, scale=scale)
     return context, lse
@@ -35,7 +37,7 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v for `flash_forward`."""
     arguments = (grad, q, k, v, context, lse.contiguous())
-    if q.device.type == "cpu":
+    if is_host(q.device):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = kernel(*arguments, 0.0, causal, scale=scale)
     else:
@@ -134,3 +136,8 @@ def dump_memory_history(path: str) -> None:
     """Write the record for pytorch.org/memory_viz, and stop recording."""
     torch.cuda.memory._dump_snapshot(path)
     torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def sdpa_kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> str:
+    """Return the name of the kernel that torch SDPA takes for a call: MATH, FLASH_ATTENTION, ..."""
+    return str(torch._C._SDPBackend(torch._fused_sdp_choice(q, k, v, mask, dropout, mask is None)).name)

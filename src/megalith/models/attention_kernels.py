@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from megalith.config import ModelConfig
+from megalith.device import is_host
 from megalith.kernels.cpu.attention import blocked_causal_attention, whole_attention
 from megalith.kernels.partial_attention import attend_varlen, has_varlen
+from megalith.kernels.torch_private import sdpa_kernel_for
 from megalith.nn.attend import (
     PLAIN,
     AttentionKernel,
@@ -55,12 +57,12 @@ def attend_by_device(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: Atte
     whole = q.shape[0] == k.shape[0] > 1 and rule.plain
     blocked = dropout > 0.0 or rule.limits(k.shape[0])
     faster = not torch.compiler.is_compiling() if blocked else dtype == torch.bfloat16
-    if q.device.type == "cpu" and whole and faster and rule.sink_H is None:
+    if is_host(q.device) and whole and faster and rule.sink_H is None:
         context = blocked_causal_attention(
             q.to(dtype), k.to(dtype), v.to(dtype), dropout, scale=rule.scale, window=rule.window
         )
         return context.to(q.dtype)
-    if q.device.type == "cpu" and _whole(q, k, dropout, rule):
+    if is_host(q.device) and _whole(q, k, dropout, rule):
         bias, hides = rule.bias(), rule.causal or rule.limits(k.shape[0]) or rule.hides
         context = whole_attention(
             q.to(dtype),
@@ -87,3 +89,14 @@ def attention_kernel(config: ModelConfig) -> AttentionKernel:
     if config.fused_attention:
         return attend_by_device
     return partial(attend_unfused, softmax_in_fp32=config.softmax_in_fp32)
+
+
+def describe_attention(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Return the kernel that an accelerator takes in training, and another one for masked calls if there are such."""
+    if not config.fused_attention:
+        return "unfused"
+    shape = (1, config.num_attention_heads, 128, config.kernel_head_size)
+    q, k, v = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    masks = [None, torch.ones(128, 128, dtype=torch.bool, device=device)]
+    plain, masked = (sdpa_kernel_for(q, k, v, mask, config.attention_dropout) for mask in masks)
+    return plain if plain == masked else f"{plain}, with a mask {masked}"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import ModelConfig, check_groups
+from megalith.device import is_host
 from megalith.errors import ConfigError
 from megalith.models.layer_options import rotations
 from megalith.nn.attention import ContextParallelAttention, LocalAttention, SelfAttention
@@ -341,7 +342,7 @@ def _compile_options(device: torch.device) -> dict[str, str | int | bool | Calla
     With torch 2.13 a graph that was compiled for AVX-512 gives NaN or corrupts the heap where the same cache is used
     with AVX2, as on a file system that nodes share. Options are part of the cache's key.
     """
-    width = _VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability()) if device.type == "cpu" else None
+    width = _VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability()) if is_host(device) else None
     return None if width is None else {"cpp.simdlen": width}
 
 

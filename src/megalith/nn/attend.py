@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megalith.device import is_host
 from megalith.kernels.partial_attention import attend_groups, has_flash
 from megalith.nn.documents import Documents
 from megalith.nn.precision import at_least_fp32, matmul, product_dtype
@@ -137,7 +138,7 @@ def sdpa(
     inputs, heads = (q_BHQK, k_BGSK, v_BGSK), q_BHQK.shape[1]
     if k_BGSK.shape[1] != heads:
         takes_groups = by_flash = mask is None and has_flash(q_BHQK)
-        if q_BHQK.device.type == "cpu":
+        if is_host(q_BHQK.device):
             takes_groups = not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
             if by_flash and dropout == 0.0 and not takes_groups and not torch.compiler.is_compiling():
                 return attend_groups(*inputs, causal=causal, scale=scale)

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from megalith.device import is_host
 from megalith.nn.embedding import local_rows
 from megalith.nn.linear import linear
 from megalith.nn.placement import Placement, Split
@@ -41,14 +42,14 @@ from megalith.nn.precision import FactoryKwargs, at_least_fp32, product_dtype
 from megalith.nn.region import SOLO, Region, enter
 from megalith.nn.sink import GradientSink
 
-CHUNK_ELEMENTS = {"cpu": 1 << 20}  # of [rows, V] in fp32 work at once: 4 MiB, within a core's share of cache
-CHUNK_ELEMENTS_ELSEWHERE = 1 << 26  # 256 MiB: few launches, and still a part of the logits only
+CHUNK_ELEMENTS = 1 << 20  # of [rows, V] in fp32 work at once: 4 MiB, within a core's share of cache
+CHUNK_ELEMENTS_ON_DEVICE = 1 << 26  # 256 MiB: few launches, and still a part of the logits only
 
 
 def _in_chunks(logits_TV: Tensor, work: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """Yield a few rows at a time: which, and a copy of them in the dtype `work`, in the same memory each time."""
     rows, columns = logits_TV.shape
-    elements = CHUNK_ELEMENTS.get(logits_TV.device.type, CHUNK_ELEMENTS_ELSEWHERE)
+    elements = CHUNK_ELEMENTS if is_host(logits_TV.device) else CHUNK_ELEMENTS_ON_DEVICE
     step = min(rows, max(1, elements // columns))
     memory = torch.empty(step, columns, dtype=work, device=logits_TV.device)
     for start in range(0, rows, step):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from megalith.device import is_host
 from megalith.nn.placement import Placement, Replicated
 from megalith.nn.precision import FactoryKwargs, at_least_fp32
 from megalith.nn.rms_norm import rms_norm
@@ -74,7 +75,7 @@ class RMSNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         weight = self._weight()
         wide = weight.to(x.dtype)
-        if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling():
+        if is_host(x.device) and x.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling():
             return rms_norm(x, wide, self.epsilon).to(weight.dtype)
         return nn.functional.rms_norm(x, weight.shape, wide, self.epsilon).to(weight.dtype)
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from megalith.device import is_host
 from megalith.distributed.comm import AsyncHandle
 from megalith.distributed.context import ParallelContext
 from megalith.kernels.cpu.memory import lazy_zeros
@@ -228,11 +229,11 @@ class GradientBuffers:
         if self._mark_written(parameter):
             buffer.zero_()
         rows = grad_TD.to(buffer.dtype)
-        if buffer.device.type == "cuda":
+        if is_host(buffer.device):
+            buffer.index_add_(0, ids_T, rows)
+        else:
             # sorts the ids, so that the sum does not depend on timing as index_add_'s does
             buffer.index_put_((ids_T,), rows, accumulate=True)
-        else:
-            buffer.index_add_(0, ids_T, rows)
         self._count_write(parameter)
 
     def _accept_autograd_grad(self, parameter: Tensor) -> None:

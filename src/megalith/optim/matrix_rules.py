@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megalith.config import OptimizerConfig
+from megalith.device import is_host
 from megalith.distributed.comm import all_gather
 from megalith.distributed.context import Axis
 from megalith.kernels.torch_private import foreach_lerp_, foreach_mul_
@@ -199,7 +200,7 @@ class AdaptiveMuon(Muon):
 @contextmanager
 def _matmul_precision(precision: str, device: torch.device) -> Iterator[None]:
     """Set the precision of fp32 matrix products on a GPU."""
-    if device.type != "cuda":
+    if is_host(device):
         yield
         return
     before = torch.get_float32_matmul_precision()

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megalith.device import is_host
 from megalith.distributed.comm import all_reduce
 from megalith.distributed.context import Axis
 from megalith.kernels.torch_private import foreach_norm
@@ -105,7 +106,7 @@ def _norms_by_chunks(tensors: Sequence[Tensor]) -> list[Tensor]:
     in one room for all, since fresh memory for each takes several times as long (measured on 2.13).
     """
     longest, device = max(tensor.numel() for tensor in tensors), tensors[0].device
-    size = max(1, min(CHUNK_ELEMENTS, longest) if device.type == "cpu" else longest)
+    size = max(1, min(CHUNK_ELEMENTS, longest) if is_host(device) else longest)
     buffer = torch.empty(size, dtype=at_least_fp32(tensors[0].dtype), device=device)
 
     def norm(tensor: Tensor) -> Tensor:

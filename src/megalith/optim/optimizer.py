@@ -377,7 +377,7 @@ def choose_offloaded(sizes: Mapping[str, int], fraction: float) -> frozenset[str
     | bf16, fp32 gradients        | 6             | 12          | 6                      |
 
     Norm, overflow check and clipping stay on the device, where the gradients are. Host
-    memory is pinned if CUDA is available. With a model on the CPU nothing is moved.
+    memory is pinned if there is an accelerator. With a model on the CPU nothing is moved.
     """
     left, chosen = fraction * sum(sizes.values()), []
     for name, size in sizes.items():
@@ -390,12 +390,12 @@ def choose_offloaded(sizes: Mapping[str, int], fraction: float) -> frozenset[str
 
 def zeros_on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Allocate zeros in the shape of a tensor, on the host."""
-    return torch.zeros(like.shape, dtype=dtype, device=HOST, pin_memory=torch.cuda.is_available())
+    return torch.zeros(like.shape, dtype=dtype, device=HOST, pin_memory=torch.accelerator.is_available())
 
 
 def to_host(tensor: Tensor) -> Tensor:
     """Return the tensor if it is on the host already, else a copy there, waiting for its transfer."""
     if tensor.device == HOST:
         return tensor
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=torch.cuda.is_available())
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=torch.accelerator.is_available())
     return copy.copy_(tensor)

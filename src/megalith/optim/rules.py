@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.device import is_host
 from megalith.nn.precision import at_least_fp32
 from megalith.registry import naming_errors
 
@@ -122,7 +123,7 @@ class Fp32Arithmetic(UpdateRule):
 
         Both happen while a piece is in the cache: separate passes would take 50 % longer.
         """
-        piece = PIECE_ON_CPU if batch.params[0].device.type == "cpu" else PIECE_ELEMENTS
+        piece = PIECE_ON_CPU if is_host(batch.params[0].device) else PIECE_ELEMENTS
         for number, name in enumerate(batch.names):
             tensors = [
                 batch.params[number],

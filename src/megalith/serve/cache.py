@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megalith.config import ModelConfig
+from megalith.device import is_host
 from megalith.nn.attend import PLAIN, AttentionRule, Mask, attend_fused, sdpa
 from megalith.nn.cross_attention import CrossAttention
 from megalith.nn.precision import product_dtype
@@ -46,7 +47,7 @@ class PagedKVCache:
         device: torch.device,
     ) -> None:
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
-        self.groups_decoding = device.type != "cpu"
+        self.groups_decoding = not is_host(device)
         shape = (num_layers, groups, num_blocks * block_size, head_size)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalith.device import is_host
 from megalith.nn.precision import at_least_fp32
 from megalith.serve.request import Sampling, TopLogprobs
 
@@ -73,7 +74,7 @@ def choose_tokens(logits_BV: Tensor, rows: Sequence[SamplingInput]) -> list[Samp
 
 def _max_logits(logits_BV: Tensor) -> tuple[list[float], list[int]]:
     """Return the maximum of each row, NaN if it has one, and its token, the first of equals."""
-    if logits_BV.device.type != "cpu":
+    if not is_host(logits_BV.device):
         values, places = logits_BV.max(-1)
         return values.tolist(), places.tolist()
     # torch's search for a place on a CPU takes 10 times as long as numpy's, to which NaN is the largest too.

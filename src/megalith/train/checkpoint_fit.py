@@ -131,15 +131,15 @@ def _as_given(name: str, value: Any) -> str:
     return str(value) if setting is None else setting.as_given(value)
 
 
-def products_of(run: RunConfig, device_type: str) -> str:
+def products_of(run: RunConfig, device: torch.device) -> str:
     """Return the name of the dtype in which this run computes matrix products."""
     dtype: torch.dtype = getattr(torch, run.precision.params_dtype)
-    return str(product_dtype_on(device_type, dtype)).removeprefix("torch.")
+    return str(product_dtype_on(device, dtype)).removeprefix("torch.")
 
 
-def other_products(found: FoundCheckpoint, run: RunConfig, device_type: str) -> str:
+def other_products(found: FoundCheckpoint, run: RunConfig, device: torch.device) -> str:
     """Return a warning where the run that wrote a checkpoint multiplied in another dtype; empty if not."""
-    was, now = (found.manifest or {}).get(PRODUCTS), products_of(run, device_type)
+    was, now = (found.manifest or {}).get(PRODUCTS), products_of(run, device)
     if was in (None, now) or found.weights_only or run.checkpoint.finetune:
         return ""
     return (

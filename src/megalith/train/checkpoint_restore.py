@@ -14,6 +14,7 @@ from megalith.checkpoint import CheckpointContent, DirectoryStore, LoadedContent
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, is_rng_object, read_optimizer_common
 from megalith.config import RunConfig, all_settings
 from megalith.config.changes import HARMLESS, changes_since
+from megalith.device import is_host
 from megalith.errors import CheckpointError
 from megalith.schedules.parameters import ResumedSchedule, resume_schedule
 from megalith.train.checkpoint_content import (
@@ -121,7 +122,7 @@ def strictness_notes(loaded: LoadedContent, run: RunConfig, *, with_optimizer: b
 def thread_notes(found: FoundCheckpoint, device: torch.device) -> tuple[str, ...]:
     """Return a warning if a CPU computed the checkpoint with other threads, which changes the order of sums."""
     was, now = (found.manifest or {}).get("threads"), torch.get_num_threads()
-    if device.type != "cpu" or was in (None, now):
+    if not is_host(device) or was in (None, now):
         return ()
     return (
         f"the checkpoint was computed with {was} thread{'s' if was != 1 else ''} on each rank, and this run has {now}: "

@@ -10,6 +10,7 @@ import torch
 
 from megalith.checkpoint import Chunk, DirectoryStore, Staging
 from megalith.config import RunConfig
+from megalith.device import is_host
 from megalith.train.checkpoint_content import chunks_to_save, content_of
 from megalith.train.checkpoint_fit import PRODUCTS, Identity, products_of
 from megalith.train.faults import Probe, no_probe
@@ -80,8 +81,8 @@ class CheckpointSaver:
             "tokenizer": dict(self._identity.tokenizer),
             "tokenizer_files": sorted(self._identity.tokenizer_files),
             "data": dict(self._identity.data),
-            "threads": torch.get_num_threads() if state.context.device.type == "cpu" else None,
-            PRODUCTS: products_of(self._run, state.context.device.type),
+            "threads": torch.get_num_threads() if is_host(state.context.device) else None,
+            PRODUCTS: products_of(self._run, state.context.device),
         }
 
 

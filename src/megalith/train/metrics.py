@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 import torch
 
+from megalith.device import is_host
 from megalith.train.results import (
     BadStep,
     Evaluation,
@@ -157,7 +158,7 @@ _PAGE = resource.getpagesize()
 
 
 def memory_in_use(device: torch.device) -> dict[str, int]:
-    """Return bytes by name: current and peak resident size of the process, and torch's memory on a CUDA device."""
+    """Return bytes by name: current and peak resident size of the process, and torch's memory on an accelerator."""
     # Linux counts in KiB, macOS in bytes.
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     figures = {"max_resident_bytes": largest}
@@ -166,11 +167,11 @@ def memory_in_use(device: torch.device) -> dict[str, int]:
         figures["resident_bytes"] = int(sizes.read_text().split()[1]) * _PAGE
         # The kernel keeps its maximum in batches of pages, a little behind.
         figures["max_resident_bytes"] = max(largest, figures["resident_bytes"])
-    if device.type == "cuda":
+    if not is_host(device):
         figures |= {
-            "allocated_bytes": torch.cuda.memory_allocated(device),
-            "max_allocated_bytes": torch.cuda.max_memory_allocated(device),
-            "reserved_bytes": torch.cuda.memory_reserved(device),
-            "max_reserved_bytes": torch.cuda.max_memory_reserved(device),
+            "allocated_bytes": torch.accelerator.memory_allocated(device),
+            "max_allocated_bytes": torch.accelerator.max_memory_allocated(device),
+            "reserved_bytes": torch.accelerator.memory_reserved(device),
+            "max_reserved_bytes": torch.accelerator.max_memory_reserved(device),
         }
     return figures

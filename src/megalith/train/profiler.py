@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megalith.config.groups import LogConfig
+from megalith.device import cuda_runtime, is_cuda, is_host
 from megalith.kernels.torch_private import dump_memory_history, record_memory_history
 from megalith.train.results import ExitReason, Hook, StepResult
 
@@ -19,10 +20,8 @@ class TorchProfiler:
     """torch's own: a trace for chrome://tracing or perfetto, and a table of the costliest operations beside it."""
 
     def __init__(self, path: Path, device: torch.device, *, shapes: bool, stacks: bool) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._path, self._on_gpu = path, device.type == "cuda"
+        activities = [torch.profiler.ProfilerActivity.CPU] if is_host(device) else None  # None: all there are
+        self._path, self._order = path, "self_cpu_time_total" if is_host(device) else "self_device_time_total"
         self._profile = torch.profiler.profile(activities=activities, record_shapes=shapes, with_stack=stacks)
 
     def begin(self) -> None:
@@ -33,8 +32,7 @@ class TorchProfiler:
         """Write both files; return a message for the user, or an empty text."""
         self._profile.stop()
         self._profile.export_chrome_trace(str(self._path))
-        order = "self_cuda_time_total" if self._on_gpu else "self_cpu_time_total"
-        table = self._profile.key_averages().table(sort_by=order, row_limit=_ROWS)
+        table = self._profile.key_averages().table(sort_by=self._order, row_limit=_ROWS)
         text = self._path.with_suffix(".txt")
         text.write_text(table, encoding="utf-8")
         return f"profile written to {self._path} (for perfetto.dev) and, as a table, to {text}"
@@ -48,19 +46,19 @@ class NsysMarks:
 
     def begin(self) -> None:
         """Start profiling."""
-        torch.cuda.cudart().cudaProfilerStart()
+        cuda_runtime().cudaProfilerStart()
         self._nvtx.__enter__()
 
     def end(self) -> str:
         """Stop profiling."""
         self._nvtx.__exit__(None, None, None)
-        torch.cuda.cudart().cudaProfilerStop()
+        cuda_runtime().cudaProfilerStop()
         return ""
 
 
 def build_profiler(log: LogConfig, device: torch.device, rank: int, folder: Path) -> TorchProfiler | NsysMarks:
     """Build the profiler that the flags ask for: marks for nsys, or torch's (also without a GPU)."""
-    if device.type == "cuda" and not log.use_pytorch_profiler:
+    if is_cuda(device) and not log.use_pytorch_profiler:
         return NsysMarks(shapes=log.pytorch_profiler_collect_shapes)
     path = folder / f"profile-rank{rank}-iterations-{log.profile_step_start + 1}-{log.profile_step_end}.json"
     return TorchProfiler(

@@ -15,7 +15,7 @@ import torch
 from megalith.checkpoint.formats.megatron_names import parse_name
 from megalith.checkpoint.global_parameters import GlobalParameters
 from megalith.config import ModelConfig
-from megalith.datasheet import find_accelerator
+from megalith.device import capability_of, is_host
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.models.families import MODELS
@@ -24,7 +24,7 @@ from megalith.nn.placement import global_shape
 from megalith.nn.precision import product_dtype
 from megalith.registry import Registered
 
-_PEAK_SIZES = {"cpu": (512, 1024, 2048), "cuda": (2048, 4096, 8192)}
+_PEAK_SIZES, _PEAK_SIZES_ON_DEVICE = (512, 1024, 2048), (2048, 4096, 8192)
 _WARM_UPS, _FEWEST_SAMPLES = 2, 3
 
 
@@ -123,7 +123,7 @@ def feed_forward_weights(model: ModelConfig, experts: int) -> float:
 
 def datasheet_peak(device: torch.device, dtype: torch.dtype) -> tuple[str, float] | None:
     """Return the name of a device and its datasheet FLOP/s in a dtype; None if it is not known."""
-    known = find_accelerator(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    known = capability_of(device).datasheet
     if known is None:
         return None
     tf32 = torch.get_float32_matmul_precision() != "highest"
@@ -142,7 +142,7 @@ def measure_peak(device: torch.device, dtype: torch.dtype, budget_seconds: float
     dtype = product_dtype(torch.empty(0, dtype=dtype, device=device))
     best, last, deadline = 0.0, 0.0, time.perf_counter() + budget_seconds
     products: list[_Product] = []
-    for size in _PEAK_SIZES[device.type]:
+    for size in _PEAK_SIZES if is_host(device) else _PEAK_SIZES_ON_DEVICE:
         cost = 8 * last * (_WARM_UPS + _FEWEST_SAMPLES)  # a size twice as large does eight times the work
         if products and time.perf_counter() + cost > deadline:
             break
@@ -179,5 +179,5 @@ class _Product:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if not is_host(device):
+        torch.accelerator.synchronize(device)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalith.device import is_host
 from megalith.distributed import comm
 from megalith.distributed.context import Axis, Observer, ParallelContext
 from megalith.train.results import Evaluation, Hook, SavedCheckpoint, ScheduledSave, StepResult, Times, WindowReport
@@ -51,8 +52,8 @@ class Timers:
         return taken
 
     def _settle(self, level: int) -> None:
-        if level and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if level and not is_host(self._device):
+            torch.accelerator.synchronize(self._device)
 
 
 def gather_times(own: Mapping[str, float], context: ParallelContext, *, steps: int = 1) -> Times:
@@ -143,9 +144,9 @@ class WaitClock(Observer):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device = device
         self._seconds, self._since = 0.0, 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[torch.Event, torch.Event]] = []
 
     def before(self, operation: str, axis: Axis, tensor: Tensor | None, detail: str = "") -> None:
         self.waiting()
@@ -154,15 +155,15 @@ class WaitClock(Observer):
         self.waited()
 
     def waiting(self, peer: int | None = None) -> None:
-        if self._on_gpu:
-            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        if not is_host(self._device):
+            pair = (torch.Event(self._device, enable_timing=True), torch.Event(self._device, enable_timing=True))
             pair[0].record()
             self._events.append(pair)
         else:
             self._since = time.perf_counter()
 
     def waited(self) -> None:
-        if self._on_gpu:
+        if not is_host(self._device):
             self._events[-1][1].record()
         else:
             self._seconds += time.perf_counter() - self._since

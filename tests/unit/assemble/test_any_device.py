@@ -109,6 +109,7 @@ def _main() -> None:
     _setup_privateuseone_for_python_backend("elsewhere")
     module = torch.get_device_module("elsewhere")
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]  # what autocast asks for
+    module.get_rng_state, module.set_rng_state = lambda device: torch.get_rng_state(), lambda state, device: None
     torch.autograd.set_multithreading_enabled(False)  # a thread of the backward pass would not know the fake mode
     device = torch.device("elsewhere", 0)
     values: dict[str, Any] = {name: lambda tensor: 1.0 for name in ("item", "__float__")}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
+from tests.devices import H100, MI300, P40, T4, V100
 
 from megalith.assemble.model import require_compiler
 from megalith.config import load
+from megalith.device import DESCRIBED, Capability
 from megalith.errors import ConfigError
 
 BASE = (
@@ -30,3 +33,15 @@ def test_a_missing_compiler_is_named(device: str, lacking: str, monkeypatch: pyt
 def test_a_compiler_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == "c++" else None)
     require_compiler(load([*BASE.split(), "--compile"], {}, files=False), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("able", "code"), [(P40, False), (V100, True), (T4, True), (H100, True), (MI300, True)])
+def test_a_gpu_that_triton_has_no_code_for_is_named(
+    able: Capability, code: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(DESCRIBED, torch.device("cuda", 0), able)
+    run, gpu = load([*BASE.split(), "--compile"], {}, files=False), torch.device("cuda", 0)
+    with nullcontext() if code else pytest.raises(ConfigError, match=r"--compile.*sm_70.*Tesla P40 \(sm_61\)"):
+        require_compiler(run, gpu)
+    require_compiler(load(BASE.split(), {}, files=False), gpu)

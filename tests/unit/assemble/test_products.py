@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.devices import CPU, CPU_WITH_BF16
 from tests.distributed.test_parity import MODELS, Case, batches_of
 from tests.unit.serve.models import STYLES, Letters, collect, model_of
 from torch import Tensor
@@ -49,7 +50,7 @@ class HalfProducts(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def slow_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "_BF16_ON_CPU", torch.float32)
+    monkeypatch.setattr("megalith.device.HOST", CPU)
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_generation(style: str, packs: bool) -> None:
 
 @pytest.mark.parametrize("tiles", [False, True])
 def test_one_row_of_bf16_is_multiplied_by_mv(tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "_BF16_ON_CPU", torch.bfloat16)
+    monkeypatch.setattr("megalith.device.HOST", CPU_WITH_BF16)
     monkeypatch.setattr(precision, "_ROW_BY_MV", tiles)
     x, weight = torch.randn(1, 24).bfloat16(), torch.randn(50, 24).bfloat16()
     with torch.no_grad(), HalfProducts() as products:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.devices import CPU, CPU_WITH_BF16
 
 from megalith.assemble.facts import facts_of
 from megalith.cli.main import main
 from megalith.config import load
-from megalith.nn import precision
 
 BASE = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 256 --max-position-embeddings 256 --bf16 "
@@ -25,8 +25,8 @@ def test_a_resume_on_another_kind_of_processor_says_that_results_differ(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     said = []
-    for computed in (torch.bfloat16, torch.float32, torch.float32):
-        monkeypatch.setattr(precision, "_BF16_ON_CPU", computed)
+    for computed in (CPU_WITH_BF16, CPU, CPU):
+        monkeypatch.setattr("megalith.device.HOST", computed)
         assert main(RUN.split()) == 0
         said.append(capsys.readouterr())
     assert ["computed in fp32" in text.out for text in said] == [False, True, True]
@@ -36,8 +36,8 @@ def test_a_resume_on_another_kind_of_processor_says_that_results_differ(
 
 def test_ranks_that_multiply_otherwise_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     run, device, found = load(BASE.split(), {}, files=False), torch.device("cpu"), []
-    for computed in (torch.bfloat16, torch.float32):
-        monkeypatch.setattr(precision, "_BF16_ON_CPU", computed)
+    for computed in (CPU_WITH_BF16, CPU):
+        monkeypatch.setattr("megalith.device.HOST", computed)
         found.append(facts_of(run, device))
     names = [name for name in found[0] if found[0][name] != found[1][name]]
     assert len(names) == 1 and "bf16" in names[0]

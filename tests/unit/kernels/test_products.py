@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from tests.devices import CPU
 
 from megalith.kernels.cpu import products
 from megalith.kernels.cpu.products import packed_product
 from megalith.kernels.torch_private import has_fp16_linear, has_onednn_linear
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
-from megalith.nn import precision
 from megalith.serve.model_runner import ModelRunner
 from megalith.serve.runner import Batch, Chunk
 
@@ -32,7 +32,7 @@ def small_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_LARGE_WEIGHT", 1)
     monkeypatch.setattr(products, "_MIN_ROWS", 1)  # as on a processor for which MKL is slow
     monkeypatch.setattr(products, "_PACKED_AT_ONCE", 300)  # so that a weight comes in parts
-    monkeypatch.setattr(precision, "_BF16_ON_CPU", torch.float32)
+    monkeypatch.setattr("megalith.device.HOST", CPU)
 
 
 @needs_fbgemm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from megalith.kernels import torch_private as private
 
@@ -121,3 +122,11 @@ def test_operators_for_gpus_are_there() -> None:
     for name in ("_scaled_dot_product_flash_attention", "_flash_attention_forward"):
         assert hasattr(torch.ops.aten, name) and hasattr(torch.ops.aten, name.replace("_forward", "") + "_backward")
     assert callable(torch.cuda.memory._record_memory_history) and callable(torch.cuda.memory._dump_snapshot)
+
+
+def test_which_kernel_attention_takes() -> None:
+    """Flash attention on a CPU, which has none with dropout; names of other kernels are those of `SDPBackend`."""
+    q, mask = torch.zeros(1, 2, 8, 16), torch.ones(8, 8, dtype=torch.bool)
+    assert [private.sdpa_kernel_for(q, q, q, None, dropout) for dropout in (0.0, 0.1)] == ["FLASH_ATTENTION", "MATH"]
+    assert private.sdpa_kernel_for(q, q, q, mask, 0.1) == "MATH"
+    assert {"EFFICIENT_ATTENTION", "CUDNN_ATTENTION"} < set(SDPBackend.__members__)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.devices import CPU, CPU_WITH_BF16
 
-from megalith.nn import precision
-from megalith.nn.precision import features_of, has_fast_bf16, product_dtype
+from megalith.device import features_of, has_fast_bf16
+from megalith.nn.precision import product_dtype
 
 HASWELL = "processor\t: 0\nflags\t\t: fpu sse4_2 avx f16c rdrand fma bmi1 avx2 bmi2\nbugs\t\t: spectre_v1\n"
 CASCADE_LAKE = "flags\t\t: fma avx2 avx512f avx512dq avx512cd avx512bw avx512vl avx512_vnni\n"
@@ -50,8 +51,8 @@ def test_without_onednn_bf16_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_bf16_depends_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    for bf16 in (torch.float32, torch.bfloat16):
-        monkeypatch.setattr(precision, "_BF16_ON_CPU", bf16)
+    for host, bf16 in ((CPU, torch.float32), (CPU_WITH_BF16, torch.bfloat16)):
+        monkeypatch.setattr("megalith.device.HOST", host)
         computed = {torch.float64: torch.float64, torch.float32: torch.float32, torch.float16: torch.float32}
         for dtype, wanted in {**computed, torch.bfloat16: bf16}.items():
             assert product_dtype(torch.empty(0, dtype=dtype)) == wanted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.devices import CPU, CPU_WITH_BF16, H100, P40, RTX_4090, T4, V100
 
 from megalith.cli.quickstart.model import (
     MAX_EPOCHS,
@@ -17,6 +18,7 @@ from megalith.cli.quickstart.model import (
     measure_machine,
 )
 from megalith.config import ModelConfig
+from megalith.device import DESCRIBED, Capability
 from megalith.models.gpt import GPT
 
 TEXT = 2.5e6
@@ -35,36 +37,33 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, float]]
     return recorded
 
 
-@pytest.mark.parametrize(("product", "expected"), [(torch.bfloat16, "bf16"), (torch.float32, "fp32")])
+@pytest.mark.parametrize(("host", "expected"), [(CPU_WITH_BF16, "bf16"), (CPU, "fp32")])
 def test_a_cpu_trains_in_bf16_if_it_has_instructions_for_it(
     monkeypatch: pytest.MonkeyPatch,
     measured: list[tuple[torch.dtype, float]],
-    product: torch.dtype,
+    host: Capability,
     expected: str,
 ) -> None:
-    monkeypatch.setattr("megalith.nn.precision._BF16_ON_CPU", product)
+    monkeypatch.setattr("megalith.device.HOST", host)
     assert measure_machine("cpu", 180.0).precision == expected
-    assert [dtype for dtype, _ in measured] == [product]
+    assert [dtype for dtype, _ in measured] == [host.fastest]
 
 
 @pytest.mark.parametrize(
-    ("capability", "has_bf16", "expected"),
-    [((9, 0), True, "bf16"), ((7, 5), False, "fp16"), ((6, 1), False, "fp32")],
-    ids=["H100", "T4", "P40"],
+    ("able", "expected"),
+    [(H100, "bf16"), (RTX_4090, "bf16"), (T4, "fp16"), (V100, "fp16"), (P40, "fp32")],
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_a_gpu_trains_in_the_half_precision_that_it_computes_natively(
     monkeypatch: pytest.MonkeyPatch,
     measured: list[tuple[torch.dtype, float]],
-    capability: tuple[int, int],
-    has_bf16: bool,
+    able: Capability,
     expected: str,
 ) -> None:
     monkeypatch.setattr("megalith.assemble.model.choose_device", lambda wanted: torch.device("cuda", 0))
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: has_bf16 or including_emulation)
+    monkeypatch.setitem(DESCRIBED, torch.device("cuda", 0), able)
     machine = measure_machine("cuda", 180.0)
-    assert (machine.name, machine.precision, machine.flops) == ("GPU", expected, 1e12)
+    assert (machine.name, machine.precision, machine.flops) == (able.name, expected, 1e12)
 
 
 @pytest.mark.parametrize("size", MODEL_SIZES, ids=lambda size: f"{size.num_layers}x{size.hidden_size}")

@@ -12,6 +12,7 @@ from torch import nn
 
 from megalith.config import ModelConfig
 from megalith.datasheet import ACCELERATORS, find_accelerator
+from megalith.device import DESCRIBED, nvidia
 from megalith.distributed.context import ParallelContext
 from megalith.models.gpt import GPT
 from megalith.models.plain import build_registered
@@ -136,7 +137,7 @@ def test_the_operands_are_random(clock: Clock) -> None:
 def test_the_datasheet_is_found_by_the_drivers_name(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, found: tuple[str, float] | None
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setitem(DESCRIBED, torch.device("cuda", 0), nvidia(name, (8, 0)))
     peak = throughput.datasheet_peak(torch.device("cuda", 0), dtype)
     assert peak == (found and (found[0], pytest.approx(found[1])))
     assert throughput.datasheet_peak(torch.device("cpu"), dtype) is None

@@ -47,6 +47,7 @@ from torch import Tensor
 from megalith.checkpoint.files.hashing import FileReader, HashedFile, read_exactly
 from megalith.checkpoint.files.safe_loading import RefusedTypeError, RestrictedUnpickler
 from megalith.checkpoint.files.torch_internals import rebuild_tensor
+from megalith.device import is_host
 from megalith.errors import CheckpointError
 
 # Structures of the ZIP format by PKWARE's APPNOTE, sections 4.3.7 (local header), 4.3.9 (descriptor), 4.3.12
@@ -195,7 +196,7 @@ def read_tensor_entry(
         if header.size != shape:
             raise ValueError(f"stored shape is {list(header.size)}, the metadata says {list(shape)}")
         dtype = header.dtype
-        direct = target is not None and target.dtype == dtype and target.is_contiguous() and target.device.type == "cpu"
+        direct = target is not None and target.dtype == dtype and target.is_contiguous() and is_host(target.device)
         tensor = target if direct and target is not None else torch.empty(shape, dtype=dtype)
         if position + tensor.nbytes > start + length:
             raise EOFError(f"{tensor.nbytes} bytes at {position} reach past the entry's end at {start + length}")

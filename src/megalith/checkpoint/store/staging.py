@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.content import Chunk, balanced
+from megalith.device import cuda_runtime, is_cuda, is_host
 from megalith.errors import CheckpointError
 
 _ALIGNMENT = 64
@@ -52,9 +53,9 @@ class Staging:
                     f"--async-save needs {needed} bytes ({needed / 2**30:.2f} GiB) of this host's memory for a copy of "
                     f"the saved tensors: {error.strerror}; without --async-save they are not copied"
                 ) from error
-            if any(chunk.tensor.is_cuda for chunk in chunks):
+            if any(is_cuda(chunk.tensor.device) for chunk in chunks):
                 # Register this memory, as torch pins powers of two. If that fails, copies are slower.
-                status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
+                status = cuda_runtime().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
                 self._pinned = int(status) == 0
 
     def plan(self, chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -84,7 +85,7 @@ class Staging:
         wait(self._copying)
         self._copying = []
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            cuda_runtime().cudaHostUnregister(self._memory.data_ptr())
         self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
 
 
@@ -112,7 +113,7 @@ def _begin_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Future[None]]:
     on_devices: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
     pieces: list[tuple[Tensor, Tensor]] = []
     for target, source in pairs:
-        if source.device.type != "cpu":
+        if not is_host(source.device):
             on_devices.setdefault(source.device, []).append((target, source))
             continue
         plain = source.is_contiguous() and source.numel() > 0
@@ -123,18 +124,19 @@ def _begin_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Future[None]]:
     pool = ThreadPoolExecutor(len(on_devices) + threads, thread_name_prefix="checkpoint-copy")
     copying = []
     for device, part in on_devices.items():
-        reached = torch.cuda.current_stream(device).record_event()  # the tensors have the values to save from there on
+        # The tensors have the values to save from there on.
+        reached = torch.accelerator.current_stream(device).record_event()
         copying.append(pool.submit(_copy_from, device, reached, part))
     copying += [pool.submit(_copy_all, [pieces[number] for number in share]) for share in shares if share]
     pool.shutdown(wait=False)  # the threads end with their work
     return copying
 
 
-def _copy_from(device: torch.device, reached: torch.cuda.Event, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _copy_from(device: torch.device, reached: torch.Event, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy tensors off a device while it computes; return when all copies are complete."""
-    stream = torch.cuda.Stream(device)
+    stream = torch.Stream(device)
     stream.wait_event(reached)
-    with torch.cuda.stream(stream), torch.no_grad():
+    with stream, torch.no_grad():
         for target, source in pairs:
             target.copy_(source, non_blocking=True)
     stream.synchronize()

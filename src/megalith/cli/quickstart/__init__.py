@@ -31,7 +31,7 @@ from rich.markup import escape
 
 from megalith.cli.quickstart.model import Machine, ModelSize, Plan, choose_plan, measure_machine
 from megalith.cli.quickstart.text import Corpus, standard_library, user_texts
-from megalith.config.values import local_path
+from megalith.config.values import DEVICES, local_path
 from megalith.data.indexed import IndexedDataset
 from megalith.errors import ConfigError, MegalithError, install_command
 from megalith.report.history import History, read_history
@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--encoding", default="auto", help="encoding of the files, such as gb18030 (default: detected)")
     add("--minutes", type=float, default=3.0, help="training time (default: %(default)s)")
     add("--out", type=local_path, default=Path("quickstart"), help="output folder (default: %(default)s)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to train on (default: %(default)s)")
+    add("--device", choices=DEVICES, default="auto", help="device to train on (default: %(default)s)")
     add("--prompt", help="text that the trained model continues (default: a beginning that fits the data)")
     return parser
 

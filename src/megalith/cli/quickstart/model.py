@@ -20,7 +20,6 @@ MAX_EPOCHS = 10.0  # more epochs gain little (Muennighoff et al. 2023, arXiv:230
 MIN_ITERATIONS = 24
 PEAK_SECONDS = 2.0  # long enough that one noisy moment does not decide the size of the model
 PEAK_SHARE = 0.02  # of the time of a run that is shorter than usual
-TENSOR_CORES = (7, 0)  # compute capability from which fp16 products are fast
 
 
 @dataclass(frozen=True)
@@ -94,16 +93,13 @@ def measure_machine(wanted: str, seconds: float) -> Machine:
     import torch
 
     from megalith.assemble.model import choose_device
-    from megalith.nn.precision import product_dtype_on
+    from megalith.device import capability_of, is_host
     from megalith.train.throughput import measure_peak
 
     device = choose_device(wanted)
-    name = f"CPU ({platform.machine()}), threads: {torch.get_num_threads()}"
-    dtype = product_dtype_on(device.type, torch.bfloat16)
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
-            dtype = torch.float16 if torch.cuda.get_device_capability(device) >= TENSOR_CORES else torch.float32
+    able = capability_of(device)
+    name = f"CPU ({platform.machine()}), threads: {torch.get_num_threads()}" if is_host(device) else able.name
+    dtype = able.fastest
     precision = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     return Machine(name, precision, measure_peak(device, dtype, min(PEAK_SECONDS, PEAK_SHARE * seconds)))
 

@@ -289,8 +289,8 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
     )
     attention_backend: str = setting(
         "auto",
-        help="attention kernel: torch SDPA (flash, fused) or Megatron's unfused arithmetic (unfused, local); auto is "
-        "unfused with --transformer-impl local",
+        help="attention kernel: torch SDPA (flash, fused: on GPUs its flash or cuDNN kernel) or Megatron's unfused "
+        "arithmetic (unfused, local); auto is unfused with --transformer-impl local",
         choices=("auto", "flash", "fused", "unfused", "local"),
     )
     transformer_impl: str = setting(

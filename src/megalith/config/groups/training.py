@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalith.config.fields import setting
+from megalith.config.values import DEVICES
 from megalith.registry import Registered
 
 
@@ -167,7 +168,7 @@ class TrainConfig:
     device: str = setting(
         "auto",
         help="device; auto is CUDA if there is a GPU, and an error if torch cannot use it",
-        choices=("auto", "cpu", "cuda"),
+        choices=DEVICES,
         ours=True,
     )
     deterministic_mode: bool = setting(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.device import is_host
 from megalith.kernels.torch_private import sigmoid_backward
 
 _LEAST = 1 << 15  # elements; torch's one call takes less time than seven for fewer
@@ -26,7 +27,7 @@ _EXPONENT = -_K * math.log2(math.e)  # e^-t = 2^(_EXPONENT x (1 + _C x^2))
 
 def is_faster_for(x: Tensor) -> bool:
     """Return whether `gelu_tanh` is faster than torch's kernel; a matter of dtype, device and size."""
-    return x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() >= _LEAST
+    return x.dtype == torch.float32 and is_host(x.device) and x.numel() >= _LEAST
 
 
 def _compute(x: Tensor, *, with_slope: bool) -> tuple[Tensor, Tensor | None]:

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megalith.device import is_host
 from megalith.kernels.torch_private import (
     fp16_linear,
     fp16_pack,
@@ -48,7 +49,7 @@ _MIN_ROWS = 2 if _is_intel() else 1
 
 def min_rows(weight: Tensor) -> int | None:
     """Return the number of rows of x from which oneDNN is faster for x W^T, None if never. The weight is frozen."""
-    if not _HAS_ONEDNN or weight.dtype != torch.float32 or weight.device.type != "cpu":
+    if not _HAS_ONEDNN or weight.dtype != torch.float32 or not is_host(weight.device):
         return None
     return max(_MIN_ROWS, 1 if weight.numel() >= _LARGE_WEIGHT else -(-_MIN_WORK // max(1, weight.numel())))
 
@@ -75,7 +76,7 @@ def packed_product(weight: Tensor, bias: Tensor | None, product_dtype: torch.dty
         bias: [O]; added in fp32 to products of fp32, after rounding to those of a half-precision weight.
         product_dtype: of the products of x and the weight on this processor.
     """
-    if weight.device.type != "cpu" or product_dtype != torch.float32:
+    if not is_host(weight.device) or product_dtype != torch.float32:
         return None
     if weight.dtype == torch.float32:
         if min_rows(weight) != 1:

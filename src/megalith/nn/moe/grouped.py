@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.device import capability_of
 from megalith.nn.linear import Linear, linear
 from megalith.nn.precision import product_dtype
 from megalith.nn.sink import GradientSink
 
 _grouped_mm: Callable[..., Tensor] | None = getattr(torch.nn.functional, "grouped_mm", None)  # public from 2.10
 _ALIGNMENT = 16  # bytes, of the rows of its factors
-_CAPABILITY = (8, 0)  # of the GPU, from which bf16 is multiplied natively
 
 
 def _one_kernel(x_NI: Tensor, weights_OI: Sequence[Tensor]) -> bool:
@@ -33,10 +33,9 @@ def _one_kernel(x_NI: Tensor, weights_OI: Sequence[Tensor]) -> bool:
     sizes = weights_OI[0].shape
     return (
         _grouped_mm is not None
-        and x_NI.is_cuda
+        and capability_of(x_NI.device).has_grouped_products
         and x_NI.dtype == weights_OI[0].dtype == torch.bfloat16
         and all(size * x_NI.element_size() % _ALIGNMENT == 0 for size in sizes)
-        and torch.cuda.get_device_capability(x_NI.device) >= _CAPABILITY
     )
 
 

@@ -139,7 +139,7 @@ class Router(nn.Module):
     def logits(self, x_TD: Tensor) -> Tensor:
         """Return the router logits, [T, D] -> [T, E], in the dtype that routing computes in."""
         dtype = self.settings.dtype or x_TD.dtype
-        wide = product_dtype_on(x_TD.device.type, dtype)
+        wide = product_dtype_on(x_TD.device, dtype)
         bias_E = None if self.bias is None else self.bias.to(wide)
         return torch.nn.functional.linear(x_TD.to(wide), self.weight.to(wide), bias_E).to(dtype)
 
