@@ -1,4 +1,4 @@
-"""`ranks`: a warm pool of gloo processes that tests send functions to."""
+"""`ranks`: a warm pool of processes that tests send functions to, in a group of gloo, or of NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,14 @@ PRELOADED = [
 
 
 class Ranks:
-    """Processes that wait for work. Each `run` gets a fresh process group; after a failure all are replaced."""
+    """Processes that wait for work. Each `run` gets a fresh process group; after a failure all are replaced.
 
-    def __init__(self) -> None:
+    Args:
+        device: "cpu", or "cuda": each rank has the GPU of its number, and is no fork, which CUDA does not survive.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._workers: list[tuple[Any, Connection]] = []
         self._runs = 0
         # As long as there are processes: a FileStore whose folder vanishes while it is destroyed waits for it, until
@@ -43,7 +48,7 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory()
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
-        """`function(*args)` on each rank of a new gloo world; returns the results by rank (picklable values only).
+        """`function(*args)` on each rank of a new world; returns the results by rank (picklable values only).
 
         `function` is at the top of a test module; torch.distributed is initialised around it, one thread per rank.
         The first failure of a rank is raised here with its traceback.
@@ -60,10 +65,10 @@ class Ranks:
         return self._collect(world_size, seconds)
 
     def _start(self) -> tuple[Any, Connection]:
-        context = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context("forkserver" if self._device == "cpu" else "spawn")
         context.set_forkserver_preload(PRELOADED)
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs,), daemon=True)
+        process = context.Process(target=serve, args=(theirs, self._device), daemon=True)
         process.start()
         theirs.close()
         return process, ours
@@ -104,7 +109,7 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
-def serve(pipe: Connection) -> None:
+def serve(pipe: Connection, device: str) -> None:
     """What a process of the pool does."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
@@ -117,12 +122,16 @@ def serve(pipe: Connection) -> None:
         except EOFError:
             return
         try:
+            own = torch.device(device, rank) if device == "cuda" else None
+            if own is not None:
+                torch.cuda.set_device(own)
             dist.init_process_group(
-                "gloo",
+                "gloo" if own is None else "nccl",
                 store=dist.FileStore(store, world_size),
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=seconds),
+                device_id=own,
             )
             result = getattr(_module(file), name)(*args)
             dist.barrier()  # one that leaves at once may not yet be known to another
