@@ -238,5 +238,6 @@ def run(command: Sequence[str]) -> Ran:
 
 
 def megalith(*arguments: str) -> list[str]:
-    """Return the command line of a megalith command, with the program beside this Python."""
-    return [str(Path(sys.executable).with_name("megalith")), *arguments]
+    """Return the command line of a megalith command, with the program beside this Python; as a module without one."""
+    program = Path(sys.executable).with_name("megalith")
+    return [*([str(program)] if program.exists() else [sys.executable, "-m", "megalith"]), *arguments]

@@ -71,8 +71,14 @@ def read_results(kind: str) -> dict[str, Any]:
     }
 
 
-def parse_options(parser: argparse.ArgumentParser, parts: Mapping[str, Part], minutes: float) -> argparse.Namespace:
-    """Add the options that all benchmarks of several parts have, and parse the command line."""
+def parse_options(
+    parser: argparse.ArgumentParser, parts: Mapping[str, Part], minutes: float, *, name_by_machine: bool = True
+) -> argparse.Namespace:
+    """Add the options that all benchmarks of several parts have, and parse the command line.
+
+    Args:
+        name_by_machine: Whether results are named after the processor by default; the caller names them if not.
+    """
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)} (default: all)")
     limit = "for all parts; those chosen get their share of it (default: %(default)g)"
     parser.add_argument("--minutes", type=float, default=minutes, help=limit)
@@ -81,22 +87,27 @@ def parse_options(parser: argparse.ArgumentParser, parts: Mapping[str, Part], mi
     parser.add_argument("--folder", type=Path, help="where texts and checkpoints lie; a temporary one by default")
     parser.add_argument("--pages", action="store_true", help="measure nothing, write the pages from the results")
     options = parser.parse_args()
-    options.name = options.name or name_of(describe())
+    options.name = options.name or (name_of(describe()) if name_by_machine else None)
     if unknown := set(options.parts) - set(parts):
         parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(parts)}")
     return options
 
 
 def measure_chosen(
-    kind: str, parts: Mapping[str, Part], options: argparse.Namespace, summary: Callable[[str, Mapping[str, Any]], str]
+    kind: str,
+    parts: Mapping[str, Part],
+    options: argparse.Namespace,
+    summary: Callable[[str, Mapping[str, Any]], str],
+    about: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Measure the chosen parts, and write each result to results/KIND-NAME.json as soon as it is known.
 
-    Arguments and result as of `measure`; `options` are those of `parse_options`.
+    Arguments and result as of `measure`; `options` are those of `parse_options`, with another folder in `results` if
+    the results are not for the repository. `about` is what else is to be known of the machine.
     """
-    path = RESULTS / f"{kind}-{options.name}.json"
+    path = getattr(options, "results", RESULTS) / f"{kind}-{options.name}.json"
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"found": {}}
-    record["machine"] = describe()
+    record["machine"] = {**describe(), **(about or {})}
 
     def keep(name: str, result: dict[str, Any]) -> None:
         record["found"][name] = result

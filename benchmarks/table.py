@@ -159,7 +159,7 @@ def _distinct(rows: Iterator[Row] | Any, key: str) -> str:
     return ", ".join(sorted({str(row[key]) for row in rows if row.get(key)}))
 
 
-_QUOTE = re.compile(r"(<!-- (?P<row>[^|:]+): (?P<peer>[^|:]+) -->)[^|]*\|")
+_QUOTE = re.compile(r"(<!-- (?P<row>[^|:>]+): (?P<peer>[^|:>]+) -->)[^|]*\|")
 
 
 def quote(text: str, results: Results) -> str:

@@ -46,9 +46,10 @@ class Server:
     """`megalith serve` in a process of its own; as a context it gives its port and ends with it."""
 
     def __init__(self, folder: Path, precision: str, *flags: str) -> None:
-        dtype = {"bf16": "bfloat16", "fp32": "float32"}[precision]
-        program = str(Path(sys.executable).with_name("megalith"))
-        command = [program, "serve", str(folder), "--port", "0", "--dtype", dtype, *flags]
+        dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[precision]
+        program = Path(sys.executable).with_name("megalith")
+        command = [str(program)] if program.exists() else [sys.executable, "-m", "megalith"]
+        command += ["serve", str(folder), "--port", "0", "--dtype", dtype, *flags]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.port = next(int(line.rsplit(":", 1)[1]) for line in self._process.stdout if "Running on" in line)
@@ -80,9 +81,9 @@ async def stream(port: int, asked: Asked) -> list[float]:
     return times
 
 
-def http(folder: Path, precision: str) -> Callable[[Sequence[Asked]], int]:
+def http(folder: Path, precision: str, device: str = "cpu") -> Callable[[Sequence[Asked]], int]:
     """`megalith serve`, asked over HTTP."""
-    port = Server(folder, precision).port
+    port = Server(folder, precision, "--device", device).port
 
     async def ask(asked: Sequence[Asked]) -> int:
         return sum(map(len, await asyncio.gather(*(stream(port, one) for one in asked))))
@@ -90,8 +91,8 @@ def http(folder: Path, precision: str) -> Callable[[Sequence[Asked]], int]:
     return lambda asked: asyncio.run(ask(asked))
 
 
-def engine(folder: Path, precision: str) -> Callable[[Sequence[Asked]], int]:
-    """The engine in this thread, with the allocator of the server and as many threads as it takes."""
+def engine(folder: Path, precision: str, device: str = "cpu") -> Callable[[Sequence[Asked]], int]:
+    """The engine in this thread, on a CPU with the allocator of the server and as many threads as it takes."""
     import torch
 
     from megalith.assemble.trained import load_trained
@@ -101,12 +102,14 @@ def engine(folder: Path, precision: str) -> Callable[[Sequence[Asked]], int]:
     from megalith.serve.request import Request, Sampling, Token
     from megalith.serve.runner import decoding_step
 
-    keep_freed_memory(1)
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
-    trained = load_trained(folder, torch.device("cpu"), dtype=dtype)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    if device == "cpu":
+        keep_freed_memory(1)
+    trained = load_trained(folder, torch.device(device), dtype=dtype)
     runner: Any = runner_of(trained.writer, 2048, packs_weights=True)
     made = Engine(runner, trained.tokenizer, Limits(max_num_seqs=64))
-    tune_num_threads(lambda: runner.run(decoding_step(runner)), torch.get_num_threads(), torch.set_num_threads)
+    if device == "cpu":
+        tune_num_threads(lambda: runner.run(decoding_step(runner)), torch.get_num_threads(), torch.set_num_threads)
 
     def answer(asked: Sequence[Asked]) -> int:
         for prompt, count in asked:
