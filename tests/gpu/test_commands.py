@@ -26,7 +26,7 @@ from ..e2e.small_run import write_text
 from ..unit.serve.models import STYLES as SERVED
 from ..unit.serve.models import Letters, collect, full_forward, model_of, tokens_of
 from .conftest import Command
-from .small import MODEL, ON_TWO_GPUS, PRECISIONS, STYLES, bf16_or_skip
+from .small import MODEL, ON_GPU, ON_TWO_GPUS, PRECISIONS, STYLES, bf16_or_skip
 
 TRAIN = (
     "--global-batch-size 4 --split 100,0,0 --eval-iters 0 --log-interval 1 --num-workers 0 --lr-warmup-iters 2 "
@@ -42,7 +42,15 @@ def run_words(folder: Path, save: str, *more: object) -> list[object]:
     return [MODEL, TRAIN, "--data-path", prefix, "--save", save, "--load", save, *more]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("device", "precision"),
+    [
+        ("cpu", "fp16"),
+        pytest.param("cpu", "bf16", marks=pytest.mark.full),
+        *(pytest.param("cuda", precision, marks=ON_GPU) for precision in ("fp16", "bf16")),
+    ],
+    indirect=["device"],
+)
 def test_a_run_killed_in_an_asynchronous_save_is_resumed_bit_for_bit(
     command: Command, tmp_path: Path, device: str, precision: str
 ) -> None:
