@@ -369,7 +369,6 @@ def main() -> int:
     if options.pages:
         write_pages()
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a case that runs is ended, as by Ctrl-C
     try:
         look_around(options)
     except CaseError as error:
@@ -390,4 +389,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a case that runs is ended, as by Ctrl-C
     sys.exit(main())
