@@ -6,8 +6,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +117,12 @@ def test_a_save_that_is_late_is_waited_for_and_that_is_said(warm: WarmProcess, t
 
 
 LIMITED = """
-import resource, signal, sys
+import os, resource, signal, sys
+os.dup2(1, 2)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (60000, resource.RLIM_INFINITY))
 from megalith.cli.main import main
-sys.exit(main(["train", *sys.argv[1:]]))
+sys.exit(main(["train", *WORDS]))
 """
 
 
@@ -133,13 +132,10 @@ def test_a_disk_that_takes_no_more(warm: WarmProcess, tmp_path: Path, uninterrup
     save = tmp_path / "c"
     words = command(save, *(ASYNC if beside else KILLED_RUN))
     assert warm.run([*words, "--exit-interval", 3], tmp_path).code == 0
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, *map(str, words)], cwd=tmp_path, capture_output=True, text=True
-    )
-    text = done.stdout + done.stderr
-    assert done.returncode == 4, text
-    assert "ulimit -f" in text and "File too large" in text
-    assert "Traceback" not in text
+    done = warm.start_script(LIMITED.replace("WORDS", repr([str(word) for word in words])), tmp_path).finish()
+    assert done.code == 4, done.text
+    assert "ulimit -f" in done.text and "File too large" in done.text
+    assert "Traceback" not in done.text
     assert names(save) == {"iter_0000003", "latest_checkpointed_iteration.txt", "run"}
     assert warm.run(words, tmp_path).code == 0
     assert_same(state_of(uninterrupted, 8), state_of(save, 8))

@@ -20,24 +20,28 @@ from megalith.config import load
 from megalith.config.run import all_settings
 from megalith.tokenizers import train_byte_level_bpe
 
+from .warm import WarmProcess
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def _train_loop(repository: Path, folder: Path, ranks: int, flags: str) -> list[str]:
     """What the train loop of the examples prints on so many processes, torchrun's own lines left out."""
     words = [str(repository / "examples/simple_train_loop.py"), *shlex.split(flags)]
-    if ranks > 1:
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *words]
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *words]
     done = subprocess.run([sys.executable, *words], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 @pytest.fixture(scope="module")
-def alone(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+def alone(repository: Path, warm: WarmProcess, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """The folder of the train loop in one process, and what it printed."""
     folder = tmp_path_factory.mktemp("alone")
-    return folder, _train_loop(repository, folder, 1, "")
+    program = str(repository / "examples/simple_train_loop.py")
+    done = warm.start_script(f"import runpy; runpy.run_path({program!r}, run_name='__main__')", folder).finish()
+    assert done.code == 0, done.text
+    return folder, done.text.splitlines()
 
 
 def _parts(folder: Path) -> set[str]:
@@ -63,16 +67,17 @@ def test_simple_train_loop_prints_the_same_losses_in_every_layout(
 
 
 @pytest.fixture(scope="module")
-def corpus(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def corpus(warm: WarmProcess, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A small corpus and its tokenizer, by the variables that the scripts of the examples give their paths in."""
     folder = tmp_path_factory.mktemp("corpus")
     text = "to be or not to be that is the question\n\n" * 400
     (folder / "text.txt").write_text(text)
     vocab, merges = train_byte_level_bpe([text], 280, folder)
-    preprocess = [sys.executable, str(repository / "tools/preprocess_data.py"), "--input", str(folder / "text.txt")]
-    words = ["--output-prefix", str(folder / "data"), "--vocab-file", str(vocab), "--merge-file", str(merges)]
+    words = ["--input", str(folder / "text.txt"), "--output-prefix", str(folder / "data")]
+    words += ["--vocab-file", str(vocab), "--merge-file", str(merges)]
     words += ["--tokenizer-type", "GPT2BPETokenizer", "--append-eod", "--workers", "1"]
-    subprocess.run([*preprocess, *words], check=True, capture_output=True, env=ENVIRONMENT)
+    done = warm.run(words, folder, command="preprocess")
+    assert done.code == 0, done.text
     return {"DATA": str(folder / "data_text_document"), "VOCAB": str(vocab), "MERGES": str(merges)}
 
 
@@ -97,23 +102,15 @@ def _script(repository: Path, name: str) -> str:
 SMALL = {"LAYERS": "2", "HIDDEN": "32", "HEADS": "4", "LENGTH": "32", "STEPS": "2"}
 
 
+@pytest.mark.full  # test_slurm_job runs one on two ranks, the flags of all are read below
 @pytest.mark.parametrize(
     ("name", "variables", "expected"),
     [
         ("train_gpt3_124m.sh", {"PROCESSES": "2", "TP": "2", "MICRO_BATCH": "4"}, "tensor-model-parallel size: 2"),
-        pytest.param(
-            *("train_gpt3_345m.sh", {"PROCESSES": "2", "MICRO_BATCH": "2"}, "world size: 2, data-parallel size: 2"),
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            *("train_gpt3_857m_distributed.sh", {}, "parameters on (tensor, pipeline) model parallel rank (1, 1)"),
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            *("train_llama.sh", {"FFN": "64"}, "using torch.bfloat16 for parameters"),
-            marks=pytest.mark.full,
-        ),
-        pytest.param(*("long_context.sh", {}, "context-parallel size: 2"), marks=pytest.mark.full),
+        ("train_gpt3_345m.sh", {"PROCESSES": "2", "MICRO_BATCH": "2"}, "world size: 2, data-parallel size: 2"),
+        ("train_gpt3_857m_distributed.sh", {}, "parameters on (tensor, pipeline) model parallel rank (1, 1)"),
+        ("train_llama.sh", {"FFN": "64"}, "using torch.bfloat16 for parameters"),
+        ("long_context.sh", {}, "context-parallel size: 2"),
     ],
 )
 def test_scripts_with_smaller_sizes_in_the_environment(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ..unit.checkpoint.huggingface_folders import VOCAB, write_folder
+from .warm import WarmProcess
 
 RUNNER = Path(__file__).with_name("no_network.py")
 
@@ -35,6 +36,22 @@ def run_without_network(*command: str, cwd: Path | None = None) -> subprocess.Co
     )
 
 
+FORBIDDEN = f"""
+import os, runpy
+from megalith.cli.main import main
+os.dup2(1, 2)
+runpy.run_path({str(RUNNER)!r})["forbid_network"]()
+raise SystemExit(main(WORDS))
+"""
+
+
+def run_forked(warm: WarmProcess, cwd: Path, *words: str) -> str:
+    """Run a command without network in a fork of the template, which has imported what it needs; returns its text."""
+    ended = warm.start_script(FORBIDDEN.replace("WORDS", repr(list(words))), cwd).finish()
+    assert ended.code == 0, ended.text
+    return ended.text
+
+
 def test_the_filter_kills() -> None:
     ended = run_without_network("-c", "import socket; socket.socket(); print('opened')")
     assert ended.returncode == -signal.SIGSYS
@@ -51,26 +68,27 @@ def test_help_and_configuration_errors() -> None:
     assert run_without_network("-m", "megalith", "train", "--num-layerz", "2").returncode == 2
 
 
-def test_from_text_to_generated_text(tmp_path: Path) -> None:
+def test_from_text_to_generated_text(warm: WarmProcess, tmp_path: Path) -> None:
     source = tmp_path / "text.jsonl"
     lines = [json.dumps({"text": " ".join(str((i * j) % 64) for j in range(40))}) for i in range(50)]
     source.write_text("\n".join(lines), encoding="utf-8")
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "64"]
     prefix = tmp_path / "numbers"
 
-    def check(*command: str) -> None:
-        ended = run_without_network("-m", "megalith", *command, cwd=tmp_path)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-
-    check("preprocess", "--input", str(source), "--output-prefix", str(prefix), *tokenizer, "--append-eod")
+    run_forked(
+        warm, tmp_path, "preprocess", "--input", str(source), "--output-prefix", str(prefix), *tokenizer, "--append-eod"
+    )
     data = ["--data-path", f"{prefix}_text_document", "--split", "80,10,10", *tokenizer, "--device", "cpu"]
-    check("train", *MODEL, *RECIPE, *data, "--save", str(tmp_path / "ckpt"), "--save-interval", "3")
-    check("generate", str(tmp_path / "ckpt"), "--prompt", "1 2 3", "--max-new-tokens", "4")
+    run_forked(
+        warm, tmp_path, "train", *MODEL, *RECIPE, *data, "--save", str(tmp_path / "ckpt"), "--save-interval", "3"
+    )
+    ended = run_without_network(
+        "-m", "megalith", "generate", str(tmp_path / "ckpt"), "--prompt", "1 2 3", "--max-new-tokens", "4", cwd=tmp_path
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_hugging_face_folders(tmp_path: Path) -> None:
+def test_hugging_face_folders(warm: WarmProcess, tmp_path: Path) -> None:
     """Not even where transformers compares the logits."""
     write_folder(tmp_path / "hf", vocab_size=VOCAB)
-    ended = run_without_network("-m", "megalith", "checkpoint", "import", str(tmp_path / "hf"), str(tmp_path / "saved"))
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "logits" in ended.stdout
+    assert "logits" in run_forked(warm, tmp_path, "checkpoint", "import", str(tmp_path / "hf"), str(tmp_path / "saved"))

@@ -40,12 +40,11 @@ LAUNCHERS = {
 )
 def test_every_launcher(repository: Path, tmp_path: Path, launcher: str) -> None:
     save = tmp_path / "c"
-    words = command(save, *SHORT, "--distributed-backend", "nccl", "--device", "cpu")
-    words = [str(word) for word in (on_text(tmp_path, words) if LAUNCHERS[launcher] else words)]
+    words = on_text(tmp_path, command(save, *SHORT, "--distributed-backend", "nccl", "--device", "cpu"))
     environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "PYTHONPATH")}
     port = ["--master_port", str(free_port())] if LAUNCHERS[launcher] else []
     finished = subprocess.run(
-        [sys.executable, *LAUNCHERS[launcher], *port, str(repository / "pretrain_gpt.py"), *words],
+        [sys.executable, *LAUNCHERS[launcher], *port, str(repository / "pretrain_gpt.py"), *map(str, words)],
         cwd=tmp_path,
         env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
