@@ -327,22 +327,16 @@ def test_unequal_settings_and_data_of_a_run(warm: WarmProcess, tmp_path: Path, t
                 assert found and len(set(found.groups())) >= 2, end.text
 
 
-def test_a_stop_while_ranks_are_waited_for_promises_no_save(tmp_path: Path, text: Path) -> None:
-    words = ["-m", "megalith", "train", *map(str, MODEL), "--train-iters", "2", "--data-path", str(text)]
-    places = {**os.environ, **place(0), "LOCAL_RANK": "0", "MASTER_PORT": str(free_port())}
-    log = (tmp_path / "log.txt").open("w+")
-    waiting = subprocess.Popen([sys.executable, *words], env=places, cwd=tmp_path, stdout=log, stderr=log)
-    try:
-        caught, deadline = 0, time.monotonic() + 60.0
-        while not caught >> (signal.SIGTERM - 1) & 1 and time.monotonic() < deadline:  # its handler is installed
-            status = Path(f"/proc/{waiting.pid}/status").read_text()
-            caught = int(re.findall(r"SigCgt:\s*(\w+)", status)[0], 16)
-        waiting.send_signal(signal.SIGTERM)
-        assert waiting.wait(60) == 6
-    finally:
-        waiting.kill()
-    said = (tmp_path / "log.txt").read_text()
-    assert "SIGTERM: " in said and "saving" not in said
+def test_a_stop_while_ranks_are_waited_for_promises_no_save(warm: WarmProcess, tmp_path: Path, text: Path) -> None:
+    words = [*MODEL, "--train-iters", 2, "--data-path", text]
+    waiting = warm.start(words, tmp_path, **place(0), LOCAL_RANK="0", MASTER_PORT=str(free_port()))
+    caught, deadline = 0, time.monotonic() + 60.0
+    while not caught >> (signal.SIGTERM - 1) & 1 and time.monotonic() < deadline:  # its handler is installed
+        status = Path(f"/proc/{waiting.pid}/status").read_text()
+        caught = int(re.findall(r"SigCgt:\s*(\w+)", status)[0], 16)
+    waiting.send(signal.SIGTERM)
+    ended = waiting.finish()
+    assert ended.code == 6 and "SIGTERM: " in ended.text and "saving" not in ended.text
 
 
 def test_a_stop_before_the_ranks_are_started_starts_none(
