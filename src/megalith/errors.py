@@ -16,7 +16,7 @@ class MegalithError(Exception):
 
     exit_code = 1
     said = False
-    """Whether someone else says it to the user: another rank has the same error, or a supervisor reads it."""
+    """True if another process prints the message: a rank with the same error, or the supervisor."""
 
 
 class ConfigError(MegalithError):
@@ -30,19 +30,19 @@ class ConfigError(MegalithError):
 
 
 class DataError(MegalithError):
-    """A dataset, a text file or a tokenizer file is missing, damaged or unfit for what is asked of it."""
+    """A dataset, a text file or a tokenizer file is missing, damaged or unsuitable."""
 
     exit_code = 3
 
 
 class CheckpointError(MegalithError):
-    """A checkpoint is missing, damaged, incomplete or does not fit the model that is to receive it."""
+    """A checkpoint is missing, damaged, incomplete or does not fit the model to load it into."""
 
     exit_code = 4
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The files of a checkpoint are not as they were saved; another one may be sound."""
+    """The files of a checkpoint have changed since it was saved; another checkpoint may be sound."""
 
 
 class NewerFormatError(CheckpointError):
@@ -50,17 +50,17 @@ class NewerFormatError(CheckpointError):
 
 
 class OtherModelError(CheckpointError):
-    """The files of a checkpoint may be sound; what they hold is no model that this version has."""
+    """The files of a checkpoint may be sound, but this version does not support their model."""
 
 
 class LayoutError(MegalithError):
-    """A tensor or a group of ranks cannot be divided in the way that is asked."""
+    """A tensor or a group of ranks cannot be divided as requested."""
 
     exit_code = 5
 
 
 class PeerError(MegalithError):
-    """The run ends because of another rank: it never came, died, or does not take part any more."""
+    """The run ends because another rank never joined, died, or stopped taking part."""
 
     exit_code = 6
 

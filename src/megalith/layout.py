@@ -110,7 +110,7 @@ def balanced_positions(length: int, parts: int, index: int) -> tuple[range, ...]
     causal mask all ranks have the same work.
 
     Raises:
-        LayoutError: the length is no multiple of 2 * parts.
+        LayoutError: the length is not a multiple of 2 * parts.
     """
     if parts == 1:
         return (range(length),)

@@ -77,7 +77,7 @@ def join_ranks(
     timeout = max(timedelta(seconds=run.parallel.timeout_seconds), join) + _TORCH_TIMEOUT_MARGIN
     boards: list[Board] = []
     with ExitStack() as stack:
-        stack.push(lambda kind, *_: _close(boards, failed=kind is not None))  # behind the connections
+        stack.push(lambda kind, *_: _close(boards, failed=kind is not None))  # after the connections
         backend, facts = run.parallel.distributed_backend, facts_of(run, device) if launch.world_size > 1 else None
         rendezvous = stack.enter_context(
             connect(launch, device, backend, timeout, join=join, facts=facts, stop_requested=stop_requested)

@@ -59,7 +59,7 @@ def model_in(args: Mapping[str, Any], checkpoint: Path, registry: Registry = EMP
 
 
 WHAT_WORKS: Mapping[Objective, str] = {
-    "masked": "it does not continue text: megalith generate --prompt finds what its [MASK] stands for, and megalith "
+    "masked": "it does not continue text: megalith generate --prompt fills in its [MASK], and megalith "
     "evaluate --task masked measures it",
     "spans": "it does not continue text, it answers one: megalith serve and megalith generate write its answers, and "
     "megalith evaluate --task spans measures it",

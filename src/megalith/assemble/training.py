@@ -151,7 +151,7 @@ def _build_and_load(
     config, context, observer = start.config, start.context, start.observer
     state = _build_state(start, padded, fresh=found is None)
     began, loaded = time.perf_counter(), False
-    with suppress(DamagedCheckpointError):  # the thorough search below says what is damaged
+    with suppress(DamagedCheckpointError):  # the verification below reports the damage
         load_start(config, store, found, state, observer, start.probe)
         loaded = True
     if not loaded:

@@ -1,7 +1,7 @@
 """Conversion of a checkpoint of any format and layout: `megalith checkpoint convert` and Megatron's tools.
 
 A conversion is a stack of adapters (`adapt`) over the source, written by the writer of a format. No process group,
-no device and no model is needed, and memory is bounded by the largest tensor.
+no device and no model are needed, and memory is bounded by the largest tensor.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _COMMON = (
     "opt_param_scheduler",
     "num_floating_point_operations_so_far",
 )
-# Arguments that say how the run was divided, in whichever version, and what they are without virtual stages.
+# Megatron's arguments, of all versions, that describe the layout, and their values without virtual stages.
 _UNDIVIDED: dict[str, Any] = {
     "virtual_pipeline_model_parallel_size": None,
     "num_layers_per_virtual_pipeline_stage": None,
@@ -91,23 +91,22 @@ class ConversionOptions:
     """Format, layout, precision and vocabulary of the result of a conversion."""
 
     format: str = "torch_dist"  # torch or torch_dist
-    # the layout; by default that of the source
+    # degrees of parallelism; by default those of the source
     tp: int | None = None
     pp: int | None = None
     ep: int | None = None
-    optimizer: bool = True  # with the optimizer's state, where there is one
-    dtype: str | None = None  # of the weights: float32, bfloat16 or float16; by default that of the source
-    # tokens of the vocabulary, padded for the layout as Megatron pads them; by default those of the checkpoint's
-    # tokenizer
+    optimizer: bool = True  # include the optimizer state if the source has any
+    dtype: str | None = None  # dtype of the weights: float32, bfloat16 or float16; by default that of the source
+    # number of tokens, which is padded for the layout as in Megatron; by default that of the checkpoint's tokenizer
     true_vocab_size: int | None = None
-    # Megatron's arguments of a run whose layers are to be divided in its way; tp, pp and ep are among them
+    # Megatron's arguments of a run whose pipeline layout the result takes; they include tp, pp and ep
     run_args: Mapping[str, Any] = field(default_factory=dict)
-    release: bool = False  # weights without an iteration, under `release/`
+    release: bool = False  # write weights without an iteration, under `release/`
     iteration: int | None = None  # of the result; by default that of the source
     names: str = CORE  # of the weights in format torch: `CORE` or a generation of `LEGACY`
-    replace: bool = False  # take the place of a checkpoint that is there
-    upcycling: Upcycling | None = None  # how a dense model becomes a mixture of experts; it stays as it is if None
-    registry: Registry = EMPTY  # what users have registered, of which the model may be made
+    replace: bool = False  # replace an existing checkpoint
+    upcycling: Upcycling | None = None  # how to convert a dense model to MoE; None: not at all
+    registry: Registry = EMPTY  # registered objects that the model may use
 
 
 @dataclass
@@ -117,7 +116,7 @@ class ConversionResult:
     path: Path  # the new checkpoint folder
     bytes: int
     seconds: float
-    notes: list[str] = field(default_factory=list)  # for the user: what was not converted, and why
+    notes: list[str] = field(default_factory=list)  # for the user: parts that were not converted, and why
 
 
 def convert(
@@ -130,17 +129,17 @@ def convert(
     on_read: Callable[[Chunk], None] | None = None,
     check: Callable[[Path], None] = no_check,
 ) -> ConversionResult:
-    """Convert one checkpoint; `source_path` and `iteration` are those of `locate`.
+    """Convert one checkpoint, found by `locate(source_path, iteration)`.
 
     Args:
-        destination: the save folder to put it into; its tracker then points to it.
+        destination: save folder of the result; its tracker file then names the result.
         verify: compare every file of the source with its manifest's hashes first.
         on_read: called with each chunk before it is read.
-        check: called with the finished folder before it gets its place; what it raises leaves everything as it was.
+        check: called with the finished folder before it is renamed; if it raises, the destination is unchanged.
 
     Raises:
-        LayoutError: the model does not divide over the layout.
-        ConfigError: an option has an illegal value.
+        LayoutError: the model cannot be divided over the layout.
+        ConfigError: an option has an invalid value.
     """
     started = time.perf_counter()
     check_options(wanted)
@@ -180,12 +179,12 @@ def convert(
 
 
 def check_options(wanted: ConversionOptions) -> None:
-    """Raise a ConfigError that names all that is no format, layout, dtype or vocabulary, before any file is opened."""
+    """Raise a ConfigError that names all invalid options, before any file is opened."""
     wrong = []
     if wanted.format not in FORMATS:
         wrong.append(f"--format {wanted.format} cannot be written; use {' or '.join(FORMATS)}")
     if wanted.dtype is not None and wanted.dtype not in DTYPES:
-        wrong.append(f"--dtype {wanted.dtype} is none of {', '.join(DTYPES)}")
+        wrong.append(f"--dtype {wanted.dtype} is not supported; use {', '.join(DTYPES)}")
     if wanted.iteration is not None and wanted.iteration < 0:
         wrong.append(f"--iteration {wanted.iteration} is less than 0")
     sizes = {"--tp": wanted.tp, "--pp": wanted.pp, "--ep": wanted.ep, "--true-vocab-size": wanted.true_vocab_size}
@@ -197,7 +196,7 @@ def check_options(wanted: ConversionOptions) -> None:
 
 
 def _check_tokens(folder: CheckpointFolder, wanted: ConversionOptions) -> None:
-    """Refuse to leave rows of tokens out."""
+    """Raise a CheckpointError if the new vocabulary would drop tokens."""
     tokens = _tokenizer_size(folder)
     if wanted.true_vocab_size is not None and tokens is not None and wanted.true_vocab_size < tokens:
         raise CheckpointError(
@@ -207,16 +206,16 @@ def _check_tokens(folder: CheckpointFolder, wanted: ConversionOptions) -> None:
 
 
 def _tokenizer_size(folder: CheckpointFolder) -> int | None:
-    """Return the number of tokens of the checkpoint's tokenizer; None where its manifest does not say it."""
+    """Return the number of tokens of the checkpoint's tokenizer; None if its manifest does not record it."""
     size = ((folder.manifest() or {}).get("tokenizer") or {}).get("vocab_size")
     return None if size is None else int(size)
 
 
 def known_tokens(folder: CheckpointFolder) -> int | None:
-    """Return the number of tokens that the rows of a checkpoint are padded from; None where it is not known.
+    """Return the unpadded vocabulary size of a checkpoint; None if it is unknown.
 
-    Rows that somebody chose, by --padded-vocab-size or as a model of Hugging Face has them, are not padding. A run that
-    began with such a model has its rows, which no layout would be padded to.
+    A row count chosen by --padded-vocab-size or by a Hugging Face model is not padding. A run that started from such a
+    model has its row count, which Megatron's padding yields for no layout.
     """
     manifest = folder.manifest() or {}
     chosen = ((manifest.get("config") or {}).get("data") or {}).get("padded_vocab_size")
@@ -236,38 +235,38 @@ def _divisor(args: Mapping[str, Any]) -> int:
 
 def _check_place(final: Path, found: Path, *, replace: bool) -> None:
     if final.resolve() == found.resolve():
-        raise CheckpointError(f"{final} is the checkpoint to convert; give another folder for the result")
+        raise CheckpointError(f"{final} is the source itself; give another folder for the result")
     if final.exists() and not replace:
-        raise CheckpointError(f"{final} is there already; give another folder, or --replace to put the result there")
+        raise CheckpointError(f"{final} exists; give another folder, or --replace to overwrite it")
 
 
 def adapt(
     source: Source, wanted: ConversionOptions, where: str, notes: list[str], tokens: int | None = None
 ) -> tuple[Source, Layout]:
-    """Wrap a source in the adapters that make it the result of a conversion; return it and the result's layout.
+    """Wrap a source in the adapters of a conversion; return the wrapped source and the layout of the result.
 
     Args:
         where: Name of the source in errors.
-        notes: Extended by notes for the user: what is not converted, and why.
-        tokens: Number of tokens that the rows of the vocabulary are padded from (`known_tokens`).
+        notes: Extended by notes for the user: parts that are not converted, and why.
+        tokens: Unpadded vocabulary size (`known_tokens`).
 
     Raises:
-        LayoutError: The model does not divide over the layout.
+        LayoutError: The model cannot be divided over the layout.
     """
     args = args_of(source.common())
     if not args:
         raise CheckpointError(
-            f"{where} carries no args, so that its model cannot be known; convert it where it was made"
+            f"{where} has no args, which describe its model; convert it with the program that wrote it"
         )
     if wanted.format == "torch":
-        refuse_registered_parts(args, where, "files of format torch hold Megatron's models only; use torch_dist")
+        refuse_registered_parts(args, where, "format torch supports Megatron's models only; use torch_dist")
         if wanted.optimizer:
-            why = "files of format torch hold the state of AdamW only; use torch_dist, or --no-optim"
+            why = "format torch supports the state of AdamW only; use torch_dist, or --no-optim"
             refuse_registered_parts(args, where, why, group="optimizer")
     model = GlobalParameters.from_args(args, where, wanted.registry).model
     if wanted.upcycling is not None:
         source = Upcycled(WeightsOnly(source), wanted.upcycling, model, where)
-        notes.append("experts are copies, and routers are new: the result is weights only")
+        notes.append("experts are copies and routers are new, so the result has weights only")
     layout = _layout_of_result(args_of(source.common()), model, wanted, where)
     result: Source = InPrecision(source, DTYPES[wanted.dtype] if wanted.dtype else None)
     if not _keeps_optimizer(source, wanted, layout, notes):
@@ -279,7 +278,7 @@ def adapt(
     generation = _generation(args, wanted)
 
     def own(common: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
-        """Keep the common state that a checkpoint of this version has, with the args of the result."""
+        """Return the entries of the common state that this version writes, with the args of the result."""
         made = {**divided_args(args, layout, wanted.format), **of_run, **generation}
         kept = {key: common[key] for key in _COMMON if key in common} | {"args": Namespace(**made)}
         return {**kept, "checkpoint_version": CHECKPOINT_VERSION, "content_metadata": CONTENT_METADATA}
@@ -288,7 +287,7 @@ def adapt(
 
 
 def _layout_of_result(args: Mapping[str, Any], model: ModelConfig, wanted: ConversionOptions, where: str) -> Layout:
-    """Return the layout that is asked for, by default that of the args; a LayoutError if the model does not divide."""
+    """Return the requested layout, by default that of the args; LayoutError if the model cannot be divided over it."""
     pp, ep = _size(args, "pipeline"), wanted.ep or _size(args, "expert")
     layout = Layout(tp=wanted.tp or _size(args, "tensor"), dp=ep, pp=wanted.pp or pp, ep=ep)
     _check_experts(args, ep, where)
@@ -296,31 +295,31 @@ def _layout_of_result(args: Mapping[str, Any], model: ModelConfig, wanted: Conve
         _check_divides(int(args["num_layers"]), "layers", "--pp", layout.pp, where)
     if layout.pp > 1 and model.predictions and model.position_embedding_type == "learned_absolute":
         raise CheckpointError(
-            f"the model in {where} has --mtp-num-layers and --position-embedding-type learned_absolute, which together "
-            f"cannot be divided over --pp {layout.pp}; use one stage"
+            f"the model in {where} has --mtp-num-layers and --position-embedding-type learned_absolute, which "
+            f"exclude pipeline stages (--pp {layout.pp}); use --pp 1"
         )
     return layout
 
 
 def _keeps_optimizer(source: Source, wanted: ConversionOptions, layout: Layout, notes: list[str]) -> bool:
-    """Return whether the optimizer is carried over; notes say why it is not, and whether random states are."""
+    """Return whether the optimizer state is converted; add notes if it, or the RNG state, is not."""
     if not wanted.optimizer or wanted.upcycling is not None:
         return False
     held = source.contents()
     if "optimizer" not in source.common() or not any(key.startswith(OPTIMIZER_PREFIX) for key in held.tensors):
         why = "; ".join(held.unreadable) or "the checkpoint has no optimizer state"
-        notes.append(f"{why}: the result is weights only")
+        notes.append(f"{why}: the result has weights only")
         return False
     if any(map(is_rng_object, held.objects)) and rng_keys(layout) != set(filter(is_rng_object, held.objects)):
         notes.append(
-            "the random states are those of another layout and are left out: dropout starts from --seed, and Megatron "
-            "loads the result with --no-load-rng"
+            "the RNG states belong to another layout and are left out: dropout restarts from --seed, and Megatron "
+            "needs --no-load-rng"
         )
     return True
 
 
 def _check_experts(args: Mapping[str, Any], ep: int, where: str) -> None:
-    """Refuse ranks that no experts can be divided over."""
+    """Raise a LayoutError if the experts cannot be divided over `ep` ranks."""
     experts = int(args.get("num_experts") or 0)
     if ep > 1 and not experts:
         raise LayoutError(f"--ep {ep}: the model in {where} has no experts; leave --ep out")
@@ -330,11 +329,11 @@ def _check_experts(args: Mapping[str, Any], ep: int, where: str) -> None:
 def _check_divides(count: int, what: str, flag: str, size: int, where: str) -> None:
     if count % size:
         sizes = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
-        raise LayoutError(f"the {count} {what} of {where} do not divide over {flag} {size}; use {sizes}")
+        raise LayoutError(f"the {count} {what} of {where} cannot be divided over {flag} {size}; use {sizes}")
 
 
 def _generation(args: Mapping[str, Any], wanted: ConversionOptions) -> dict[str, Any]:
-    """Return the args that tell the generation of the names; none where names and args are of core."""
+    """Return the args that record legacy or core names; empty if the names are core's and the args lack them."""
     legacy = wanted.names != CORE
     said = {"use_legacy_models": legacy, "use_mcore_models": not legacy}
     return {name: value for name, value in said.items() if legacy or name in args}
@@ -343,23 +342,20 @@ def _generation(args: Mapping[str, Any], wanted: ConversionOptions) -> dict[str,
 def _repadded(
     source: Source, wanted: ConversionOptions, tp: int, where: str, known: int | None, notes: list[str]
 ) -> Source:
-    """Return the source with its vocabulary padded for `tp` ranks; notes say what changes or cannot be known."""
+    """Return the source with its vocabulary padded for `tp` ranks; add notes on changes and unknown sizes."""
     args = args_of(source.common())
     rows, tokens = int(args["padded_vocab_size"]), wanted.true_vocab_size
     if WORD_EMBEDDINGS not in source.contents().tensors:  # a registered model
         if tokens is not None or rows % tp:
             flag = "--tp" if tokens is None else "--true-vocab-size"
-            raise CheckpointError(
-                f"{flag}: the model of {where} has no {WORD_EMBEDDINGS}, whose rows could be padded anew; leave "
-                f"{flag} out"
-            )
+            raise CheckpointError(f"{flag}: the model of {where} has no {WORD_EMBEDDINGS} to pad; leave {flag} out")
         return source
     if tokens is None and known is not None and known <= rows and not wanted.run_args:
         tokens = known
     if tokens is None and rows % tp:
         raise CheckpointError(
-            f"the embedding of {where} has {rows} rows, which do not divide over --tp {tp}; give "
-            "--true-vocab-size, the number of tokens, so that it is padded anew"
+            f"the embedding of {where} has {rows} rows, which is not divisible by --tp {tp}; give the number of tokens "
+            "by --true-vocab-size to pad it anew"
         )
     padded = rows if tokens is None else padded_vocab_size(tokens, _divisor(args), tp)
     if padded != rows:
@@ -367,14 +363,14 @@ def _repadded(
         return Repadded(source, padded, repeat_last=wanted.true_vocab_size is None and rows > (known or rows))
     if wanted.true_vocab_size is None and known is None and tp != _size(args, "tensor"):
         notes.append(
-            f"the vocabulary keeps its {rows} rows, since the checkpoint does not tell how many tokens they are padded "
-            f"from; Megatron may build another number at --tp {tp}: --true-vocab-size N pads N tokens for it"
+            f"the vocabulary keeps its {rows} rows, as the checkpoint does not record the unpadded size; Megatron may "
+            f"expect another number of rows at --tp {tp}: --true-vocab-size N pads N tokens for it"
         )
     return source
 
 
 def _size(args: Mapping[str, Any], kind: str) -> int:
-    """Return the size of a dimension of the layout; before checkpoint version 3 that of tensor had another name."""
+    """Return the degree of one parallelism; tensor parallelism had another name before checkpoint version 3."""
     older = args.get("model_parallel_size") if kind == "tensor" else None
     return int(args.get(f"{kind}_model_parallel_size") or older or 1)
 
@@ -382,7 +378,7 @@ def _size(args: Mapping[str, Any], kind: str) -> int:
 def divided_args(args: Mapping[str, Any], layout: Layout, kind: str) -> dict[str, Any]:
     """Return Megatron's arguments for a checkpoint in another layout and format.
 
-    Uneven pipeline stages stay while their number does. What is no plain value goes, since a load would refuse it.
+    Uneven pipeline stages are kept if the number of stages is. Enum values are dropped, as a load refuses them.
     """
     same_stages = _size(args, "pipeline") == layout.pp
     undivided = {**_UNDIVIDED, **({} if same_stages and not args.get("pipeline_model_parallel_layout") else _UNEVEN)}
@@ -410,7 +406,7 @@ def divided_args(args: Mapping[str, Any], layout: Layout, kind: str) -> dict[str
 
 
 def _numbered(source: Source, iteration: int) -> Source:
-    """Present a source under another iteration."""
+    """Return a source with another iteration."""
 
     def counted(common: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
         samples = {"consumed_train_samples": 0, "consumed_valid_samples": 0}
@@ -420,7 +416,7 @@ def _numbered(source: Source, iteration: int) -> Source:
 
 
 def _manifest_fields(folder: CheckpointFolder, iteration: int, layout: Layout) -> dict[str, Any]:
-    """Return the manifest's entries: of the source those that a resume compares, and where it was converted from."""
+    """Return the manifest's entries: those of the source that a resume compares, and the origin."""
     body = folder.manifest() or {}
     kept = {key: body[key] for key in _KEPT_FACTS if key in body}
     if isinstance(folder.source, HuggingFaceSource):
@@ -430,7 +426,7 @@ def _manifest_fields(folder: CheckpointFolder, iteration: int, layout: Layout) -
 
 
 def further_files(folder: CheckpointFolder) -> dict[str, bytes]:
-    """Return name -> bytes of the tokenizer's files in a checkpoint of ours, or in a Hugging Face folder."""
+    """Return name -> bytes of the tokenizer files of a native checkpoint or a Hugging Face folder."""
     if isinstance(folder.source, HuggingFaceSource):
         return {name: path.read_bytes() for name, path in files_of_tokenizer(folder.path).items()}
     return {name: folder.read_file(name) for name in (folder.manifest() or {}).get("tokenizer_files", ())}

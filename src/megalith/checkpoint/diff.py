@@ -1,7 +1,7 @@
 """Comparison of two checkpoints of any formats and layouts, tensor by tensor.
 
-Both are read in model space, where layouts do not show: one layer of one tensor at a time, so that memory is bounded
-by the largest of them. Equal means equal bits; of what is not, the differences are measured.
+Both are read in model space, which is independent of the layout, one layer of one tensor at a time, so that memory is
+bounded by the largest of them. Equal means equal bits; the differences of unequal tensors are measured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TensorDifference:
     what: str = ""  # in words: missing, another shape, another dtype; "" if these are alike
     differing: int = 0  # number of elements whose bits differ
     elements: int = 0  # that were compared
-    # the largest differences; the second over the larger magnitude. Infinite where one is no number.
+    # the largest differences; the second over the larger magnitude. Infinite where one is not a number.
     absolute: float = 0.0
     relative: float = 0.0
 
@@ -73,7 +73,7 @@ class StateDifference:
 
 
 def compared(source: Source, *, weights: bool) -> Source:
-    """Present a source with what is compared: without fp32 copies that only mirror weights, or the weights alone."""
+    """Return a source of the tensors to compare: without fp32 copies of fp32 weights, or the weights alone."""
     plain = InPrecision(source)
     return WeightsOnly(plain) if weights else plain
 
@@ -81,8 +81,7 @@ def compared(source: Source, *, weights: bool) -> Source:
 def with_equal_precision(one: Source, other: Source) -> tuple[Source, Source, int | None]:
     """Return two sources whose weights can be equal, and which (0, 1 or None) presents its fp32 master weights.
 
-    A run in half precision keeps weights in fp32 beside those that it multiplies with. A conversion to fp32 writes
-    them, so that they tell whether it was right.
+    A run in half precision has fp32 master weights. A conversion to fp32 writes these, so they are compared.
     """
     pair = [one, other]
     for index, (half, whole) in enumerate(((one, other), (other, one))):
@@ -181,7 +180,7 @@ Architecture = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 def state_differences(
     one: Mapping[str, Any], other: Mapping[str, Any], architecture: Architecture, *, weights: bool
 ) -> list[StateDifference]:
-    """Compare what stands beside the tensors: the architecture and, unless `weights`, the progress of the run."""
+    """Compare the metadata: the architecture and, unless `weights`, the progress of the run."""
     first, second = (_state(common, architecture, weights=weights) for common in (one, other))
     names = [*first, *(name for name in second if name not in first)]
     pairs = [(name, first.get(name, "absent"), second.get(name, "absent")) for name in names]

@@ -91,7 +91,7 @@ class GlobalParameters:
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any], checkpoint_name: str, registry: Registry = EMPTY) -> GlobalParameters:
-        """List the parameters of the model that a checkpoint's args describe; `checkpoint_name` stands in errors."""
+        """List the parameters of the model that a checkpoint's args describe; errors name `checkpoint_name`."""
         try:
             return cls.from_config(model_from_args(args, registry), int(args["padded_vocab_size"]))
         except KeyError as error:

@@ -149,7 +149,7 @@ def _import_for_ranks(config: RunConfig) -> bool:
     """Import what ranks import, for forks of this process to share; return False where ranks cannot be forks.
 
     CUDA cannot be used in a fork of a process that has asked for its devices, and modules of a user (`--import`) or
-    another program than ours may rely on a process of their own.
+    another program than ours may rely on separate processes.
     """
     there_may_be_gpus = any(True for pattern in _GPU_FILES for _ in Path("/").glob(pattern))
     on_cpu = config.train.device == "cpu" or not there_may_be_gpus

@@ -65,7 +65,7 @@ _OF_MEGATRON = (
 
 @dataclass(frozen=True)
 class Change:
-    """Setting whose value differs from the one that the checkpoint was written with."""
+    """Setting whose value differs from that in the checkpoint."""
 
     flag: str
     # values as text; "-" for none

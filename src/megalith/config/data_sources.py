@@ -76,7 +76,7 @@ def parse_blend(words: Sequence[str], where: str) -> Blend:
         raise ConfigError(f"{where}: it names no dataset; give prefixes, or weights and prefixes in turn")
     if len(words) % 2:
         if len(words) > 1 and all(_number(word) is not None for word in words[::2]):
-            raise ConfigError(f"{shown}: the last weight has no prefix behind it")
+            raise ConfigError(f"{shown}: the last weight has no prefix after it")
         return Blend(tuple(words))
     weights = [_number(word) for word in words[::2]]
     if all(weight is None for weight in weights):
@@ -84,11 +84,11 @@ def parse_blend(words: Sequence[str], where: str) -> Blend:
     for word, weight, prefix in zip(words[::2], weights, words[1::2], strict=True):
         if weight is None:
             raise ConfigError(
-                f"{shown}: '{word}' stands in the place of the weight of {prefix} and is no number; give prefixes "
+                f"{shown}: '{word}' is in the position of the weight of {prefix} and is not a number; give prefixes "
                 "alone, or a weight before each of them"
             )
         if not 0 < weight < float("inf"):
-            raise ConfigError(f"{shown}: weight {word} of {prefix} is not above 0; leave out what is not to be read")
+            raise ConfigError(f"{shown}: weight {word} of {prefix} is not above 0; leave out data with weight 0")
     return Blend(tuple(words[1::2]), tuple(weight for weight in weights if weight is not None))
 
 
@@ -130,7 +130,7 @@ def _splits_of_file(path: Path) -> tuple[Blend | None, Blend | None, Blend | Non
         if words is not None and not (
             isinstance(words, list) and all(isinstance(word, str | int | float) for word in words)
         ):
-            raise ConfigError(f'{where}: "{key}" is no list of weights and prefixes')
+            raise ConfigError(f'{where}: "{key}" is not a list of weights and prefixes')
         blends.append(parse_blend([str(word) for word in words], f'{where}, "{key}"') if words else None)
     train, valid, test = blends
     if train is None:

@@ -58,7 +58,7 @@ def model_from_args(args: Mapping[str, Any], registry: Registry = EMPTY) -> Mode
         known["kv_channels"] = None  # Megatron fills it in and does not use it
     elif known["position_embedding_type"] == "yarn":
         known |= {ours: args[name] for name, ours in YARN.items() if args.get(name) is not None}
-    else:  # Megatron has these with defaults of their own, for other layers
+    else:  # Megatron has these with other defaults, for other layers
         known = {name: value for name, value in known.items() if name not in ("mscale", "mscale_all_dim")}
     return _group("model", ModelConfig, known, registry)
 

@@ -80,7 +80,7 @@ def local_path(text: str) -> Path:
 
 
 def value_from_words(setting: Setting, words: list[str]) -> Any:
-    """Convert the arguments of a flag to its value; BadValue if one is no number or not among the choices."""
+    """Convert the arguments of a flag to its value; BadValue if one is not a number or not among the choices."""
     values = [_from_word(setting, word) for word in words]
     return tuple(values) if setting.many else values[0]
 
@@ -203,14 +203,14 @@ _LONGEST = 100_000
 
 
 def read_pattern(text: str) -> int | tuple[int, ...]:
-    """Parse a frequency or a list of layers; ValueError says why it is neither."""
+    """Parse a frequency or a list of layers; raise a ValueError if it is neither."""
     try:
         found = _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
         found = None
     if isinstance(found, int):
         if found < 1:
-            raise ValueError(f"{found} is no frequency; it must be at least 1")
+            raise ValueError(f"{found} is not a frequency; it must be at least 1")
         return found
     if found is None:
         raise ValueError("it must be a number N, or a list of 0 and 1 such as [0]*3+[1]")

@@ -1,6 +1,6 @@
 """Construction of the training, validation and test datasets of a run, and their fingerprint.
 
-The fingerprint lets a resume notice changed data. It covers what decides which tokens stand in sample i, apart from the
+The fingerprint lets a resume notice changed data. It covers all that determines the tokens of sample i, apart from the
 number of epochs: the header and sequence lengths of the index, the size of the .bin and a sample of its bytes, the
 split, the seed and the sequence length; for a blend, this of each dataset in order, with its weight. No paths.
 

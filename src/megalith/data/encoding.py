@@ -24,7 +24,7 @@ class SentenceSettings:
     """Settings of the splitting of texts into sentences.
 
     Attributes:
-        keep_newlines: let line breaks behind a sentence be part of it.
+        keep_newlines: include line breaks after a sentence in it.
         parameters_file: what the algorithm knows of the language; None looks where nltk looks.
         by_marks: by punctuation alone, without data of a language; the others are of no use then.
     """

@@ -256,7 +256,7 @@ class _ChunkWriter:
         self.num_tokens = 0
         self._has_journal = state != RunState()
         self._next_journal = time.perf_counter() + run.options.journal_interval
-        self._thread = ThreadPoolExecutor(1, "journal")  # flushes in the background while encoding goes on
+        self._thread = ThreadPoolExecutor(1, "journal")  # flushes in the background while encoding continues
         self._journal_write: Future[float] | None = None
 
     def write_all(self, pending_chunks: Iterator[PendingChunk], encoders: Encoder) -> None:
@@ -283,8 +283,8 @@ class _ChunkWriter:
         if self._has_journal:
             self._output.keep()
             self._run.listener.note(
-                f"what was encoded is kept in {self._journal.path} and the files it names; the same command goes on "
-                "from there"
+                f"the encoded documents are kept in {self._journal.path} and the files it names; the same command "
+                "resumes from there"
             )
         elif not self._resumed.skipped_bytes:
             self._skipped.path.unlink(missing_ok=True)

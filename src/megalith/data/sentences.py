@@ -71,7 +71,7 @@ class PunktParameters:
     """Learnt parameters of one language.
 
     Attributes:
-        abbreviations: words that end with a full stop of their own, in small letters without it.
+        abbreviations: words that end with a full stop, in lower case without it.
         collocations: pairs of words between which a full stop ends no sentence.
         starters: words that often start sentences.
         orthography: how a word has been seen, as flags.
@@ -173,7 +173,7 @@ class SentenceSplitter:
         return any(word.ends for word in words[:-1])
 
     def _classify(self, word: _Token) -> None:
-        """Classify a token by itself: sentence end, abbreviation or ellipsis."""
+        """Classify a single token: sentence end, abbreviation or ellipsis."""
         text = word.text
         if text in ENDS:
             word.ends = True

@@ -185,7 +185,7 @@ class _Worker:
         self.reports.append(answer)
 
     def stop(self, seconds: float) -> None:
-        """Wait `seconds` for the process to exit by itself, then kill it."""
+        """Wait up to `seconds` for the process to exit, then kill it."""
         if seconds:
             self.send(None)  # closing the pipe is not enough: workers that were forked later hold a copy of this end
             self._process.join(seconds)

@@ -133,7 +133,7 @@ class FolderBoard:
         self.folder, self._rank, self._of_size = folder, rank, of_size
         self._supervised_size = supervised_size
         self._own: mmap.mmap | None = None
-        # Lock for the lifetime of this process; the kernel releases it however the process ends.
+        # Lock for the lifetime of this process; the kernel releases it when the process ends, in any way.
         self._in_use = (folder / _IN_USE).open("a", encoding="utf-8")
         fcntl.flock(self._in_use, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if rank is not None:
@@ -260,7 +260,7 @@ def _with_timeout(call: Callable[[], T]) -> T:
 
 
 def to_stderr(text: str) -> None:
-    """Print to stderr; ignore errors if nobody reads it."""
+    """Print to stderr; ignore errors of a closed stream."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 

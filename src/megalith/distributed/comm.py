@@ -8,7 +8,7 @@ return their input unchanged. They accept any strides, and every rank gets the s
 | `copy_in` (identity)       | sum over ranks             | tensor parallel, operator f               |
 | `sum_out` (sum over ranks) | identity                   | tensor parallel, operator g               |
 | `gather_in` (all-gather)   | reduce-scatter             | sequence parallel, in front of a column   |
-| `scatter_out` (red.-scat.) | all-gather                 | sequence parallel, behind a row           |
+| `scatter_out` (red.-scat.) | all-gather                 | sequence parallel, after a row layer      |
 | `exchange` (all-to-all)    | all-to-all back            | Ulysses                                   |
 | `exchange_rows` (the same, of uneven parts) | the same, back | experts                              |
 """

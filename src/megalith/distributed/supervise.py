@@ -3,7 +3,7 @@
 Used by `megalith train --nproc N`. It needs neither torch nor torchrun's agent, which ends the other ranks with the
 signal that makes ours save, and reports neither which rank failed first nor the step (docs/decisions).
 
-Ranks are programs of their own, or forks of this process, which then share the pages of what it has imported.
+Ranks are separate programs, or forks of this process, which share the memory pages of its imports.
 """
 
 from __future__ import annotations
@@ -335,7 +335,7 @@ def _fork(variables: Mapping[str, str], listener: socket.socket, signals: Signal
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.environ.update(variables)
-    if "MEGALITH_STORE_FD" in variables:  # the supervisor's own closes behind the constructor
+    if "MEGALITH_STORE_FD" in variables:  # the supervisor's copy is closed after the constructor
         os.environ["MEGALITH_STORE_FD"] = str(os.dup(listener.fileno()))
     raise ForkedRank
 

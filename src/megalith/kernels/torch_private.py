@@ -90,7 +90,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def onednn_pack(weight: Tensor, rows: int) -> Tensor:
-    """Return a weight [O, I] in oneDNN's layout for x of so many rows, an opaque tensor for `onednn_linear`."""
+    """Return a weight [O, I] in oneDNN's layout for x with `rows` rows, an opaque tensor for `onednn_linear`."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     return packed
 

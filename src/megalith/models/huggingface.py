@@ -88,7 +88,7 @@ def family_for(model: ModelConfig, wanted: str | None = None) -> Family:
     """Return the family whose config.json can describe a model: `wanted` (a `model_type`), or the first that can.
 
     Raises:
-        CheckpointError: that one cannot, or none can; says why for each.
+        CheckpointError: the requested family, or every family, refuses the model; with each reason.
     """
     if wanted is not None and wanted not in FAMILIES:
         raise CheckpointError(f"there is no family {wanted}; use one of {', '.join(FAMILIES)}")

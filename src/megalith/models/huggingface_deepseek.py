@@ -1,6 +1,6 @@
 """DeepSeek-V3 of Hugging Face: multi-latent attention and experts that tokens choose by sigmoids, in groups.
 
-What stands in their config.json and how their tensors are called. Layers of multi-token prediction stand behind the
+Their config.json and the names of their tensors. Layers of multi-token prediction follow the
 others, with the embedding and the output layer once more in each; the class of transformers passes over them. A folder
 may lack what `num_nextn_predict_layers` says, as when that class has written it.
 """
@@ -37,7 +37,7 @@ _ABSENT: dict[str, Any] = {
 }
 """What a key that is not in config.json means."""
 _LATENT_EPSILON = 1e-6  # of the norms of latent vectors, whatever rms_norm_eps says
-_BEST_OF_A_GROUP = 2  # scores that stand for a group
+_BEST_OF_A_GROUP = 2  # number of scores that are summed for a group
 
 _SETTINGS = {
     "q_lora_rank": "q_lora_rank",
@@ -148,7 +148,7 @@ class _DeepSeek(Family):
         shared = model.moe_shared_expert_intermediate_size or 0
         groups = model.moe_router_group_topk
         fits = {
-            "experts in all layers behind the first dense ones": not any(model.experts[:dense]),
+            "experts in all layers after the first dense ones": not any(model.experts[:dense]),
             "experts that take every token": shared > 0 and shared % model.expert_size == 0,
             "experts of hidden states": model.moe_latent_size is None,
             "a choice by scores and biases alone": not model.chooses_by,

@@ -1,7 +1,7 @@
 """Mixtures of experts of Hugging Face: Mixtral and Qwen3-MoE, their configuration and the names of their tensors.
 
 The weights of a token's experts are a softmax over those that it chose (Mixtral, and Qwen3-MoE with `norm_topk_prob`),
-or over all. Files hold each expert by itself, as on the hub; transformers 5 stacks them when it loads.
+or over all. Files hold each expert separately, as on the hub; transformers 5 stacks them while loading.
 """
 
 from __future__ import annotations

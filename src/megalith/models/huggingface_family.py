@@ -36,7 +36,7 @@ _NO_PART_OF_THE_MODEL = words(
 
 
 class Reading:
-    """A config.json while it is read, strictly: its values with checks, what was looked at, and all that is wrong."""
+    """Strict reader of a config.json: checks values, and records which keys were read and all problems."""
 
     def __init__(self, config: Mapping[str, Any], absent: Mapping[str, Any]) -> None:
         self._config, self._absent = config, absent
@@ -49,7 +49,7 @@ class Reading:
         return self._config.get(key, self._absent.get(key, default))
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return an integer of at least 1; `default` stands for an absent key and for null."""
+        """Return an integer of at least 1; `default` replaces an absent key and null."""
         value = self.get(key)
         value = default if value is None else value
         if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
@@ -80,7 +80,7 @@ class Reading:
         return float(value) if fine else default
 
     def only(self, key: str, value: Any, default: Any) -> None:
-        """Refuse a value other than the one that the model here computes with."""
+        """Record a problem unless a key has the only value that this version supports."""
         found = self.get(key, default)
         if found != value:
             self.problems.append(f"{key} is {found!r}; this version has {value!r} only")

@@ -31,7 +31,7 @@ _FEED_FORWARDS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gated-gelu": ("gelu_new", {"geglu": True, "openai_gelu": True}),
     "gated-silu": ("silu", {"swiglu": True}),
 }
-"""feed_forward_proj -> dense_act_fn, and what stands for it here."""
+"""feed_forward_proj -> dense_act_fn, and the settings here."""
 
 
 class _T5(Family):

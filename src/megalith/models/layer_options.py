@@ -118,7 +118,7 @@ def rotary_scaling(config: ModelConfig) -> Scaling | None:
 
 @dataclass(frozen=True)
 class OwnFrequencies:
-    """The frequencies of a registered position embedding, in the place of those of RoPE."""
+    """Frequencies of a registered position embedding, which replace those of RoPE."""
 
     config: ModelConfig
     amplitude: ClassVar[float] = 1.0

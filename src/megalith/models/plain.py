@@ -28,7 +28,7 @@ class PlainModel(LanguageModel):
     Its initial weights are those of its constructor.
 
     Raises:
-        ConfigError: The run asks for what a plain module cannot do, or the module is not one.
+        ConfigError: The run requires a feature that plain modules lack, or the object is not a module.
     """
 
     draws_own_weights = True

@@ -191,7 +191,7 @@ class T5(DenoisingModel, GenerativeModel):
             length, positions_S = tokens_BS.shape[1], torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         else:
             length, positions_S = cache.length, cache.positions_S
-        # Padding stands at the end, where causal attention does not look.
+        # Padding is at the end, which causal attention does not read.
         hidden = None if self.config.fused_attention else self._hidden(padding_BS, padding_BS)
         states_SBD: Tensor = self.decoder(
             self.embedding(tokens_BS, positions_S.expand_as(tokens_BS)),

@@ -153,7 +153,7 @@ def sdpa(
 def by_document(
     attend: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: AttentionRule
 ) -> Tensor:
-    """Apply a kernel to each document of `rule.documents` by itself, with as many queries as keys."""
+    """Apply a kernel to each document of `rule.documents` separately, with as many queries as keys."""
     assert rule.documents is not None, "there are no documents"
     assert rule.mask is None, "a mask says itself what documents hide"
     alone = replace(rule, documents=None)

@@ -9,7 +9,7 @@ Shapes (T = all leading dimensions of x flattened, I = input size, O = output si
 | wgrad   | dW = dy^T x, db = sum dy | [T, O]^T x [T, I] -> [O, I]    |
 
 `column` is linears with sharded outputs, `row` one with a sharded input. What a region moves (nn.region) is started
-before the product that does not need it and awaited behind it:
+before the product that does not need it and awaited after it:
 
 | pass            | `column`                                         | `row`                           |
 |-----------------|--------------------------------------------------|---------------------------------|

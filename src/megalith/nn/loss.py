@@ -210,7 +210,7 @@ def vocabulary_loss(
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (the loss over a parallel vocabulary).
 
     `vocab_size` is that of the whole vocabulary: the rows of `weight` unless given. `smoothing` is the part of the
-    target distribution that goes to the other tokens, and `absent` the target that stands for none.
+    target distribution that goes to the other tokens, and `absent` the label that marks no target.
     """
     differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     size = weight.shape[0] if vocab_size is None else vocab_size

@@ -1,8 +1,8 @@
 """Layer normalisation and root-mean-square normalisation over the last dimension.
 
-Where the weight is kept `around_one` what is stored is the weight minus 1 (Megatron's `--apply-layernorm-1p`), so that
-weight decay and half precision work on small numbers. An input of a wider dtype than the weight, the fp32 residual
-stream, is normalised in its own dtype and handed on in that of the weight.
+With `around_one` the stored parameter is the weight minus 1 (Megatron's `--apply-layernorm-1p`), so that weight decay
+and half precision work on small numbers. An input of a wider dtype than the weight, such as the fp32 residual stream,
+is normalised in its own dtype and returned in the dtype of the weight.
 """
 
 from __future__ import annotations

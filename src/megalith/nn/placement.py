@@ -3,7 +3,7 @@
 A module declares, beside its math, one placement for each of its parameters. The readers are the seeded
 initialisation, the checkpoint chunks, the import and export of foreign formats, the extra gradient sums,
 the norms and counts, and the documentation. A placement names no rank, only the tensor dimension that is sharded.
-`local_pieces` alone says which rows of the global tensor a rank holds; everything else here derives from it.
+`local_pieces` alone defines which rows of the global tensor a rank holds; everything else here derives from it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GroupedHeads:
 
         2 groups of 4 queries on 4 ranks:   rank 0: q0 q1 k v    rank 1: q2 q3 k v    (k, v the same rows)
 
-    `gated` projections hold a gate head for each query head, behind the query heads of the group (Megatron's
+    `gated` projections hold a gate head for each query head, after the query heads of the group (Megatron's
     `--attention-output-gate`): q0 q1 g0 g1 k v.
     """
 

@@ -56,7 +56,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 class FactoryKwargs(TypedDict):
-    """Dtype and device of the parameters of a module, handed down to its parts as torch's own modules do it."""
+    """Dtype and device of the parameters of a module, passed to its submodules as in torch's own modules."""
 
     dtype: torch.dtype
     device: torch.device

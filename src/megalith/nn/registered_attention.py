@@ -49,7 +49,7 @@ class Attend:
 
 
 class RegisteredAttention(Attention):
-    """A registered attention in the place of `SelfAttention`; arguments as of `Attention`.
+    """A registered attention, which replaces `SelfAttention`; arguments as of `Attention`.
 
     Args:
         layer: The user's module, `forward(hidden [S, B, D], attend) -> [S, B, D]`.

@@ -53,7 +53,7 @@ class Yarn:
 
     A frequency that turns at least `beta_fast` times over the `original` length stays, one that turns at most
     `beta_slow` times is divided by `factor`, and between the two lies a mixture of both, linear in the number of the
-    frequency. Rotated heads grow by `amplitude`, which stands for the temperature of the paper.
+    frequency. Rotated heads grow by `amplitude`, the temperature of the paper.
 
     Attributes:
         mscale, mscale_all_dim: the amplitude is the quotient of 0.1 x mscale x ln(factor) + 1 of both.
@@ -147,7 +147,7 @@ def rotation(
 class RotationTable:
     """How each position turns a head, computed once: a table from position 0 on, which grows with the texts.
 
-    Not a buffer of a module: it is no state, and no checkpoint holds it. Arguments as of `rotation`.
+    Not a buffer of a module: it is not saved. Arguments as of `rotation`.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class RotationTable:
         table = self._table
         if table is None or table[0].shape[0] < length or table[0].device != positions_S.device:
             rows = 1 << (length - 1).bit_length()  # doubled, so that a growing text seldom needs a new one
-            with torch.inference_mode(False):  # what is built while generating may be used in training
+            with torch.inference_mode(False):  # tables built in inference mode could not be used in training
                 table = rotation(
                     torch.arange(rows, device=positions_S.device),
                     self._size,

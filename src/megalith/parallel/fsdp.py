@@ -59,7 +59,7 @@ class FullyShard:
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self._axis = ctx.flatten_axes("cp", "dp")
-        assert self._axis.group is not None, "one replica has nobody to share its parameters with"
+        assert self._axis.group is not None, "sharding needs at least two replicas"
         parameters = list(module.parameters())
         (self.dtype,) = {parameter.dtype for parameter in parameters}
         for parameter in parameters:
@@ -74,10 +74,10 @@ class FullyShard:
         assert isinstance(module, FSDPModule)
         self._module, self._reshards = module, reshard_after_forward
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-        gather: Any = _Gather(self._axis)  # Any: the classes that these stand for have no public name
+        gather: Any = _Gather(self._axis)  # Any: these classes have no public type
         reduce: Any = _Reduce(self._axis)
         for unit in self._units:
-            unit.set_gradient_divide_factor(float(ctx.dp.size))  # the sum over cp is no mean
+            unit.set_gradient_divide_factor(float(ctx.dp.size))  # over cp gradients are summed, not averaged
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
             unit.set_custom_all_gather(gather)
             unit.set_custom_reduce_scatter(reduce)

@@ -159,9 +159,9 @@ class Finished:
 Event = Token | PromptLogprobs | Beams | Finished
 
 
-_CONTEXT = 6  # ids before the first, for tokenizers that join words by what stands before them
+_CONTEXT = 6  # ids before the first, for tokenizers whose text depends on the preceding tokens
 _UNFINISHED = "\ufffd"  # ends the text of ids that end within a character
-_LONGEST_CHARACTER = 8  # ids; more of them in a row are no character
+_LONGEST_CHARACTER = 8  # maximum number of ids of one character
 
 
 class TextStream:

@@ -49,7 +49,7 @@ class SampledToken:
 
 
 def choose_tokens(logits_BV: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
-    """Choose the next token of each row; -inf stands for a token that cannot be chosen.
+    """Choose the next token of each row; -inf marks a token that cannot be chosen.
 
     A row with a logit that is NaN or +inf, or without any finite one, has a problem instead; the others do not.
     """
@@ -212,24 +212,24 @@ def _first_above(cumulated_BN: Tensor, share_B1: Tensor) -> list[int]:
 
 
 class BeamSearch:
-    """The decisions of one beam search, as Megatron's classic server takes them; the caller keeps the beams.
+    """The decisions of one beam search, as in Megatron's classic server; the caller keeps the beams.
 
-    Of all continuations of all beams the 2 x width best are looked at. One by the stop token among the `width` best
-    ends a hypothesis; of the others the first `width` go on. The search ends when no beam can beat the worst of `width`
-    hypotheses any more. The score of a hypothesis is the sum of its log-probabilities / length ** penalty, its stop
-    token counted. Source: Megatron-LM `megatron/text_generation/{generation,beam_utils}.py`, of the releases 23.x to
+    Of all continuations of all beams the 2 x width best are considered. A stop token among the `width` best completes a
+    hypothesis; the first `width` of the others become the new beams. The search ends when no beam can beat the worst of
+    `width` hypotheses. The score of a hypothesis is the sum of its log-probabilities / length ** penalty, including its
+    stop token. Source: Megatron-LM `megatron/text_generation/{generation,beam_utils}.py`, of the releases 23.x to
     24.x.
     """
 
     def __init__(self, width: int, length_penalty: float, stop_ids: frozenset[int]) -> None:
         self.width, self.length_penalty, self.stop_ids = width, length_penalty, stop_ids
-        self.scores = [0.0]  # of the beams that go on, the sums of their log-probabilities
+        self.scores = [0.0]  # sums of log-probabilities of the current beams
         self._found: list[tuple[float, list[int]]] = []
 
     def step(self, logits_WV: Tensor, outputs: Sequence[list[int]]) -> list[tuple[int, int]]:
-        """Take one more token, by the logits [W, V] of the beams and their outputs, which are equally long.
+        """Add one token, given the logits [W, V] of the beams and their outputs, which have equal lengths.
 
-        Returns the beams that go on, best first, as (the beam that it continues, its next token); none at the end.
+        Returns the new beams, best first, as (index of the previous beam, next token); none at the end.
         """
         length = len(outputs[0]) + 1
         logits_WV = logits_WV.to(at_least_fp32(logits_WV.dtype))

@@ -233,7 +233,7 @@ class Scheduler:
         self._num_added = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Append a sequence, which must fit into the pool by itself."""
+        """Append a sequence, which alone must fit into the pool."""
         assert sequence.limit <= self.blocks.num_blocks * self.blocks.block_size and sequence.logits_start < len(
             sequence.tokens
         )

@@ -1,13 +1,13 @@
 """The thread that steps an engine, its answers as asyncio streams, and a watchdog of the ranks that share the model.
 
-A process whose model is whole steps it in its main thread, beside an event loop in another (`serve_beside`). libgomp
-counts the threads of all teams: a second team, beside that of the main thread, which loaded the model, makes more of
-them than there are cores, and then idle threads sleep at once. On two cores a token of a 124M model in bf16 took 14 ms
-in another thread and 11.5 in the main one.
+A process that has the whole model steps the engine in its main thread, and runs the event loop in another
+(`serve_beside`). libgomp counts the threads of all teams: with a second team beside that of the main thread, which
+loaded the model, there are more threads than cores, and then idle threads sleep at once. On two cores a token of a 124M
+model in bf16 took 14 ms in another thread and 11.5 in the main thread.
 
-Only this thread uses the engine. Between two steps it executes the commands that were submitted; events go to the event
-loop once a step. After many events the next step waits until they are sent, because loop and engine would otherwise
-contend for the interpreter at every packet. An idle engine steps twice a second as a heartbeat for other ranks.
+Only this thread uses the engine. Between two steps it executes submitted commands; events are passed to the event
+loop once per step. After many events the next step waits until they are sent; otherwise loop and engine contend for the
+GIL at every packet. An idle engine steps twice a second as a heartbeat for other ranks.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ from megalith.serve.request import Event, Finished, Request
 
 _IDLE_SECONDS, _SECONDS_TO_END = 0.5, 10.0
 _MANY, _SECONDS_TO_SEND = 4, 0.01
-"""From how many events on a step waits until they are sent (for one it would only add two wake-ups to each token), and
-for how long at most: a loop that is busy with other things does not hold up answers."""
+"""Number of events from which a step waits until they are sent (for one event this only adds two wake-ups to each
+token), and the maximum wait, so that a busy event loop does not delay the engine."""
 
 
 class WorkerFailed(MegalithError):
-    """The engine has failed: nothing can be served any more."""
+    """The engine has failed; no further request can be served."""
 
 
 class Answer:
-    """The events of one request as they come; ends after the last `Finished`."""
+    """Asynchronous iterator over the events of one request; ends after the last `Finished`."""
 
     def __init__(self, request: Request, cancel: Callable[[Answer], None]) -> None:
-        self.left = 1 if request.beam_width else request.n  # samples the engine works on; read by its thread only
+        self.left = (
+            1 if request.beam_width else request.n
+        )  # samples that the engine still computes; used by its thread only
         self._open = set(range(self.left))
         self._cancel, self._events = cancel, asyncio.Queue[Event]()
 
@@ -55,24 +57,24 @@ class Answer:
             yield await self._events.get()
 
     def put(self, event: Event) -> None:
-        """Take an event; on the event loop."""
+        """Add an event. Call it on the event loop."""
         if isinstance(event, Finished):
             self._open.discard(event.sample)
         self._events.put_nowait(event)
 
     def fail(self, message: str) -> None:
-        """End what is open with an error; on the event loop."""
+        """End all open samples with an error. Call it on the event loop."""
         for sample in sorted(self._open):
             self.put(Finished("error", message, sample=sample))
 
     def cancel(self) -> None:
-        """Cancel the request. Safe to call at any time, and again."""
+        """Cancel the request. Safe to call at any time and more than once."""
         if self._open:
             self._cancel(self)
 
 
 class Worker:
-    """Steps an engine from `start` or `run` to `close`. Made, and but for `run` used, on a running event loop.
+    """Steps an engine from `start` or `run` to `close`. Construct and use it (but for `run`) on a running event loop.
 
     `find_lost_peer` finds out which of the ranks that share the model broke a connection. `failure` says why nothing
     can be served any more; None while all is well.
@@ -90,12 +92,12 @@ class Worker:
         self.failure: str | None = None
 
     def start(self) -> Worker:
-        """Step the engine in a thread of its own; return the worker."""
+        """Start a thread that steps the engine; return the worker."""
         threading.Thread(target=self.run, name="engine", daemon=True).start()
         return self
 
     async def submit(self, request: Request) -> Answer:
-        """Submit a request. `RequestError`, `QueueFullError`, or `WorkerFailed` if the engine has failed."""
+        """Submit a request. Raise RequestError, QueueFullError, or WorkerFailed if the engine has failed."""
         if self.failure is not None:
             raise WorkerFailed(self.failure)
         accepted: asyncio.Future[None] = self._loop.create_future()
@@ -127,16 +129,16 @@ class Worker:
 
     @property
     def full(self) -> bool:
-        """True if one more request would be `QueueFullError`, by the counters of the last step."""
+        """True if another request would raise QueueFullError, by the counters of the last step."""
         return self._stats.waiting >= self._engine.limits.max_waiting
 
     async def failed(self) -> str:
-        """Wait until the engine fails; says why."""
+        """Wait until the engine fails; return the reason."""
         message: str = await asyncio.shield(self._failure)
         return message
 
     def fail(self, message: str) -> None:
-        """End all answers with an error: nothing can be served any more. On the event loop; the thread may hang."""
+        """End all answers with an error. Call it on the event loop; the engine's thread may hang."""
         if self.failure is not None:
             return
         self.failure = message
@@ -145,7 +147,7 @@ class Worker:
             answer.fail(message)
 
     def close(self) -> None:
-        """End `run` and the loops of the other ranks; an engine that has failed is not waited for."""
+        """End `run` and the loops of the other ranks, without waiting for a failed engine."""
         self._inbox.put(None)
         if self.failure is None:
             self.ended.wait(_SECONDS_TO_END)
@@ -161,7 +163,7 @@ class Worker:
     # --- the thread ---
 
     def run(self) -> None:
-        """Step the engine in this thread until `close`; returns too when the engine has failed."""
+        """Step the engine in this thread until `close` or a failure of the engine."""
         try:
             while self._take_inbox():
                 found = [(self._answers[handle], event) for handle, event in self._engine.step()]
@@ -177,7 +179,7 @@ class Worker:
                     if len(found) >= _MANY:
                         self._sent.wait(_SECONDS_TO_SEND)
             self._engine.close()
-        except BaseException as error:  # whatever it was, nobody would ever answer again
+        except BaseException as error:  # of any kind: afterwards no request would be answered
             self._fail(error)
         finally:
             self.ended.set()
@@ -202,7 +204,7 @@ class Worker:
             traceback.print_exception(error)
 
     def _post(self, what: Callable[..., None], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the event loop is closed: nobody listens any more
+        with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(what, *arguments)
 
     # --- the event loop ---
@@ -210,7 +212,7 @@ class Worker:
     def _deliver(self, found: list[tuple[Answer, Event]]) -> None:
         for answer, event in found:
             answer.put(event)
-        self._loop.call_soon(self._sent.set)  # behind those that wait for these events
+        self._loop.call_soon(self._sent.set)  # after the tasks that wait for these events
 
 
 Outcome = TypeVar("Outcome")
@@ -219,7 +221,7 @@ Outcome = TypeVar("Outcome")
 def serve_beside(engine: Engine, serving: Callable[[Worker], Coroutine[object, object, Outcome]]) -> Outcome:
     """Step the engine in this thread while `serving(worker)` runs on an event loop in another; return its outcome.
 
-    If a device hangs, the last step does not return: the process ends all the same, with the exit code of `PeerError`.
+    If a device hangs and the last step does not return, the process exits with the exit code of `PeerError`.
     """
     made: Future[Worker] = Future()
     outcome: Future[Outcome] = Future()
@@ -256,17 +258,17 @@ def _settle(accepted: asyncio.Future[None], error: Exception | None) -> None:
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _PATIENCE_SECONDS = 3.0
-"""How long a process may be stopped: Ctrl-Z stops all of a terminal, and `fg` does not wake them at once."""
+"""Time that a process may be stopped: after Ctrl-Z, `fg` does not resume all processes of a terminal at once."""
 
 _FOR_GOOD = ("dead", "left")
 
 
 async def look_after(watchdog: Watchdog, worker: Worker, patience: float = _PATIENCE_SECONDS) -> None:
-    """Fail the worker, then return, when a rank is gone, or was stopped or silent for `patience` seconds.
+    """Fail the worker and return when a rank is gone, or was stopped or silent for `patience` seconds.
 
-    A broken connection is an error of the step that meets it. A process that is stopped (SIGSTOP, a debugger, a frozen
-    container) keeps its connections and hangs every step, and a machine that is cut off says nothing: of these the
-    first rank learns here, long before the timeout of a collective, and clients are told instead of left waiting.
+    A broken connection raises in the step that uses it. A stopped process (SIGSTOP, a debugger, a frozen container)
+    keeps its connections and hangs every step, and an unreachable machine is silent. The first rank detects these here,
+    long before the timeout of a collective, so that clients receive an error instead of waiting.
     """
     since: float | None = None
     while True:

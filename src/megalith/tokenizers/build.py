@@ -59,7 +59,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def with_files_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
-    """Use the tokenizer files in a folder if all of them are there, so that a checkpoint can be used by itself."""
+    """Use the tokenizer files of a folder if it has all of them, so that a checkpoint is self-contained."""
     if config.tokenizer_type == "HuggingFaceTokenizer":
         return dataclasses.replace(config, tokenizer_model=str(folder)) if holds_tokenizer(folder) else config
     there = {setting: folder / name for setting, name in _FILES.get(config.tokenizer_type, {}).items()}

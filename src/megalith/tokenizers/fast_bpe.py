@@ -60,7 +60,7 @@ def ids_as_array(ids: list[int]) -> NDArray[Any]:
     try:
         return np.array(ids, np.int64)
     except OverflowError as error:
-        raise DataError(f"token {max(ids, key=abs)} is no id of any vocabulary") from error
+        raise DataError(f"token {max(ids, key=abs)} is not an id of any vocabulary") from error
 
 
 class BytePairArrays:

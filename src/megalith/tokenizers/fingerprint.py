@@ -71,7 +71,7 @@ def read_fingerprint(prefix: str) -> dict[str, Any] | None:
 def fingerprint_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return the differences of two fingerprints, by name of the entry; empty if ids mean the same tokens.
 
-    A special id that only one of them names is no difference: later versions record more of them.
+    A special id that only one fingerprint has is not a difference: later versions record more.
     """
     left, right = _flatten(one), _flatten(other)
     is_known = left.get("vocabulary") is not None and right.get("vocabulary") is not None
@@ -112,7 +112,7 @@ def require_same(names: tuple[str, str], one: Mapping[str, Any], other: Mapping[
     """
     differing = fingerprint_differences(one, other)
     if differing:
-        head = f"{names[0]} and {names[1]} have different tokenizers (what is equal is left out):"
+        head = f"{names[0]} and {names[1]} have different tokenizers (equal entries are left out):"
         raise DataError("\n  ".join([head, *side_by_side(names, differing), remedy]))
 
 
@@ -149,7 +149,7 @@ def _remedy(prefix: str, saved: Mapping[str, Any]) -> str:
 
 
 def _without_sentinels(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Drop the tokens of `--vocab-extra-ids`, whose ids follow all others and which stand in no text.
+    """Drop the tokens of `--vocab-extra-ids`, whose ids follow all others and which occur in no text.
 
     Megatron's command lines preprocess the data of T5 without them, and train with them.
     """

@@ -24,7 +24,7 @@ from megalith.train.state import Snapshot, TrainState
 from megalith.train.step import MicroBatch, MicroBatchRunner, run_pipeline
 from megalith.train.step_hooks import NaNInjector, StepHook
 
-MAX_CONSECUTIVE = 20  # skipped steps after which skipping is no remedy, at the smallest loss scale too
+MAX_CONSECUTIVE = 20  # skipped steps in a row after which the run stops, also at the smallest loss scale
 _NEVER_RECOVER = (
     "Weights that are not finite never recover: continue from the last checkpoint (--load), or start "
     "a new run with a smaller --init-method-std"

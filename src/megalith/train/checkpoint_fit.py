@@ -197,7 +197,7 @@ def _other_tokenizer(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[s
 
 
 def _changes(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    # What has a digest is described completely, and may differ in what there is to describe.
+    # Entries with a digest are complete descriptions, whose keys may differ.
     complete = "digest" in saved and "digest" in own
     names = dict.fromkeys((*saved, *own)) if complete else [name for name in saved if name in own]
     pairs = [(name, saved.get(name, "not there"), own.get(name, "not there")) for name in names if name != "digest"]

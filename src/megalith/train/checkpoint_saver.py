@@ -60,13 +60,13 @@ class CheckpointSaver:
         if self._ephemeral is None:
             assert persistent, "there is no folder for checkpoints of which only the last one is kept"
             return self._store
-        # A run that went back would otherwise find the last one of the way that it has left, and resume from that.
+        # Otherwise a run that was rewound would resume from the last ephemeral checkpoint of the abandoned run.
         self._ephemeral.delete_after(state.iteration)
         return self._store if persistent else self._ephemeral
 
     def _parts(self, state: TrainState) -> dict[str, Any]:
         """Return the arguments of the store for a save."""
-        iteration = state.iteration  # which goes on while a thread writes
+        iteration = state.iteration  # it advances while a thread writes
         return {
             "iteration": iteration,
             "content": content_of(state, self._run),

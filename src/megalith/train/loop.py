@@ -132,7 +132,7 @@ class TrainingRun:
 def train(run: TrainingRun) -> Iterator[StepResult]:
     """Run the remaining iterations, then the final save and evaluations; yield after each step.
 
-    When it stops early, the state is saved first. Either way `run.exit_reason` says why.
+    When it stops early, the state is saved first. `run.exit_reason` is the reason in either case.
 
     Raises:
         BadStepError: anomalous loss or gradient and the policy is to stop.

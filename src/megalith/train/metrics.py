@@ -165,7 +165,7 @@ def memory_in_use(device: torch.device) -> dict[str, int]:
     sizes = Path("/proc/self/statm")
     if sizes.is_file():
         figures["resident_bytes"] = int(sizes.read_text().split()[1]) * _PAGE
-        # The kernel keeps its maximum in batches of pages, a little behind.
+        # The kernel updates its maximum in batches of pages, with a delay.
         figures["max_resident_bytes"] = max(largest, figures["resident_bytes"])
     if not is_host(device):
         figures |= {

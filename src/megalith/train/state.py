@@ -114,7 +114,7 @@ class NoiseScale:
     def add(self, small: int, small_norm: float, large: int, large_norm: float) -> float | None:
         """Add the gradient norms of two batch sizes; return the noise scale in samples.
 
-        None while the average of |G|^2 is not positive, and for norms that are no numbers, which are left out.
+        None while the average of |G|^2 is not positive, and for norms that are not numbers, which are left out.
         """
         assert 0 < small < large
         if not (math.isfinite(small_norm) and math.isfinite(large_norm)):

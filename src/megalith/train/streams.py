@@ -1,4 +1,4 @@
-"""Output streams whose reader may leave: nobody there to read is no reason to stop."""
+"""Output streams whose reader may disappear, which must not end the run."""
 
 from __future__ import annotations
 

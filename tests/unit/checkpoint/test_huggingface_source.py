@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -111,7 +112,7 @@ def test_a_tied_output_layer_that_is_stored_too(tmp_path: Path) -> None:
     assert "output_layer.weight" not in _load(tmp_path / "same")
     write_folder(tmp_path / "other", "gpt2", model, weights={**weights, "lm_head.weight": torch.ones(VOCAB, 16)})
     (problem,) = open_source(tmp_path / "other").problems()
-    assert "lm_head.weight is not transformer.wte.weight" in problem and "tie_word_embeddings" in problem
+    assert re.search(r"lm_head\.weight\b.*\btransformer\.wte\.weight", problem) and "tie_word_embeddings" in problem
 
 
 def test_mixed_dtypes(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "index lacks a tensor": (lambda f: _index(f, lambda m: m.pop(NORM)), (f"{NORM} is missing",)),
     "index leads out of the folder": (
         lambda f: _index(f, lambda m: m.update({NORM: "../../etc/passwd"})),
-        ("is no file beside it",),
+        ("'../../etc/passwd'",),
     ),
     "index is no index": (
         lambda f: (f / "model.safetensors.index.json").write_text("[]"),
@@ -188,7 +189,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "a tensor of another model": (
         lambda f: _rewrite(f, lambda w: w.update(score=torch.ones(2))),
-        ("score is no part of the model that config.json describes",),
+        ("score ", "config.json"),
     ),
     "whole numbers": (
         lambda f: _rewrite(f, lambda w: w.update({NORM: torch.ones(16, dtype=torch.int8)})),

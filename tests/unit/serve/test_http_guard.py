@@ -176,7 +176,7 @@ def test_headers_are_bounded() -> None:
         (b"{", "not JSON"),
         (b'{"prompt": NaN}', "NaN"),
         (b'{"temperature": Infinity}', "Infinity"),
-        (b'{"prompt": "a", "prompt": "b"}', "prompt is there twice"),
+        (b'{"prompt": "a", "prompt": "b"}', "prompt"),
         (b"[" * 100_000, "nested"),
         (b'{"a":' * 100_000, "nested"),
         (b'{"max_tokens": ' + b"9" * 5000 + b"}", "not JSON"),

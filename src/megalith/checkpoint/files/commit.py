@@ -7,7 +7,7 @@ What a dead saver left is cleared by the next.
 A run that has claimed the save folder keeps these in a workspace, `.claimed-run.<place>.<pid>.<born>`, and whatever it
 shows or takes away is one rename out of the workspace or into it. Who takes the folder over empties and removes the
 workspace of the one before: should that one only have been frozen, between a check and a rename even, the rename
-fails. So nobody replaces or deletes what a later owner wrote.
+fails. So no process replaces or deletes files of a later owner.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class TempFolder:
             if self.final.exists():
                 self.final.rename(aside)
             self.path.rename(self.final)
-        except BaseException:  # Ctrl-C too: the end of the claim removes the workspace with what is aside
+        except BaseException:  # Ctrl-C too: the end of the claim removes the workspace with the replaced folder
             if aside.exists() and not self.final.exists():
                 with contextlib.suppress(OSError):  # a later owner has put it back
                     aside.rename(self.final)
@@ -158,7 +158,7 @@ def temp_folder(final: Path, needed: int) -> Iterator[TempFolder]:
 
 
 def set_aside(folder: Path, *, claimed: bool = False) -> Path:
-    """Rename a folder that is to be deleted, so that nobody takes it for a checkpoint; return its new path.
+    """Rename a folder before its deletion, so that no reader takes it for a checkpoint; return its new path.
 
     Deleting it where it stands would show half a checkpoint if this process died meanwhile.
     """
@@ -170,7 +170,7 @@ def set_aside(folder: Path, *, claimed: bool = False) -> Path:
 
 
 def delete(asides: Iterable[Path]) -> None:
-    """Delete what was set aside; what cannot be deleted is said in the log, and is the next saver's to clear."""
+    """Delete replaced folders; log those that cannot be deleted, which the next save removes."""
     for aside in asides:
         try:
             shutil.rmtree(aside)

@@ -220,7 +220,7 @@ class _MetadataWriter(FileSystemWriter):
 def write_metadata(
     path: Path, checkpoint_name: str, metadata: Metadata, written: Sequence[RankWriteResult]
 ) -> dict[str, FileRecord]:
-    """Write `.metadata`, durably, when the files of all ranks are there; returns the records of all files so far."""
+    """Write `.metadata` durably, after the files of all ranks; return the records of all files so far."""
     _MetadataWriter(path, checkpoint_name).finish(metadata, [part.results for part in written])
     records = {name: record for part in written for name, record in part.records.items()}
     return records | hash_files([path / METADATA_FILE], threads=1)

@@ -1,10 +1,10 @@
 """Hashing files at the speed of fast disks, reading and hashing them in one pass, and prefetching them.
 
 A file's digest is the BLAKE2b-128 of its blocks' CRC-32s, four big-endian bytes each, in order (the last block may
-be shorter, an empty file has none). Blocks are independent, so a file is hashed on all cores when it is read, and in
-passing while it is written. CRC-32 finds every error of one or two bits and every burst of up to 32 in a block, and
-misses any other change with probability 2**-32 per block. It guards against damage, not against an attacker, who
-could rewrite the manifest as well; what a file may do when it is loaded is limited in `safe_loading`.
+be shorter, an empty file has none). Blocks are independent: files are hashed on all cores when they are verified, and
+on the fly while they are written. CRC-32 finds every error of one or two bits and every burst of up to 32 in a block,
+and misses any other change with probability 2**-32 per block. It guards against damage, not against an attacker, who
+could rewrite the manifest as well; `safe_loading` limits what unpickling a file may do.
 
 Why not BLAKE2b alone: 1.1 GB/s per thread where one thread writes 4 GB/s to an NVMe disk; zlib's CRC-32 does 4.7.
 
@@ -41,10 +41,10 @@ _Table = tuple[tuple[int, ...], ...]
 
 
 def crc32_combine(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of A + B, where B has `length` bytes, from those of A and B: one pass gives several sums.
+    """Return the CRC-32 of A + B from the CRC-32s of A and B, where B has `length` bytes.
 
-    A CRC-32 is a polynomial over GF(2) modulo a fixed one, and n bytes more multiply it by x**(8 n). That is linear in
-    its 32 bits, so a table for each power of two of n does it.
+    A CRC-32 is a polynomial over GF(2) modulo a fixed polynomial; appending n bytes multiplies it by x**(8 n). This is
+    linear in its 32 bits, so one table for each power of two of n is enough.
     """
     power = 0
     while length:
@@ -58,7 +58,7 @@ def crc32_combine(first: int, second: int, length: int) -> int:
 
 @cache
 def _table(power: int) -> _Table:
-    """Compute what each value of each byte of a checksum becomes by appending 2**power zero bytes."""
+    """Return the effect of appending 2**power zero bytes, for each value of each of the four bytes of a checksum."""
     columns = [_appended(1 << bit, power) for bit in range(32)]
     tables = []
     for byte in range(4):
@@ -81,11 +81,11 @@ def _appended(checksum: int, power: int) -> int:
 
 HASH_NAME = "crc32-1MiB/blake2b-128"
 BLOCK_SIZE = 2**20
-_SEGMENT_SIZE = 64 * BLOCK_SIZE  # what one thread reads in sequence, so that the system's read-ahead works
+_SEGMENT_SIZE = 64 * BLOCK_SIZE  # bytes that one thread reads sequentially, so that the kernel's read-ahead works
 
 
 def require_file(path: Path) -> None:
-    """Raise an OSError for a pipe or a device in the place of a file: to open it may wait for ever."""
+    """Raise an OSError unless the path is a regular file: opening a pipe or a device may block for ever."""
     if not stat.S_ISREG(mode := path.stat().st_mode):
         kind = "is a folder" if stat.S_ISDIR(mode) else "is a pipe, a socket or a device"
         raise OSError(errno.EINVAL, f"it {kind}, not a file", str(path))
@@ -107,7 +107,7 @@ def _digest(checksums: Iterable[int]) -> str:
 
 
 class BlockHash:
-    """The digest of a stream of bytes that arrives in pieces of any size up to `room`."""
+    """Digest of a stream of bytes, updated with pieces of at most `room` bytes."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -116,15 +116,15 @@ class BlockHash:
 
     @property
     def room(self) -> int:
-        """Bytes until the end of the current block."""
+        """Number of bytes until the end of the current block."""
         return BLOCK_SIZE - self.size % BLOCK_SIZE
 
     def update(self, piece: memoryview) -> None:
-        """Add bytes that do not reach past the current block."""
+        """Add bytes, at most `room`."""
         self._extend(zlib.crc32(piece, self._block), len(piece))
 
     def update_summed(self, piece: memoryview) -> int:
-        """Add bytes as `update` does; return the CRC-32 of these bytes alone."""
+        """Add bytes as `update` does, and return the CRC-32 of these bytes alone."""
         checksum = zlib.crc32(piece)
         self._extend(crc32_combine(self._block, checksum, len(piece)), len(piece))
         return checksum
@@ -138,20 +138,20 @@ class BlockHash:
             self._block = 0
 
     def record(self) -> FileRecord:
-        """Return size and digest of the bytes so far."""
+        """Return size and digest of all bytes added so far."""
         last = [self._block] if self.size % BLOCK_SIZE else []
         return FileRecord(self.size, _digest(self._checksums + last))
 
 
 class WritingCancelled(Exception):
-    """Raised by a writer that was cancelled."""
+    """Raised when a write was cancelled."""
 
 
 class HashedFile(io.RawIOBase):
-    """A new file that is hashed in passing as it is written. Wrap it in `io.BufferedWriter`.
+    """A new file that is hashed while it is written. Wrap it in `io.BufferedWriter`.
 
-    Block by block, the hash and the write follow each other while the bytes are in the processor's cache. `failure` is
-    the first error of the file system: torch's writer loses it and raises one about positions instead.
+    Each block is hashed and then written while it is in the processor's cache. `failure` is the first error of the file
+    system: torch's writer loses it and raises an error about positions instead.
     """
 
     def __init__(self, path: Path, cancelled: Callable[[], bool] = lambda: False) -> None:
@@ -180,7 +180,7 @@ class HashedFile(io.RawIOBase):
         return len(view)
 
     def write_summed(self, data: Any) -> int:
-        """Write all of `data`; returns its CRC-32."""
+        """Write all of `data` and return its CRC-32."""
         checksum = 0
         for piece in self._pieces(memoryview(data).cast("B")):
             checksum = crc32_combine(checksum, self._hash.update_summed(piece), len(piece))
@@ -204,7 +204,7 @@ class HashedFile(io.RawIOBase):
             view = view[room:]
 
     def abandon(self) -> None:
-        """Drop what is still to be written, so that closing a buffer over this file cannot fail again."""
+        """Discard all further writes, so that closing a buffered writer over this file cannot fail again."""
         self._abandoned = True
 
     def record(self) -> FileRecord:
@@ -217,7 +217,7 @@ class HashedFile(io.RawIOBase):
 
 
 def hash_files(paths: Iterable[Path], threads: int | None = None, below: Path | None = None) -> dict[str, FileRecord]:
-    """Hash files: name, or path from `below`, -> record. By default on a thread for each processor, at most 8."""
+    """Hash files; return name, or path relative to `below`, -> record. By default one thread per processor, up to 8."""
     buffers = threading.local()
     with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), thread_name_prefix="hash") as pool:
         sizes = {path: path.stat().st_size for path in paths}
@@ -234,7 +234,7 @@ def hash_files(paths: Iterable[Path], threads: int | None = None, below: Path | 
 
 
 def _hash_segment(path: Path, start: int, buffers: threading.local) -> list[int]:
-    """Return the CRC-32s of the blocks of a segment, each read into this thread's buffer, which stays in the cache."""
+    """Return the CRC-32s of the blocks of a segment. One buffer per thread keeps blocks in the processor's cache."""
     if not hasattr(buffers, "view"):
         buffers.view = memoryview(bytearray(BLOCK_SIZE))
     view: memoryview = buffers.view
@@ -248,7 +248,7 @@ def _hash_segment(path: Path, start: int, buffers: threading.local) -> list[int]
 
 
 def _fill(fd: int, view: memoryview, start: int) -> int:
-    """Fill `view` from the file at byte `start`; returns the number of bytes, less than asked for only at its end."""
+    """Fill `view` from byte `start` of the file; return the number of bytes, fewer than requested only at its end."""
     done = 0
     while done < len(view) and (got := os.preadv(fd, [view[done:]], start + done)):
         done += got
@@ -256,17 +256,17 @@ def _fill(fd: int, view: memoryview, start: int) -> int:
 
 
 def read_exactly(fd: int, view: memoryview, start: int) -> None:
-    """Fill `view` from the file at byte `start`; an EOFError if it ends before."""
+    """Fill `view` from byte `start` of the file; raise an EOFError if the file ends first."""
     if (done := _fill(fd, view, start)) < len(view):
         raise EOFError(f"the file ends at byte {start + done}, {len(view) - done} bytes early")
 
 
-_PIECE = 4 * BLOCK_SIZE  # bytes that are read, or hashed, in one go
-_BEHIND = 4  # such pieces at most are read and not hashed
+_PIECE = 4 * BLOCK_SIZE  # bytes of one read, and of one task of the hashing thread
+_BEHIND = 4  # maximum number of pieces that are read and not hashed yet
 
 
 class FileReader:
-    """An open file, read wherever it is asked for."""
+    """Random access to an open file."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -276,16 +276,16 @@ class FileReader:
 
 
 class HashingFileReader(FileReader):
-    """An open file that is hashed whole as it is read from its begin to its end; a second thread hashes.
+    """An open file that is hashed in a second thread while it is read from its beginning to its end.
 
-    What is asked for behind the place that was reached is read again, and hashed once. What was read must stay as it is
-    until `record`.
+    Reads before the current position read the bytes again and do not hash them twice. The caller must not change the
+    buffers until `record` returns.
     """
 
     def __init__(self, fd: int, size: int) -> None:
         super().__init__(fd)
         self._size, self._hash, self._reached = size, BlockHash(), 0
-        self._pieces: list[memoryview] = []  # read, and not yet given to the other thread
+        self._pieces: list[memoryview] = []  # read and not yet submitted to the hashing thread
         self._given: deque[Future[None]] = deque()
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash")
 
@@ -335,7 +335,7 @@ class HashingFileReader(FileReader):
 
 
 class HashingReader:
-    """The files of a folder to hash while they are read; what is filled may be used only when `problems` is empty."""
+    """Hashes the files of a folder while they are read; the data may be used only if `problems` is empty."""
 
     def __init__(self, folder: Path, expected: Mapping[str, FileRecord]) -> None:
         self._folder, self._expected = folder, expected
@@ -343,7 +343,7 @@ class HashingReader:
 
     @contextmanager
     def reading(self, name: str, fd: int) -> Iterator[FileReader]:
-        """Yield the reader of an open file of the folder; one that is hashed is read in order, by one thread."""
+        """Yield a reader of an open file of the folder. If it hashes, one thread must read the file in order."""
         if name not in self._expected or name in self._found:
             yield FileReader(fd)
             return
@@ -355,7 +355,7 @@ class HashingReader:
             hashed.close()
 
     def problems(self) -> list[str]:
-        """List the files that differ from the records. Files that nothing was read from are hashed now."""
+        """List the files that differ from their records. Files that were not read are hashed now."""
         rest = [self._folder / name for name in self._expected if name not in self._found]
         self._found |= hash_files(rest, below=self._folder)
         return [
@@ -365,17 +365,16 @@ class HashingReader:
         ]
 
 
-_ASKED_AT_ONCE = 2**24  # asked for in one call, which returns when the disk has taken the order
-_PREFETCH_THREADS = 8  # at most, as those of a load
-_SHARE_OF_MEMORY = 16  # of the machine's, for each process: with eight of them half of it
+_ASKED_AT_ONCE = 2**24  # bytes of one call, which returns when the disk has queued the request
+_PREFETCH_THREADS = 8  # maximum, as for a load
+_SHARE_OF_MEMORY = 16  # a process prefetches at most 1/16 of the machine's memory: eight processes, half of it
 
 
 class Prefetch:
-    """Reading ahead of files, by threads, until it is stopped or enough is requested.
+    """Reads files ahead into the page cache, in threads, until it is stopped or its share of memory is used.
 
-    A run builds its model and plans what to read between the decision for a checkpoint and its load, while the disk
-    would be idle. Nothing is copied here; where the system needs the memory for something else, the load reads from
-    the disk again.
+    Between the choice of a checkpoint and its load a run builds its model and plans the reads; the disk would be idle.
+    Nothing is copied here; if the kernel needs the memory for something else, the load reads from the disk again.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -387,11 +386,11 @@ class Prefetch:
             threading.Thread(target=self._read, args=own, name="prefetch", daemon=True).start()
 
     def stop(self) -> None:
-        """Ask for no more; returns at once."""
+        """Request no more; return at once."""
         self._stopped.set()
 
     def _read(self, paths: Sequence[Path], room: int) -> None:
-        """Ask for files one after the other; what is wrong with them the load will find."""
+        """Request files one after the other. Errors are ignored here: the load reports them."""
         for path in paths:
             size = 0
             with suppress(OSError), path.open("rb", buffering=0) as file:

@@ -229,7 +229,7 @@ def _check_archive(file: IO[bytes] | Path) -> None:
         with zipfile.ZipFile(file) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, NotImplementedError, ValueError):
-        return  # torch says what is wrong with it
+        return  # torch reports the error
     finally:
         if not isinstance(file, Path):
             file.seek(place)

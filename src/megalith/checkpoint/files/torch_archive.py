@@ -184,7 +184,7 @@ def read_tensor_entry(
     tensor. `header_cache` is shared by calls, and extended.
 
     Raises:
-        ValueError: the entry is no tensor of this shape.
+        ValueError: the entry is not a tensor of this shape.
         EOFError: the file ends within it.
     """
     entry = _FileSlice(file.fd, start, length)
@@ -355,7 +355,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(buffer, protocol=2)  # torch.serialization.DEFAULT_PROTOCOL
         self._storage = (
             object()
-        )  # stands for the elements in the pickle, which names their type, record, device and number
+        )  # replaces the elements in the pickle, which names their type, record, device and number
         self._id = ("storage", _STORAGE_OF[tensor.dtype], "0", "cpu", tensor.numel())
 
     def persistent_id(self, value: Any) -> Any:

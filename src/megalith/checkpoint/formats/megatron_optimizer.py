@@ -5,11 +5,11 @@
     distributed   {optimizer: {param_groups: [{..., step}, ...]}, grad_scaler: ...} and, in `distrib_optim.pt`,
                   {buckets_coalesced: True, chunk: {(dtype, dtype): {param, exp_avg, exp_avg_sq, numel_unpadded}}}
 
-Position i counts through the groups: those of a group are its members in the order of the model's dict. Groups are
-known by what they hold (`wd_mult`, `max_lr`, `is_decoupled_lr`), as their order is not that of every version.
+Index i counts through the groups; within a group, parameters are in the order of the model's dict. Groups are
+identified by their settings (`wd_mult`, `max_lr`, `is_decoupled_lr`), as their order differs between versions.
 
-In a flat buffer a (tensor, pipeline) place has its parameters in reverse order, each from the next multiple of 64
-elements, in one bucket or in several; a bucket is padded at its end. What stands in the gaps is undefined. Source:
+The flat buffer of a (tensor, pipeline) rank has the parameters in reverse order, each at a multiple of 64 elements, in
+one or several buckets; a bucket is padded at its end. The contents of the gaps are undefined. Source:
 docs/reference/checkpoints.md#optimizer-in-format-torch and #optimizer-in-torch_dist, verified on checkpoints of core
 0.16.1.
 """
@@ -46,10 +46,10 @@ def _aligned(end: int) -> int:
 
 
 def bucket_sizes(shapes: Mapping[str, Sequence[int]], limit: int | None, alone: Collection[str] = ()) -> list[int]:
-    """Return the elements of each bucket of a buffer as Megatron divides it, without the padding at its end.
+    """Return the number of elements of each of Megatron's buckets of a buffer, without the padding at its end.
 
-    A bucket is closed when it has `limit` elements; there is one if that is None. Those `alone` have one of their own:
-    an embedding that two pipeline stages share. `shapes` are in module order.
+    A bucket is closed when it has `limit` elements; with None all are in one bucket. Parameters in `alone`, such as an
+    embedding that two pipeline stages share, have a bucket each. `shapes` are in module order.
     """
     sizes: list[int] = []
     end, held = 0, False
@@ -70,7 +70,7 @@ def coalesced_ranges(
 ) -> dict[str, BufferRange]:
     """Return the range of each parameter in a buffer of `total` elements whose buckets were joined without padding.
 
-    The buffer does not say where its buckets ended: they are those of the first of the `limits` that it can be.
+    The buffer does not record where its buckets ended: the first of the `limits` that gives `total` elements is taken.
     """
     divisions = [bucket_sizes(shapes, limit, only) for limit in limits for only in (alone, ())]
     sizes = next((sizes for sizes in divisions if sum(sizes) == total), [total])
@@ -82,7 +82,7 @@ def coalesced_ranges(
 
 
 def bucket_limits(args: Mapping[str, Any]) -> list[int | None]:
-    """Return the bucket sizes, in elements, that the saved args allow, the likeliest first."""
+    """Return the possible bucket sizes, in elements, under the saved args, the likeliest first."""
     given, replicas = args.get("ddp_bucket_size"), int(args.get("data_parallel_size") or 1)
     several = [int(given)] if given else [max(40_000_000, 1_000_000 * replicas)]
     return [*several, None] if args.get("overlap_grad_reduce") else [None, *several]
@@ -91,13 +91,13 @@ def bucket_limits(args: Mapping[str, Any]) -> list[int | None]:
 def buffer_ranges(
     shapes: Mapping[str, Sequence[int]], bucket_sizes: Sequence[int], where: str
 ) -> dict[str, BufferRange]:
-    """Lay parameters out, in module order, in buckets of so many elements, without the padding at their end."""
+    """Return the range of each parameter, given in module order, in buckets of these sizes without their padding."""
     found: dict[str, BufferRange] = {}
     bucket, end = 0, 0
     for name in reversed(list(shapes)):
         shape = tuple(shapes[name])
         start = _aligned(end)
-        # A bucket that ends before a shared embedding counts the gap before that as its own.
+        # A bucket that ends before a shared embedding includes the alignment gap in front of it.
         if end and bucket < len(bucket_sizes) and bucket_sizes[bucket] in (end, start):
             bucket, start = bucket + 1, 0
         end = start + volume(shape)
@@ -122,7 +122,7 @@ BUFFERS = {"param": MAIN, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 class UnreadableState(CheckpointError):
-    """Raised for optimizer state that is there and cannot be read; the weights beside it can."""
+    """Raised if the checkpoint has optimizer state that cannot be read; its weights can be read."""
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -131,7 +131,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _MAIN_KEYS = ("fp32_from_fp16_params", "fp32_from_fp16")
 _INNER_KEYS = ("optimizer", "optimizer_state_dict")
 _WITHOUT = "load with --no-load-optim to continue from the weights alone"
-# What --decoupled-lr is for: weights, not the bias of BERT's output.
+# Parameters that --decoupled-lr applies to: weights, not the bias of BERT's output.
 _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.output_layer.weight")
 
 
@@ -141,7 +141,7 @@ def decays(name: str, shape: Sequence[int]) -> bool:
 
 
 def inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of an optimizer's state that torch or Apex made."""
+    """Return the state dict of torch's or Apex's optimizer within Megatron's."""
     for key in _INNER_KEYS:
         if isinstance(state.get(key), Mapping):
             found: Mapping[str, Any] = state[key]
@@ -155,9 +155,9 @@ def with_rates(
     """Return the parameter groups with the keys by which megatron-core 0.16 and newer identify them.
 
     0.16.1 to 0.18.2 find a group by wd_mult, lr_mult, is_expert_parallel and is_decoupled_lr. 0.19.2 adds max_lr,
-    min_lr, start_wd, end_wd and optimizer, of which it leaves out those that no override sets. All of them express
+    min_lr, start_wd, end_wd and optimizer, and omits those that no override sets. All these versions express
     `--decoupled-lr` and muP as max_lr and min_lr, with an lr_mult of 1, and log the rate of the first group with
-    default_config. Groups that have a max_lr, and all without an `opt_param_scheduler`, are returned unchanged.
+    default_config. Groups with a max_lr, and all groups without an `opt_param_scheduler`, are returned unchanged.
     """
     if not scheduler or "max_lr" not in scheduler:
         return [dict(group) for group in groups]
@@ -181,7 +181,7 @@ def is_distributed(state: Mapping[str, Any]) -> bool:
 
 
 def optimizers(state: Any, count: int, where: str) -> list[Mapping[str, Any]]:
-    """Return the states of one optimizer, or of two (all but experts; experts); an UnreadableState for others."""
+    """Return the states of one or two optimizers (dense; experts); raise an UnreadableState for other forms."""
     found = state if isinstance(state, list) else [state]
     if len(found) != count or not all(isinstance(part, Mapping) and "param_groups" in inner(part) for part in found):
         raise UnreadableState(
@@ -192,7 +192,7 @@ def optimizers(state: Any, count: int, where: str) -> list[Mapping[str, Any]]:
 
 
 def scalars_common(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameter groups, steps and loss scaler as `common.pt` has them."""
+    """Return parameter groups, steps and loss scaler in the form of `common.pt`."""
     body = inner(state)
     groups = [dict(group) for group in body["param_groups"]]
     moments = body.get("state", {})
@@ -204,7 +204,7 @@ def scalars_common(state: Mapping[str, Any]) -> dict[str, Any]:
 def state_tensors(
     state: Mapping[str, Any], shapes: Shapes, decoupled_lr: float | None, where: str
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield kind, parameter name and tensor of a non-distributed optimizer; an UnreadableState if shapes differ."""
+    """Yield kind, name and tensor of a non-distributed optimizer; raise an UnreadableState if shapes differ."""
     body = inner(state)
     groups = body["param_groups"]
     found = _checked_members(groups, shapes, decoupled_lr, where)
@@ -217,8 +217,8 @@ def state_tensors(
             for kind, tensor in tensors.items():
                 if tuple(tensor.shape) != shapes[name]:
                     raise UnreadableState(
-                        f"{where}: {kind} of parameter {index} has shape {list(tensor.shape)}, and the weight that it "
-                        f"belongs to, {name}, {list(shapes[name])}; {_WITHOUT}"
+                        f"{where}: {kind} of parameter {index} has shape {list(tensor.shape)}, and its "
+                        f"weight, {name}, has {list(shapes[name])}; {_WITHOUT}"
                     )
                 yield kind, name, tensor
 
@@ -236,7 +236,7 @@ def members(groups: Sequence[Mapping[str, Any]], shapes: Shapes, decoupled_lr: f
 
 
 def _is_decoupled(group: Mapping[str, Any], decoupled_lr: float | None) -> bool:
-    """Return whether a group has the rate of `--decoupled-lr`: flagged by older versions, else an overridden max_lr."""
+    """Return whether a group has the rate of `--decoupled-lr`: by a flag (older versions) or an overridden max_lr."""
     overrides = not group.get("default_config", True)
     return bool(group.get("is_decoupled_lr")) or (
         overrides and decoupled_lr is not None and group.get("max_lr") == decoupled_lr
@@ -246,7 +246,7 @@ def _is_decoupled(group: Mapping[str, Any], decoupled_lr: float | None) -> bool:
 def _checked_members(
     groups: Sequence[Mapping[str, Any]], shapes: Shapes, decoupled_lr: float | None, where: str
 ) -> list[list[str]]:
-    """Return `members`; an UnreadableState if they are not as many as the groups say."""
+    """Return `members`; raise an UnreadableState if the groups have other numbers of parameters."""
     found = members(groups, shapes, decoupled_lr)
     if [len(names) for names in found] != [len(group["params"]) for group in groups]:
         raise UnreadableState(
@@ -257,7 +257,7 @@ def _checked_members(
 
 
 def buffer_tensors(buffer: Mapping[str, Any], shapes: Shapes, where: str) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield kind, parameter name and view of one chunk's flat buffers; an UnreadableState if shapes differ."""
+    """Yield kind, parameter name and view of one chunk's flat buffers; raise an UnreadableState if shapes differ."""
     size = int(buffer["numel_unpadded"])
     for label in BUFFERS:
         if label in buffer and tuple(buffer[label].shape) != (size,):
@@ -277,20 +277,20 @@ def buffer_tensors(buffer: Mapping[str, Any], shapes: Shapes, where: str) -> Ite
 def chunk_buffers(
     body: Mapping[Any, Any], weights: Sequence[Mapping[str, Tensor]], where: str
 ) -> list[tuple[Mapping[str, Any], Shapes]]:
-    """Return the buffers in a `distrib_optim.pt`, each with names and shapes of the parameters that stand in it.
+    """Return the buffers of a `distrib_optim.pt`, each with names and shapes of its parameters.
 
-    Megatron has a buffer for each dtype of the parameters of a model chunk, under (dtype, dtype of the gradients).
-    `weights` are those of each chunk, as they are stored. An UnreadableState if the layout of the buffers is unknown.
+    Megatron has a buffer for each parameter dtype of a model chunk, under (dtype, dtype of the gradients). `weights`
+    are the stored weights of each chunk. Raises an UnreadableState if the layout of the buffers is unknown.
     """
     if not body.get("buckets_coalesced"):
         raise UnreadableState(
-            f"{where} keeps the buckets of the distributed optimizer apart, as Megatron did before core 0.7; this "
-            f"version reads them joined; {_WITHOUT}"
+            f"{where} has separate buckets of the distributed optimizer, as before Megatron-core 0.7; this version "
+            f"reads joined buckets only; {_WITHOUT}"
         )
     numbered = [body[index] for index in sorted(key for key in body if isinstance(key, int))]
     if len(numbered) != len(weights):
         raise UnreadableState(
-            f"{where} holds the buffers of {len(numbered)} model chunks, and the weights beside it are "
+            f"{where} has buffers of {len(numbered)} model chunks, and the checkpoint has weights of "
             f"{len(weights)}; {_WITHOUT}"
         )
     return [
@@ -303,15 +303,15 @@ def chunk_buffers(
 def _members_of_buffers(
     keys: Sequence[Any], weights: Mapping[str, Tensor], where: str
 ) -> list[tuple[Any, Mapping[str, Tensor]]]:
-    """Return the weights in each of a chunk's buffers: all of them in the only one, else those of its dtype."""
+    """Return the weights of each of a chunk's buffers: all weights if there is one buffer, else those of its dtype."""
     if len(keys) == 1:
         return [(keys[0], weights)]
     of_weights = [str(dtype) for dtype in dict.fromkeys(tensor.dtype for tensor in weights.values())]
     of_buffers = [str(key[0]) if isinstance(key, tuple) and key else str(key) for key in keys]
     if sorted(of_weights) != sorted(of_buffers):
         raise UnreadableState(
-            f"{where} has buffers for parameters in {', '.join(of_buffers)}, and the weights beside it are in "
-            f"{', '.join(of_weights)}, so that it is not known which stands where; {_WITHOUT}"
+            f"{where} has buffers for parameters in {', '.join(of_buffers)}, and the weights of the checkpoint are in "
+            f"{', '.join(of_weights)}, so they cannot be matched; {_WITHOUT}"
         )
     return [
         (key, {name: tensor for name, tensor in weights.items() if str(tensor.dtype) == dtype})

@@ -231,7 +231,7 @@ class _Lock:
 
 
 def _flock(fd: int) -> bool:
-    """Take the lock if nobody has it; an OSError if the file system has no locks."""
+    """Take the lock if it is free; raise an OSError if the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

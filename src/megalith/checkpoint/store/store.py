@@ -337,7 +337,7 @@ class DirectoryStore:
         return self._ranks.run_on_first(self._iterations)
 
     def latest(self) -> int | None:
-        """Return the iteration in the tracker file; None if there is no file or no number in it."""
+        """Return the iteration in the tracker file; None if there is not a file or no number in it."""
         return self._ranks.run_on_first(self._latest)
 
     def format(self, iteration: int) -> str:
@@ -506,7 +506,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def nothing_in(path: Path) -> str:
-    """Describe what is at a path that holds no checkpoint."""
+    """Describe the contents of a path without a checkpoint."""
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
         return (

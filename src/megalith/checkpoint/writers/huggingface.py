@@ -82,11 +82,11 @@ class ExportResult:
 
 
 def bytes_of_size(text: str) -> int:
-    """Return the bytes of a size such as 5GB, 500MB or 1000000, in powers of ten; a ConfigError if it is no size."""
+    """Return the bytes of a size such as 5GB, 500MB or 1000000, in powers of ten; a ConfigError if it is not a size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?B|)", text.strip().upper())
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if size < 1:
-        raise ConfigError(f"--max-shard-size {text} is no size; write it as 5GB, 500MB or a number of bytes")
+        raise ConfigError(f"--max-shard-size {text} is not a size; write it as 5GB, 500MB or a number of bytes")
     return size
 
 
@@ -238,7 +238,7 @@ def _check_whole(contents: Contents, params: GlobalParameters, where: str) -> No
     for name in params.shapes:
         wanted[params.stacking.slot(name).key] = params.stacked_shape(name)
     lines = [f"{key} is missing" for key in wanted if key not in contents.tensors]
-    lines += [f"{key} is no part of the model" for key in contents.tensors if key not in wanted]
+    lines += [f"{key} is not a part of the model" for key in contents.tensors if key not in wanted]
     lines += [
         f"{key} has shape {list(contents.tensors[key].shape)} instead of {list(shape)}"
         for key, shape in wanted.items()

@@ -2,7 +2,7 @@
 
 Megatron's "MB" are MiB. Its formula counts 18 bytes per parameter (16-bit weight and gradient, fp32 master weight, fp32
 gradient and two moments) whatever the precision, every expert on every rank, and activations as of a 16-bit GPT; it is
-printed for comparison between runs. The measured figures follow on a line of their own. For T5 Megatron counts the
+printed for comparison between runs. The measured figures follow on a separate line. For T5 Megatron counts the
 encoder only; here the decoder with its two attentions is counted too, and activations are left out for lack of a
 formula.
 

@@ -82,7 +82,7 @@ class RunConsole:
             print(text, file=self._out, flush=True)
         except OSError as error:
             drop(self._out)
-            self.log(f"WARNING: the console is gone ({error}); the run goes on, and this log with it")
+            self.log(f"WARNING: the console is gone ({error}); the run and this log continue")
 
     def warn(self, text: str) -> None:
         """Print to stderr and write to the log."""
@@ -130,7 +130,7 @@ class MegatronConsole(Hook):
         self.console.print(f" gradient noise scale at iteration {noise.iteration}: {scale}")
 
     def on_bad_step(self, bad: BadStep) -> None:
-        done = {"alarm": "", "skip": "; the step is skipped", "rerun": "; the run goes on", "stop": "; the run stops"}
+        done = {"alarm": "", "skip": "; the step is skipped", "rerun": "; the run continues", "stop": "; the run stops"}
         self.console.warn(f"WARNING: {bad}{done[bad.action]}")
 
     def on_batch_size_change(self, before: int, after: int) -> None:

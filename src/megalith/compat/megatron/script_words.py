@@ -390,7 +390,7 @@ def is_known(text: str) -> bool:
 
 
 def _value_of(text: str) -> int:
-    """Evaluate what stands in `$((...))`, with C's operators. Raises SyntaxError or ValueError if impossible."""
+    """Evaluate the expression in `$((...))`, with C's operators. Raises SyntaxError or ValueError if impossible."""
     condition, question, branches = text.partition("?")
     if question:
         open_questions = 1

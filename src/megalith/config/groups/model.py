@@ -65,7 +65,7 @@ class LatentSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionSettings:
-    """Layers behind the last one that predict the tokens after the next (DeepSeek-V3, arXiv:2412.19437)."""
+    """Multi-token prediction: layers that predict the tokens after the next (DeepSeek-V3, arXiv:2412.19437)."""
 
     mtp_num_layers: int | None = setting(
         None,

@@ -102,7 +102,7 @@ class ParallelConfig:
 
     @property
     def sequence_parallel_here(self) -> bool:
-        """Sequence parallelism is off by itself without tensor parallelism."""
+        """True if sequence parallelism has an effect: not without tensor parallelism."""
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
     def virtual_stages(self, num_layers: int) -> int:

@@ -15,7 +15,7 @@ from megalith.config.rules.rule import Rule
 
 
 def _defined_in(*modules: ModuleType) -> Iterator[Rule]:
-    """Yield every rule that a module holds by itself or in a list or tuple, in the order of definition."""
+    """Yield all rules of a module, single or in a list or tuple, in the order of definition."""
     for module in modules:
         for value in vars(module).values():
             yield from (

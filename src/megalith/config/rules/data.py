@@ -94,7 +94,7 @@ def no_split_of_splits(draft: Draft) -> str:
 
 data_is_loaded_here = forbid(
     lambda run: run.data.dataloader_type == "external",
-    "--dataloader-type external means a loader that a script of yours hands to Megatron; here a script gives "
+    "--dataloader-type external is a loader that your script passes to Megatron; here a script passes "
     "train_step its own iterator of batches (examples/simple_train_loop.py): use single or cyclic",
 )
 

@@ -27,13 +27,13 @@ own_router_is_without = excluded(
             *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk"),
             *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
         ),
-        "the registered function chooses and weighs by itself; leave one of them out",
+        "the registered function chooses and weights the experts; leave one of them out",
     ),
     switch="moe_router",
 )
 own_router_is_the_choice = forbid(
     lambda run: run.model.moe_router and run.model.chooses_by,
-    "{moe_router} with {moe_router_load_balancing_type}: each says which experts are chosen; leave one of them out",
+    "{moe_router} with {moe_router_load_balancing_type}: each chooses the experts; leave one of them out",
 )
 
 
@@ -166,7 +166,7 @@ a_coefficient_without_a_loss = note(
         and any(run.model.moe_aux_loss_coeff)
         and not any(kind in _LOSSES for kind in run.model.moe_router_load_balancing_type)
     ),
-    "{moe_aux_loss_coeff} has no effect with {moe_router_load_balancing_type}: that is no loss",
+    "{moe_aux_loss_coeff} has no effect with {moe_router_load_balancing_type}: that is not a loss",
     given="moe_aux_loss_coeff",
 )
 offsets_without_quantiles = note(

@@ -1,14 +1,14 @@
-"""Rules of BERT and T5: what they need, and what of GPT they do not have."""
+"""Rules of BERT and T5: settings they require, and settings of GPT they do not support."""
 
 from __future__ import annotations
 
 from megalith.config.rules.rule import Draft, excluded, forbid, idle, multiples, rule, show
 from megalith.config.run import RunConfig
 
-SHORTEST_SAMPLE = 8  # tokens: three special ones, and a few words on either side
+SHORTEST_SAMPLE = 8  # tokens: three special tokens, and a few words on either side
 _WORD_PIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
 _NUMBERED = (*_WORD_PIECES, "SentencePieceTokenizer")
-_WITH_SENTINELS = (*_NUMBERED, "HuggingFaceTokenizer")  # the last one has those that its folder names
+_WITH_SENTINELS = (*_NUMBERED, "HuggingFaceTokenizer")  # HuggingFaceTokenizer has the sentinels of its folder
 
 
 def _is_bert(run: RunConfig) -> bool:
@@ -21,12 +21,12 @@ def _is_t5(run: RunConfig) -> bool:
 
 bert_has_word_pieces = forbid(
     lambda run: _is_bert(run) and run.tokenizer.tokenizer_type not in _WORD_PIECES,
-    "{tokenizer_type} has no [CLS], [SEP] and [MASK] and does not say which pieces go on a word; BERT needs "
+    "{tokenizer_type} has no [CLS], [SEP] and [MASK], or does not mark the pieces inside a word; BERT requires "
     f"--tokenizer-type {' or '.join(_WORD_PIECES)}",
 )
 a_sample_of_bert_has_words = forbid(
     lambda run: _is_bert(run) and run.data.seq_length < SHORTEST_SAMPLE,
-    f"{{seq_length}}: three tokens of a sample of BERT are special; use at least {SHORTEST_SAMPLE}",
+    f"{{seq_length}}: three tokens of each BERT sample are special tokens; use at least {SHORTEST_SAMPLE}",
 )
 
 
@@ -40,15 +40,15 @@ bert_is_without = excluded(
     _is_bert,
     {
         "context_parallel_size": _CAUSAL,
-        "num_experts": "mixtures of experts are for GPT; leave it out",
-        "window_size": "BERT sees all positions; leave it out",
+        "num_experts": "MoE is supported for GPT only; leave it out",
+        "window_size": "BERT attends to all positions; leave it out",
         "softmax_type": "BERT has no attention sinks; leave it out",
-        "calculate_per_token_loss": "BERT's two losses have other numbers of terms, as in Megatron; leave it out",
+        "calculate_per_token_loss": "the losses of BERT have different numbers of terms, as in Megatron; leave it out",
         "mock_data": f"BERT {_SENTENCES}",
         "data_source": f"BERT {_SENTENCES}",
         **dict.fromkeys(
             ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking"),
-            "a sample of BERT is from one document and has no end of it inside; leave it out",
+            "a BERT sample is from one document and contains no end-of-document token; leave it out",
         ),
     },
 )
@@ -58,18 +58,20 @@ token_types_are_without_the_head = idle(
     ("bert_token_types",),
     lambda run: _is_bert(run) and not run.model.bert_binary_head,
     lambda draft: (
-        " without --bert-no-binary-head: the head has them" if _is_bert(draft.run) else ": the model is no BERT"
+        " without --bert-no-binary-head: the binary head always has token types"
+        if _is_bert(draft.run)
+        else ": the model is no BERT"
     ),
 )
 binary_head_is_of_bert = idle(("bert_binary_head",), _is_bert, lambda draft: ": the model is no BERT")
 masking_is_of_masked_words = idle(
     ("mask_prob", "short_seq_prob"),
     lambda run: run.model.family.objective != "causal",
-    lambda draft: ": GPT guesses no hidden words",
+    lambda draft: ": GPT has no masked words",
 )
 t5_has_a_decoder_length = forbid(
     lambda run: _is_t5(run) and run.data.decoder_seq_length is None,
-    "--decoder-seq-length is required for T5 (tokens of one sample that its decoder reads, such as 128)",
+    "--decoder-seq-length is required for T5 (number of decoder tokens of a sample, such as 128)",
 )
 positions_cover_the_decoder = forbid(
     lambda run: (
@@ -96,11 +98,11 @@ def decoder_sequence_divides_over_its_ranks(draft: Draft) -> str:
 
 t5_has_sentinels = forbid(
     lambda run: _is_t5(run) and run.tokenizer.tokenizer_type in _NUMBERED and not run.tokenizer.vocab_extra_ids,
-    "--vocab-extra-ids is required for T5: tokens that stand for the spans that its decoder guesses, such as 100",
+    "--vocab-extra-ids is required for T5: number of sentinel tokens, one for each masked span, such as 100",
 )
 t5_has_a_tokenizer_with_sentinels = forbid(
     lambda run: _is_t5(run) and run.tokenizer.tokenizer_type not in _WITH_SENTINELS,
-    "{tokenizer_type} has no tokens <extra_id_N>, which stand for the spans that T5 guesses; use "
+    "{tokenizer_type} has no sentinel tokens <extra_id_N>, which T5 requires; use "
     f"--tokenizer-type {' or '.join(_NUMBERED)} with --vocab-extra-ids 100",
 )
 
@@ -109,10 +111,10 @@ t5_has_a_tokenizer_with_sentinels = forbid(
 def relative_positions_are_those_of_t5(draft: Draft) -> str:
     kind = draft.run.model.position_embedding_type
     if _is_t5(draft.run) and kind == "yarn":
-        return f"{show(draft, 'position_embedding_type')}: T5 has learned_absolute, relative, rope or none"
+        return f"{show(draft, 'position_embedding_type')}: T5 supports learned_absolute, relative, rope and none"
     if _is_t5(draft.run) or kind != "relative":
         return ""
-    return "--position-embedding-type relative is that of T5; use learned_absolute, rope or yarn"
+    return "--position-embedding-type relative is for T5 only; use learned_absolute, rope or yarn"
 
 
 @rule
@@ -124,12 +126,12 @@ def buckets_have_distances(draft: Draft) -> str:
         return (
             f"{show(draft, 'relative_attention_num_buckets')} is odd, and half of the buckets are for later positions"
         )
-    exact = model.relative_attention_num_buckets // 2  # of the decoder, which has more of them
+    exact = model.relative_attention_num_buckets // 2  # of the decoder, which has more exact buckets than the encoder
     if model.relative_attention_max_distance > exact:
         return ""
     return (
-        f"{show(draft, 'relative_attention_max_distance')}: {exact} distances have a bucket of their own, so that it "
-        f"must be above {exact}"
+        f"{show(draft, 'relative_attention_max_distance')}: the first {exact} distances have one bucket each; use a "
+        f"value above {exact}"
     )
 
 
@@ -142,12 +144,12 @@ t5_is_without = excluded(
         "context_parallel_size": _CAUSAL,
         "group_query_attention": "each head of T5's cross attention has its own keys and values, as in Megatron; "
         "leave it out",
-        "qk_layernorm": "T5 has no norms of heads, as in Megatron; leave it out",
-        "qk_l2_norm": "T5 has no norms of heads, as in Megatron; leave it out",
-        "window_size": "T5 has no window; leave it out",
+        "qk_layernorm": "T5 has no query and key norms, as in Megatron; leave it out",
+        "qk_l2_norm": "T5 has no query and key norms, as in Megatron; leave it out",
+        "window_size": "T5 has no sliding-window attention; leave it out",
         "softmax_type": "T5 has no attention sinks; leave it out",
-        "attention_output_gate": "T5 has no gates of heads; leave it out",
-        "no_rope_freq": "the layers of T5's two stacks are alike; leave it out",
+        "attention_output_gate": "T5 has no attention output gate; leave it out",
+        "no_rope_freq": "all layers of a T5 stack have the same position embedding; leave it out",
         "mock_data": f"T5 {_SENTENCES}",
         "data_source": f"T5 {_SENTENCES}",
         "reset_attention_mask": "a sample of T5 is from one document already; leave it out",
@@ -170,9 +172,5 @@ buckets_are_of_relative_positions = idle(
 bias_of_logits_is_of_a_tied_t5 = idle(
     ("t5_logits_bias",),
     lambda run: _is_t5(run) and not run.model.untie_embeddings_and_output_weights,
-    lambda draft: (
-        ": the output layer of T5 has none where it has weights of its own"
-        if _is_t5(draft.run)
-        else ": the model is no T5"
-    ),
+    lambda draft: ": an untied output layer of T5 has no bias" if _is_t5(draft.run) else ": the model is no T5",
 )

@@ -81,7 +81,7 @@ def _model_allows(run: RunConfig, name: str, size: int) -> bool:
     try:
         if name == "pipeline_model_parallel_size":
             own_split = parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
-            # Stages of their own lengths need not divide the layers.
+            # With explicit stage lengths the number of stages need not divide the layers.
             return bool(own_split) or model.num_layers % size == 0
         if name == "context_parallel_size":
             return size == 1 or run.data.seq_length % (2 * size) == 0
@@ -467,7 +467,7 @@ def one_launcher(draft: Draft) -> str:
     launch = draft.run.launch
     if launch.nproc is None or launch.nproc == launch.world_size:
         return ""
-    by = "RANK and WORLD_SIZE say that a launcher has" if launch.launcher == "hand" else f"{launch.launcher} has"
+    by = "RANK and WORLD_SIZE show that a launcher has" if launch.launcher == "hand" else f"{launch.launcher} has"
     return (
         f"--nproc {launch.nproc} starts {launch.nproc} processes itself, and {by} already "
         f"started {launch.world_size}; leave out one of the two"
@@ -476,10 +476,10 @@ def one_launcher(draft: Draft) -> str:
 
 restarts_need_a_supervisor = forbid(
     lambda run: run.launch.max_restarts != 0 and run.launch.nproc is None,
-    "--max-restarts {run.launch.max_restarts} needs --nproc N, which starts the processes; that of torchrun stands "
-    "before the name of the script",
+    "--max-restarts {run.launch.max_restarts} requires --nproc N, which starts the processes; to use torchrun's, type "
+    "it before the name of the script",
 )
 restarts_without_checkpoints = note(
     lambda run: run.launch.max_restarts != 0 and not run.checkpoint.save,
-    "--max-restarts without --save begins at iteration 0 again: give --save FOLDER --save-interval N to go on",
+    "--max-restarts without --save restarts from iteration 0: give --save FOLDER --save-interval N to resume",
 )

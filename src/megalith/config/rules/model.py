@@ -357,7 +357,7 @@ learned_positions_stay_on_one_stage = forbid(
         run.model.predictions and run.parallel.pipeline_model_parallel_size > 1 and run.model.adds_position_embeddings
     ),
     "{mtp_num_layers} with {position_embedding_type} and {pipeline_model_parallel_size}: the last "
-    "stage would need a second table of positions, which Megatron lets go its own way; use --position-embedding-type "
+    "stage would need a second position embedding, which Megatron does not keep in sync; use --position-embedding-type "
     "rope, or no pipeline",
 )
 
@@ -368,7 +368,7 @@ prediction_is_without = excluded(
     {
         **dict.fromkeys(
             ("window_attn_skip_freq", "no_rope_freq"),
-            "that says something of each of the --num-layers, and nothing of those behind them; leave one of them out",
+            "that describes the --num-layers, and not the prediction layers after them; leave one of them out",
         ),
         "use_mup": "no factor of logits is known for its layers; leave one out",
     },

@@ -41,7 +41,7 @@ def retained_checkpoints_are_saved_ones(draft: Draft) -> str:
     if retained is None or interval is None or retained % interval == 0:
         return ""
     return (
-        f"{show(draft, 'save_retain_interval')} is no multiple of {show(draft, 'save_interval')}, so that the "
+        f"{show(draft, 'save_retain_interval')} is not a multiple of {show(draft, 'save_interval')}, so that the "
         f"iterations to keep are not all saved; nearest: {multiples(retained, interval)}"
     )
 
@@ -126,7 +126,7 @@ checkpoint_settings_are_read = (
 )
 memory_is_printed_with_a_line = forbid(
     lambda run: run.log.log_memory_interval is not None and run.log.log_memory_interval % run.log.log_interval != 0,
-    "{log_memory_interval} is no multiple of {log_interval}; nearest: {nearest}",
+    "{log_memory_interval} is not a multiple of {log_interval}; nearest: {nearest}",
     nearest=lambda run: multiples(run.log.log_memory_interval or 0, run.log.log_interval),
 )
 the_profile_ends_behind_its_start = forbid(

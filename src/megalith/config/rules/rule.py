@@ -1,6 +1,6 @@
 """Rules across settings: predicates over the whole configuration, each with the message of its violation.
 
-A notice is a rule whose message is no violation, but says what has no effect.
+A notice is a rule whose message is not a violation: it names a setting without effect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Group = TypeVar("Group")
 
 @dataclass(frozen=True)
 class Draft:
-    """A configuration that may still be wrong: None stands for required settings that are missing."""
+    """A configuration that may be invalid; required settings that are missing are None."""
 
     run: RunConfig
     given: frozenset[str]
@@ -91,7 +91,7 @@ def note(
 
 
 class _Template(dict[str, object]):
-    """What the names in the template of a message stand for."""
+    """Values of the names in the template of a message."""
 
     def __init__(self, draft: Draft, values: Mapping[str, Callable[[RunConfig], object]]) -> None:
         self.draft, self.values_of_run = draft, values

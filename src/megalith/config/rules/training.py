@@ -241,7 +241,7 @@ def phases_end_in_the_run(draft: Draft) -> str:
         return ""
     limit = f", below {show(draft, 'train_iters')}" if train.train_iters else ""
     return (
-        f"{show(draft, 'phase_transition_iterations')}: {bad[0] or 'an empty word'} is no iteration to end a phase at; "
+        f"{show(draft, 'phase_transition_iterations')}: {bad[0] or 'an empty word'}: not an iteration; "
         f"give numbers from 1 on{limit}, such as 1000,5000"
     )
 
@@ -260,8 +260,8 @@ def phases_have_one_batch_size(draft: Draft) -> str:
 
 the_next_phase_needs_a_checkpoint = note(
     lambda run: run.train.phase_ends and not run.checkpoint.save,
-    "{phase_transition_iterations} stops the run where a phase ends, and without --save nothing is there for the next "
-    "one to go on from",
+    "{phase_transition_iterations} stops the run at the end of a phase, and the next phase needs its checkpoint: give "
+    "--save FOLDER",
 )
 
 
@@ -271,7 +271,7 @@ gradients_are_kept_as_asked = (
 )
 
 training_settings_are_read = (
-    *idle_without("bf16", "grad_reduce_in_bf16", why="it is for --bf16; under --fp16 gradients are fp16 by themselves"),
+    *idle_without("bf16", "grad_reduce_in_bf16", why="it is for --bf16; under --fp16 gradients are fp16 by default"),
     *idle_without("error_injection_rate", "error_injection_type"),
     *idle_without(
         "fp16",

@@ -158,7 +158,7 @@ class IndexedWriter:
             for file in (self._bin, index):
                 file.flush()
                 os.fsync(file.fileno())
-            # Removing the old index first: at no moment does a new file stand beside an old one.
+            # Remove the old index first, so that a new file never coexists with an old one.
             idx_path(self.prefix).unlink(missing_ok=True)
             os.replace(self._bin.name, bin_path(self.prefix))
             os.replace(index.name, idx_path(self.prefix))

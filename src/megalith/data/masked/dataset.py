@@ -8,7 +8,7 @@ masked until the requested share of the tokens is masked:
     candidates, pieces              (1) (2) (3)    (4) (5)
 
 Random numbers are drawn in Megatron's order, so that its samples are repeated exactly. One exception: under
-`permutation` Megatron draws which tokens move from a generator that nobody has seeded; here the sample's own generator
+`permutation` Megatron draws the moved tokens from an unseeded generator; here the sample's own generator
 draws them, so that a sample is the same whenever it is read.
 
 Source:  Megatron-LM `MaskedWordPieceDataset._create_masked_lm_predictions`; Devlin et al. 2018, arXiv:1810.04805;

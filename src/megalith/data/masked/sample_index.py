@@ -83,9 +83,9 @@ def build_sample_index(
     """Build the shuffled index of a split, [samples, 3]; empty if no document serves.
 
     Args:
-        document_index: number of the first sentence of each document, and of the one behind the last; [D + 1].
+        document_index: index of the first sentence of each document, and the number of sentences; [D + 1].
         lengths: tokens of each sentence of the dataset.
-        requested: whole epochs until there are so many samples; None for one epoch.
+        requested: minimum number of samples, reached by whole epochs; None for one epoch.
         longest: tokens of a sample without its special ones.
         short_probability: of a sample of another length, uniform from 2 on; 0 for none.
         seed: of the lengths; the order has the next one.

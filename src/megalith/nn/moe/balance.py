@@ -1,7 +1,7 @@
 """Auxiliary losses that balance the load of the experts, and how they join the backward pass.
 
-An auxiliary loss is no output of the model: it would have to travel from each layer through the pipeline to the place
-of the main loss. `Auxiliary.attach` ties it to a tensor on the way instead: the forward pass leaves that tensor as it
+An auxiliary loss is not an output of the model: it would have to travel from each layer through the pipeline to the
+main loss. `Auxiliary.attach` ties it to a tensor on the way instead: the forward pass leaves that tensor as it
 is, and the backward pass through it starts the gradient of the auxiliary loss too. The value is recorded there, once
 for each micro-batch, however often the forward pass is computed.
 

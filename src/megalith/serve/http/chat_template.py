@@ -84,7 +84,7 @@ def template_beside(tokenizer: Tokenizer) -> ChatTemplate | None:
 def stop_ids_beside(tokenizer: Tokenizer, template: ChatTemplate | None = None) -> tuple[int, ...] | None:
     """Return the ids that end an answer where there are others than the end of a document; None otherwise.
 
-    They are those of generation_config.json, and the special tokens that the template writes behind an answer.
+    They are those of generation_config.json, and the special tokens that the template writes after an answer.
     """
     folder = _folder(tokenizer)
     ends = _object(folder / _GENERATION).get("eos_token_id") if folder else None
@@ -103,7 +103,7 @@ def _ends_of_turn(tokenizer: Tokenizer, template: ChatTemplate | None) -> list[i
     try:
         _, marked, behind = template.render(dialogue, add_generation_prompt=False).rpartition(_MARK)
         ids = tokenizer.encode(behind) if marked else []
-    except (BadDialogue, DataError):  # it wants other messages, or writes what is no text of this tokenizer
+    except (BadDialogue, DataError):  # it requires other messages, or its output cannot be tokenized
         return []
     begins = tokenizer.special.get("bos")  # some tokenizers put it before every text
     return [number for number in ids if number in tokenizer.special_ids and number != begins]

@@ -1,8 +1,8 @@
 """Strict JSON, and the error responses of the server.
 
-The reader takes nothing that another reader would understand in another way. Python's reader needs seconds for some MiB
-of the worst kinds, and others wait meanwhile; so what it would have to make is counted and bounded first, by searches
-at the speed of memory. An error is a status, a text that names the field, and OpenAI's JSON shape.
+The reader accepts only JSON that all parsers read alike. Python's parser needs seconds for some MiB of the worst kinds,
+during which other requests wait; so the number of objects is counted and bounded first, by searches at memory speed. An
+error has a status, a message that names the field, and OpenAI's JSON form.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 
 MAX_DEPTH = 64
 MAX_CONTAINERS, MAX_TEXTS, MAX_VALUES = 1 << 15, 1 << 17, 1 << 20
-"""Lists, objects and named fields; names and texts; all that commas part: 128 prompts of 8192 ids."""
+"""Maximum numbers of lists, objects and fields; of strings; of values: 128 prompts of 8192 ids."""
 
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class BadJson(ValueError):
-    """The text is no JSON, or JSON that is ambiguous. `field` is the name concerned, if there is one."""
+    """The text is not JSON, or is ambiguous JSON. `field` is the name of the field concerned, or None."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         self.field = field
@@ -27,7 +27,7 @@ class BadJson(ValueError):
 
 
 def read_json(body: bytes) -> Any:
-    """Read one JSON text; `BadJson` if it is not UTF-8, not JSON, ambiguous, or too large or deep."""
+    """Parse one JSON text; raise BadJson if it is not UTF-8, not JSON, ambiguous, too large or too deep."""
     _check_size(body)
     try:
         text = body.decode("utf-8")
@@ -72,13 +72,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         if name in found:
             shown = printable(name)
-            raise BadJson(f"the field {shown} is there twice", shown)
+            raise BadJson(f"the field {shown} occurs twice", shown)
         found[name] = value
     return found
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise BadJson(f"{name} is no JSON number")
+    raise BadJson(f"{name} is not a JSON number")
 
 
 def printable(text: str, length: int = 80) -> str:
@@ -92,7 +92,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class ApiError(Exception):
-    """A request that is not served."""
+    """An error response."""
 
     def __init__(
         self,

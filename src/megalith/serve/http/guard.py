@@ -1,8 +1,8 @@
-"""The gate in front of every endpoint: who asks, from where, how much, and for how long.
+"""Middleware before every endpoint: authentication, origin checks, and limits on size, time and number of requests.
 
-One ASGI middleware without FastAPI. It refuses before a body is read where it can, reads a body within its bounds of
-size and time, and hands it on whole. Against web pages of others (CSRF, DNS rebinding): the Host must be a name of
-this server, a foreign Origin is refused, bodies must be declared as JSON, and no answer allows another origin.
+One ASGI middleware without FastAPI. It refuses requests before reading the body if possible, reads a body within limits
+of size and time, and passes it on complete. Against CSRF and DNS rebinding: the Host must be a name of this server, a
+foreign Origin is refused, bodies must be declared as JSON, and no response allows another origin.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Guard:
         found: dict[bytes, bytes] = {}
         for name, value in raw:
             if name in found and name in (b"host", b"origin", b"authorization", b"content-length", b"content-type"):
-                raise ApiError(400, f"the header {name.decode()} is there twice", name.decode())
+                raise ApiError(400, f"the header {name.decode()} occurs twice", name.decode())
             found[name] = value
         return found
 
@@ -123,7 +123,7 @@ class Guard:
         if not self._settings.api_keys and not self._is_own(host):
             raise ApiError(
                 403,
-                f"the Host {printable(host)} is no name of this server; start it with --allowed-host NAME to let it be",
+                f"the Host {printable(host)} is unknown; start it with --allowed-host NAME to allow it",
                 "host",
                 "host_not_allowed",
             )

@@ -132,7 +132,7 @@ async def _plan_completion(service: Service, body: CompletionRequest) -> Plan:
         raise refusal("echo", "the model answers the prompt, it does not continue it")
     new_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if new_tokens == 0 and not body.echo:
-        rule = "is no answer; give 1 or more" if service.encoder_input else "needs echo: true, which scores the prompt"
+        rule = "is too small; give 1 or more" if service.encoder_input else "needs echo: true, which scores the prompt"
         raise refusal("max_tokens", f"0 {rule}")
     prompts = [await _prompt(service, given) for given in _prompts(body)]
     for ids, _ in prompts:

@@ -46,7 +46,7 @@ _UNSUPPORTED = {
     "suffix": "the model continues texts, it does not fill gaps",
     "use_beam_search": "beam search is served by PUT /api, as beam_width",
     "length_penalty": "it belongs to beam search, which is served by PUT /api as beam_width",
-    "min_tokens": "not supported; ignore_eos goes on to max_tokens",
+    "min_tokens": "not supported; ignore_eos continues to max_tokens",
     "prompt_logprobs": "not supported; echo with logprobs scores the prompt",
     "bad_words": "not supported; logit_bias of -100 bans a token",
     "include_stop_str_in_output": "not supported; stop_reason names the stop text",
@@ -266,7 +266,7 @@ def sampling_of(body: CompletionRequest | ChatRequest, vocab_size: int) -> Sampl
     bias = {}
     for name, value in (body.logit_bias or {}).items():
         if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocab_size):
-            raise refusal("logit_bias", f"{name[:20]!r} is no token id below {vocab_size}")
+            raise refusal("logit_bias", f"{name[:20]!r} is not a token id below {vocab_size}")
         bias[int(name)] = value
     return Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -284,7 +284,7 @@ def text_fields_of(body: CompletionRequest | ChatRequest, service: Service) -> d
     """Return the fields of `Request` that end the text and hide tokens."""
     stop_ids, size = list(body.stop_token_ids or ()), service.tokenizer.vocab_size
     if bad := [number for number in stop_ids if number >= size]:
-        raise refusal("stop_token_ids", f"{bad[0]} is no token id below {size}")
+        raise refusal("stop_token_ids", f"{bad[0]} is not a token id below {size}")
     if body.skip_special_tokens:  # a special token that is not shown is never found in the text
         stop_ids += [number for text in body.stops if (number := service.special_texts.get(text)) is not None]
     return {

@@ -1,14 +1,14 @@
-"""A server process from bound port to exit code: takes requests, drains on a signal, ends when the model is gone.
+"""The server process, from bound port to exit code: it takes requests, drains on a signal, and ends on model failure.
 
 All uses of uvicorn beyond its documented interface are in this module; `tests/unit/serve/test_uvicorn_internals.py` has
 a canary for each, and pyproject.toml bounds the version. uvicorn limits the time between requests only; this module
 adds limits on the time from the first byte to the last header, on sockets that the client does not read, and on the
-number of connections. Of hundreds of clients that connect at once a few are read at a time, in order of arrival, after
-probes of /health: read in step with each other all would wait for all. If an answer leaves a body unread, the
-connection closes in stages (RFC 9112, 9.6): closing a socket with unread bytes resets it and loses the answer.
+number of connections. When hundreds of clients connect at once, a few are read at a time, in order of arrival, after
+probes of /health: read in lockstep, each would wait for all others. If an answer leaves a body unread, the connection
+closes in stages (RFC 9112, 9.6): closing a socket with unread bytes resets it and loses the answer.
 
-h11 tolerates requests that a proxy may frame otherwise (request smuggling): a bare LF as the end of a line, folded
-headers, and Content-Length beside Transfer-Encoding. They are refused here.
+h11 tolerates requests that a proxy may parse differently (request smuggling): a bare LF as the end of a line, folded
+headers, and Content-Length together with Transfer-Encoding. They are refused here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megalith.serve.http.settings import Limits, ServerSettings
 _READS_PER_ROUND = 8
 _PROBE = b"GET /health "
 _PATIENCE_WHEN_STOPPING = 2.0
-"""Seconds that a client may leave its socket unread while the server stops; one that reads slowly is waited for."""
+"""Seconds without a read after which a stopping server drops a client; clients that read slowly are waited for."""
 _SECONDS_BETWEEN_STALL_CHECKS = 0.25
 
 _END_OF_HEADERS = re.compile(rb"\n\r?\n")
@@ -51,7 +51,7 @@ _CODING = re.compile(rb"\ntransfer-encoding[ \t]*:", re.IGNORECASE)
 
 
 class _FirstReads:
-    """Runs callbacks in the order of their arrival, a few in each round of the event loop."""
+    """Runs callbacks in order of arrival, a few in each iteration of the event loop."""
 
     def __init__(self) -> None:
         self._queue: deque[Callable[[], None]] = deque()
@@ -69,10 +69,10 @@ class _FirstReads:
 
 
 class _LingeringTransport(asyncio.Transport):
-    """A transport that closes in stages (lingering close) where `still_sends` says that the client may be sending.
+    """A transport that closes in stages (lingering close) if the client may still be sending (`still_sends`).
 
-    It first ends its own direction, so that the client sees the end of the answer, and discards what arrives: at most
-    `lingering_bytes`, for at most `lingering_seconds`.
+    It first shuts down its sending side, so that the client sees the end of the answer, and discards what it receives:
+    at most `lingering_bytes`, for at most `lingering_seconds`.
     """
 
     def __init__(self, transport: asyncio.Transport, limits: Limits, still_sends: Callable[[], bool]) -> None:
@@ -83,11 +83,11 @@ class _LingeringTransport(asyncio.Transport):
 
     @property
     def lingers(self) -> bool:
-        """True while it waits for a client that is still sending."""
+        """True while the transport waits for a client that is still sending."""
         return self._due is not None
 
     def close(self) -> None:
-        """End the connection; the second call does it at once."""
+        """Close the connection; a second call closes it at once."""
         if self.lingers or self._transport.is_closing() or not self._still_sends():
             self._transport.close()
             return
@@ -100,7 +100,7 @@ class _LingeringTransport(asyncio.Transport):
             self._transport.resume_reading()
 
     def discard(self, size: int) -> None:
-        """Count bytes that came after the answer."""
+        """Count bytes received after the answer."""
         self._left -= size
         if self._left < 0:
             self._transport.abort()
@@ -131,7 +131,7 @@ class _LingeringTransport(asyncio.Transport):
 
 
 class _AmbiguousRequest(h11.RemoteProtocolError):
-    """Headers that another HTTP implementation may understand otherwise."""
+    """Headers that another HTTP implementation may parse differently."""
 
 
 class _StrictParser(h11.Connection):
@@ -144,13 +144,13 @@ class _StrictParser(h11.Connection):
 
 
 def _require_clear_headers(received: bytes) -> None:
-    """Check the headers at the beginning of what was received, as far as they have come."""
+    """Check the headers received so far; raise _AmbiguousRequest if other parsers may read them differently."""
     end = _END_OF_HEADERS.search(received)
     headers = received[: end.end()] if end else received
     if _BARE_LF.search(headers):
         raise _AmbiguousRequest("a line of the headers ends in LF; it must end in CRLF (RFC 9112, 2.2)")
     if _FOLDED_LINE.search(headers):
-        raise _AmbiguousRequest("a header is folded over two lines; write it in one (RFC 9112, 5.2)")
+        raise _AmbiguousRequest("a header is folded over two lines; send it in one line (RFC 9112, 5.2)")
     if end and _CODING.search(headers):
         if _LENGTH.search(headers):
             raise _AmbiguousRequest("Content-Length and Transfer-Encoding exclude each other (RFC 9112, 6.3)")
@@ -213,7 +213,7 @@ class _Connection(H11Protocol):
         self._check_stall(self.loop.time())
 
     def _check_stall(self, since: float) -> None:
-        """Abort the connection when its client has not read for too long."""
+        """Abort the connection if its client has not read for too long."""
         patience = self.limits.stalled_seconds
         if self.stopping():
             patience = min(patience, _PATIENCE_WHEN_STOPPING)
@@ -228,7 +228,7 @@ class _Connection(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, in JSON; where an answer has begun, the connection just ends."""
+        """Answer a malformed request with an error in JSON; abort the connection if an answer has begun."""
         if self.conn.our_state is not h11.IDLE and self.conn.our_state is not h11.SEND_RESPONSE:
             self.transport.abort()
             return
@@ -244,7 +244,7 @@ class _Connection(H11Protocol):
         self.transport.close()
 
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # its body will never be whole
+            self.cycle.disconnected = True  # its body will never be complete
             self.cycle.message_event.set()
 
     def _still_sends(self) -> bool:
@@ -266,19 +266,19 @@ class _Connection(H11Protocol):
 
 
 def bounded_connection(limits: Limits, stopping: Callable[[], bool] = lambda: False) -> type[H11Protocol]:
-    """Return a class of connections with these limits; while `stopping`, clients that do not read are soon cut off."""
+    """Return a connection class with these limits; while `stopping`, clients that do not read are dropped early."""
     values = {"limits": limits, "first_reads": _FirstReads(), "stopping": staticmethod(stopping)}
     return type("BoundedConnection", (_Connection,), values)
 
 
 _SECONDS_TO_FLUSH = 1.0
-"""How long answers that have been ended may take to reach their clients."""
+"""Time for cancelled answers to reach their clients."""
 
 _FAMILIES = {True: socket.AF_INET6, False: socket.AF_INET}
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """Take the port before anything slow; nobody can connect until `serve` listens. `ConfigError` if it is taken."""
+    """Bind the port before any slow work; `serve` listens later. Raise a ConfigError if the port is in use."""
     listener = socket.socket(_FAMILIES[":" in settings.host], socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -287,8 +287,8 @@ def bind(settings: ServerSettings) -> socket.socket:
         listener.close()
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"--port {settings.port} of {settings.host} cannot be taken: {reason}; another server may run there: give "
-            "another --port, or 0 for any that is free"
+            f"--port {settings.port} of {settings.host} cannot be bound: {reason}; another server may use it: give "
+            "another --port, or 0 for any free port"
         ) from error
     listener.set_inheritable(False)
     return listener
@@ -300,7 +300,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, whose signals are ours."""
+    """uvicorn's server without its signal handlers."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -314,9 +314,9 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def stop_signals() -> Iterator[int | None]:
     """Write the signals that stop a server to a pipe; yield its read end, None outside the main thread.
 
-    The event loop reads them at once, in whatever thread it is, and while the main thread computes.
+    The event loop reads them at once, in any thread, also while the main thread computes.
     """
-    if threading.current_thread() is not threading.main_thread():  # only that one may take signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield None
         return
     handled = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
@@ -336,7 +336,7 @@ def stop_signals() -> Iterator[int | None]:
 
 
 class _StopSignals:
-    """Stops a server on SIGTERM, SIGINT and SIGHUP: the first drains it, a second one ends it at once."""
+    """Stops a server on SIGTERM, SIGINT and SIGHUP: the first signal drains it, a second ends it at once."""
 
     def __init__(
         self,
@@ -367,7 +367,7 @@ class _StopSignals:
     def _receive(self, name: str) -> None:
         now = asyncio.get_running_loop().time()
         if not self.received.is_set():
-            self._service.draining = True  # before it is said
+            self._service.draining = True  # before the message is printed
             seconds = self._service.settings.limits.drain_seconds
             self._say(f"{name}: no new requests; up to {seconds:g} s for those that run, once more to leave at once")
             self.received.set()
@@ -388,12 +388,12 @@ async def serve(
     debounce_seconds: float = 0.0,
     signals_from: int | None = None,
 ) -> bool:
-    """Serve until a signal (True), or until `failed` returns because the model can answer no more (False).
+    """Serve until a signal (return True), or until `failed` returns because the model has failed (return False).
 
-    Signals come from the pipe of `stop_signals`; without one only `failed` ends the server. SIGTERM and Ctrl-C: no new
-    work, and what runs may end within `drain_seconds`; what is left then is ended with the finish reason "cancelled". A
-    second signal ends it at once, unless within `debounce_seconds` of the first: a launcher forwards the Ctrl-C that
-    the terminal has already sent to its processes.
+    Signals come from the pipe of `stop_signals`; without a pipe only `failed` ends the server. After SIGTERM or Ctrl-C
+    new requests are refused, and running ones may finish within `drain_seconds`; then they end with the finish reason
+    "cancelled". A second signal ends them at once, unless it is within `debounce_seconds` of the first: a launcher
+    forwards the Ctrl-C that the terminal has already sent to its processes.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     limits = service.settings.limits
@@ -437,13 +437,13 @@ async def serve(
 
 
 def _abort_connections(server: uvicorn.Server) -> None:
-    """End what idle connections did not: requests that never came whole, and answers that nobody reads."""
+    """Abort the remaining connections: incomplete requests, and answers that no client reads."""
     for connection in list(server.server_state.connections):
         connection.transport.abort()
 
 
 async def _quiet(service: Service, seconds: float, enough: Callable[[], bool] = lambda: False) -> None:
-    """Wait until no answer is open, at most so long."""
+    """Wait until no request is active, at most this many seconds."""
     deadline = asyncio.get_running_loop().time() + seconds
     while service.metrics.active and asyncio.get_running_loop().time() < deadline and not enough():
         await asyncio.sleep(0.02)

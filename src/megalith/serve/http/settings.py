@@ -17,15 +17,15 @@ class Limits:
     headers: int = 100
     body_seconds: float = 20.0  # to send the body
     header_seconds: float = 10.0  # to send the headers, from the connection or the first byte of a later request on
-    stalled_seconds: float = 30.0  # that a client may leave a full socket unread before it is cut off
-    lingering_seconds: float = 30.0  # that a client may go on to send after an answer that leaves its body unread
-    lingering_bytes: int = 64 * _MEBIBYTE  # that it may send meanwhile
-    connections: int = 1024  # open at a time; one more is closed at once
-    waiting: int = 256  # sequences that may wait for a place; one more is answered 429
-    request_seconds: float = 600.0  # that one request may take in all
-    samples: int = 128  # continuations that one request may ask for
-    retry_seconds: int = 2  # what Retry-After says
-    drain_seconds: float = 30.0  # that running requests may go on after SIGTERM
+    stalled_seconds: float = 30.0  # for a client to read from a full socket before it is dropped
+    lingering_seconds: float = 30.0  # for a client to finish sending after an answer that leaves its body unread
+    lingering_bytes: int = 64 * _MEBIBYTE  # that it may send during that time
+    connections: int = 1024  # open at a time; a further one is closed at once
+    waiting: int = 256  # sequences in the queue; a further one is answered with 429
+    request_seconds: float = 600.0  # maximum duration of a request
+    samples: int = 128  # maximum number of continuations of a request
+    retry_seconds: int = 2  # value of Retry-After
+    drain_seconds: float = 30.0  # for running requests to finish after SIGTERM
 
 
 @dataclass(frozen=True)
