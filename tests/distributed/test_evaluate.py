@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -142,4 +143,4 @@ def with_too_many_stages(folder: str) -> str:
 
 def test_more_stages_than_layers(ranks: Ranks, tmp_path: Path) -> None:
     folder = save(tmp_path / "saved", {})
-    assert "3 layers cannot form 4 pipeline stages" in ranks.run(4, with_too_many_stages, str(folder))[0]
+    assert re.search(r"\b3 layers\b.*\b4\b", ranks.run(4, with_too_many_stages, str(folder))[0])

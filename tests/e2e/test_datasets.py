@@ -87,14 +87,14 @@ def test_other_data_stops_a_resume_and_can_be_accepted(
     save, blend = tmp_path / "c", ["--data-path", 1, one, 3, other, "--split", "1,0,0", "--eval-iters", 0]
     assert warm.run([*MODEL, *blend, *saving(save), "--exit-interval", 4], tmp_path).code == 0
     changes = {
-        ("--data-path", 1, one, 2, other): ["dataset 2 was .* weight 3 and is .* weight 2"],
-        ("--data-path", 1, other, 3, one): ["dataset 1 was .* of 40 seq.* and is .* of 60", "dataset 2 was"],
-        ("--data-path", one): ["datasets was 2 and is not there", "source was not there and is"],
+        ("--data-path", 1, one, 2, other): [r"dataset 2 .*\bweight 3\b.*\bweight 2\b"],
+        ("--data-path", 1, other, 3, one): [r"dataset 1 .*\b40\b.*\b60\b", r"dataset 2 .*\b60\b.*\b40\b"],
+        ("--data-path", one): [r"\bdatasets\b.*\b2\b", r"\bsource\b.*\bhigh\b"],
     }
     for words, messages in changes.items():
         refused = warm.run([*MODEL, *words, "--split", "1,0,0", "--eval-iters", 0, *saving(save)], tmp_path)
         assert refused.code == 4, refused.text
-        assert all(re.search(f"the training data: {message}", refused.text) for message in messages), refused.text
+        assert all(re.search(f"training data: {message}", refused.text) for message in messages), refused.text
     write(one, 5)
     refused = warm.run([*MODEL, *blend, *saving(save)], tmp_path)
     assert refused.code == 4 and "dataset 1 " in refused.text, refused.text
@@ -112,13 +112,13 @@ def test_phases_with_data_of_their_own(warm: WarmProcess, tmp_path: Path, source
     first = warm.run([*MODEL, "--data-path", one, *common, *phases], tmp_path)
     assert first.code == 0 and "[exiting program at iteration 4] datetime" in first.text, first.text
     refused = warm.run([*MODEL, "--data-path", other, *common], tmp_path)
-    assert refused.code == 4 and "the training data: " in refused.text, refused.text
+    assert refused.code == 4 and str(one) in refused.text and str(other) in refused.text, refused.text
     second = warm.run([*MODEL, "--data-path", other, *common, *phases], tmp_path)
     assert second.code == 0 and "train:      16" in second.text, second.text
     assert [step["iteration"] for step in steps_of(save)] == list(range(1, 9))
     # In the middle of a phase its data is that of the checkpoint.
     again = warm.run([*MODEL, "--data-path", one, *common, *phases, "--train-iters", 12], tmp_path)
-    assert again.code == 4 and "the training data: " in again.text, again.text
+    assert again.code == 4 and str(one) in again.text and str(other) in again.text, again.text
 
 
 def test_ranks_with_different_data_are_refused(warm: WarmProcess, tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_an_overlap_longer_than_a_window(work: Work, capsys: pytest.CaptureFixtu
 
 def test_no_checkpoint(work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(tmp_path), "--task", "cloze"]) == 4
-    assert "holds no checkpoint" in capsys.readouterr().err
+    assert str(tmp_path) in capsys.readouterr().err
 
 
 def _alarm_of(capsys: pytest.CaptureFixture[str], *words: object) -> list[str]:
@@ -237,8 +237,7 @@ def test_another_tokenizer_stops_with_both_cards(
     vocab, merges = train_byte_level_bpe(["to be or not to be"], 270, tmp_path)
     words = ["--task", "cloze", "--vocab-file", vocab, "--merge-file", merges]
     assert main(["evaluate", *map(str, (work.checkpoint, *words))]) != 0
-    said = capsys.readouterr().err
-    assert "have different tokenizers" in said and re.search(r"\n *vocab_size +50257 +2\d\d\n", said)
+    assert re.search(r"\n *vocab_size +50257 +2\d\d\n", capsys.readouterr().err)
 
 
 def test_all_skipped_is_called_out(work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

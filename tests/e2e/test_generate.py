@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shlex
 import shutil
 import subprocess
@@ -84,7 +85,7 @@ def test_everything_wrong_is_said_at_once(generate: Generate, saved: Path) -> No
 def test_a_prompt_longer_than_the_context_names_both_lengths(generate: Generate, saved: Path) -> None:
     done = generate(saved, "--prompt", "king " * 50)
     assert done.returncode == 2
-    assert "the model reads 32" in done.stderr
+    assert re.search(r"\b5\d tokens\b.*\b32\b", done.stderr)
 
 
 def test_an_answer_that_the_context_ends_says_so(generate: Generate, saved: Path) -> None:
@@ -96,7 +97,7 @@ def test_an_answer_that_the_context_ends_says_so(generate: Generate, saved: Path
 def test_a_folder_without_checkpoints(generate: Generate, tmp_path: Path) -> None:
     done = generate(tmp_path, "--prompt", "x")
     assert done.returncode == 4
-    assert "holds no checkpoint" in done.stderr and "Traceback" not in done.stderr
+    assert str(tmp_path) in done.stderr and "Traceback" not in done.stderr
 
 
 def test_texts_that_are_typed_are_continued_one_after_the_other(generate: Generate, saved: Path) -> None:
@@ -106,7 +107,7 @@ def test_texts_that_are_typed_are_continued_one_after_the_other(generate: Genera
     lines = done.stdout.splitlines()
     assert lines[0].startswith("the king said to the queen") and lines[1] == lines[0]
     assert lines[2].startswith("the queen") and "crown" not in done.stdout
-    assert "the model reads 32" in done.stderr and "Traceback" not in done.stderr
+    assert re.search(r"\b5\d tokens\b.*\b32\b", done.stderr) and "Traceback" not in done.stderr
 
 
 def test_a_checkpoint_without_its_tokenizer_takes_it_by_flags(generate: Generate, saved: Path, tmp_path: Path) -> None:

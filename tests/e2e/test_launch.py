@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -164,20 +165,20 @@ def test_all_ranks_under_torchrun_name_the_one_that_does_not_come(meet: Meeting,
         return {**elastic(rank, 0), "WORLD_SIZE": "3"}
 
     for code, text in meet(at(0), at(1), port=agents_store.port, join=6):
-        assert code == 6 and re.search(r"PeerError rank [01] .* for rank 2 of 3\b", text), text
+        assert code == 6 and re.search(r"PeerError rank [01]\b.*\brank 2 of 3\b", text), text
 
 
 def test_a_rank_that_never_comes(meet: Meeting) -> None:
     ((code, text),) = meet(place(0, 3))
     assert code == 6
-    assert re.search(r"rank 0 on \S+ has waited [0-2] s for ranks 1, 2 of 3\b", text)
-    assert re.search(r"PeerError rank 0 on \S+ waited [12] s .* for ranks 1, 2 of 3", text)
+    assert re.search(r"(?m)^(?!PeerError).*\brank 0 on \S+ .*\b[0-2] s\b.*\branks 1, 2 of 3\b", text)
+    assert re.search(r"PeerError rank 0 on \S+ .*\b[12] s\b.*--distributed-timeout-minutes.*\branks 1, 2 of 3\b", text)
 
 
 def test_rank_0_never_comes(meet: Meeting) -> None:
     ((code, text),) = meet(place(1))
     assert code == 6
-    assert re.search(r"PeerError rank 1 .* for rank 0, which does not answer at 127\.0\.0\.1:\d+ \(Connection", text)
+    assert re.search(r"PeerError rank 1 .*\brank 0\b.* 127\.0\.0\.1:\d+ \(Connection", text)
 
 
 def test_a_wrong_master_address(meet: Meeting) -> None:
@@ -190,7 +191,7 @@ def test_a_port_in_use(meet: Meeting) -> None:
         port = other.getsockname()[1]
         ((code, text),) = meet(place(0), port=port)
     assert code == 2
-    assert re.search(rf"rank 0 cannot listen on port {port} of \S+: Address already in use", text)
+    assert re.search(rf"rank 0 .*\b{port}\b.*: {os.strerror(errno.EADDRINUSE)}", text)
 
 
 def test_a_mute_listener_at_the_port_of_rank_0(meet: Meeting) -> None:
@@ -199,9 +200,7 @@ def test_a_mute_listener_at_the_port_of_rank_0(meet: Meeting) -> None:
         port, began = mute.getsockname()[1], time.monotonic()
         ((code, text),) = meet(place(1), port=port, join=2)
     assert code == 6 and time.monotonic() - began < 30
-    assert re.search(
-        rf"PeerError rank 1 .*127\.0\.0\.1:{port} does not answer; give every run its own MASTER_PORT", text
-    )
+    assert re.search(rf"PeerError rank 1 .*127\.0\.0\.1:{port} .*\bMASTER_PORT\b", text)
     assert "frame #" not in text
 
 
@@ -319,9 +318,8 @@ def test_unequal_settings_and_data_of_a_run(warm: WarmProcess, tmp_path: Path, t
         ends = start(warm, tmp_path, text, (0, 2, common), (1, 2, [*common, *flags]))
         assert [end.code for end in ends] == [2, 2], ends
         for end in ends:
-            assert "must be equal on all ranks of a run:" in end.text
-            listed = end.text.split("must be equal on all ranks of a run:\n")[1].split("\n  ")
-            assert len([line for line in listed if " on rank " in line]) == len(differences), end.text
+            listed = [line for line in end.text.splitlines() if re.search(r" on rank [01] \(\S+\), ", line)]
+            assert len(listed) == len(differences), end.text
             for name, value in differences.items():
                 found = re.search(rf"  {name}: ({value}) on rank [01] \(\S+\), ({value}) on rank [01] ", end.text)
                 assert found and len(set(found.groups())) >= 2, end.text
@@ -467,8 +465,8 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint(
     assert [end.code for end in warm.run_ranks(2, command(text, whole, *plan), tmp_path)] == [0, 0]
     assert running.wait(120) == 0
     log = (tmp_path / "log.txt").read_text()
-    assert re.search(r"rank 1 \(\S+, process \d+\) of 2 was killed by signal 9 \(SIGKILL\) at step 5 in backward", log)
-    assert "restart 1 of 2, from iteration 3" in log and "restart 2" not in log
+    assert re.search(r"\brank 1 \(\S+, process \d+\) of 2\b.*\bSIGKILL\b.*\bstep 5\b.*\bbackward\b", log)
+    assert re.findall(r"\brestart (\d) of 2\b.*\biteration (\d)", log) == [("1", "3")]
     assert "Traceback" not in log
     assert_same(state_of(whole, 8), state_of(save, 8))
     assert_no_one_is_left(save)
@@ -481,11 +479,10 @@ def test_what_happens_again_and_again_ends_the_run(repository: Path, tmp_path: P
     running = supervised(repository, tmp_path, words, 1, MEGALITH_FAULT="raise@rank=0,step=3,point=fwd,attempt=all")
     assert running.wait(120) == 1
     *_, resume, last = (tmp_path / "log.txt").read_text().splitlines()
-    assert re.match(r"megalith train: rank 0 \(\S+, process \d+\) of 1 failed at step 3 in forward: RuntimeError", last)
+    assert re.match(r"megalith train: rank 0 \(\S+, process \d+\) of 1 .*\bstep 3\b.*\bforward: RuntimeError", last)
     assert resume.strip().startswith("python ") and resume.endswith(f"--load {save}")
     log = (tmp_path / "log.txt").read_text()
-    assert "no restart 2 of 5" in log
-    assert log.count("restart 1 of 5, from iteration 2") == 1
+    assert re.findall(r"(?<!no )\brestart (\d) of 5\b.*\biteration (\d)", log) == [("1", "2")]
     assert_no_one_is_left(save)
 
 
@@ -515,11 +512,9 @@ def test_a_stop_saves_on_all_ranks(repository: Path, tmp_path: Path, text: Path,
     assert_no_one_is_left(save)
     assert boards_of(ranks) == []
     assert (DirectoryStore(save).latest() or 0) >= 3
-    told = log.read_text().count("SIGUSR1: finishing this step and saving; repeat to exit at once")
-    assert told == ("usr1" in how)
-    assert re.search(
-        r"stopped at iteration \d+; resume with:\n  python \S+pretrain_gpt.py --nproc 2 .*--load", log.read_text()
-    )
+    assert len(re.findall(r"(?m)^.*\bSIGUSR1: ", log.read_text())) == ("usr1" in how)
+    resume = rf"\biteration {DirectoryStore(save).latest()};.*\n  python \S+pretrain_gpt.py --nproc 2 .*--load"
+    assert re.search(resume, log.read_text())
 
 
 def test_a_data_file_that_shrinks_is_named(repository: Path, tmp_path: Path) -> None:
@@ -531,7 +526,5 @@ def test_a_data_file_that_shrinks_is_named(repository: Path, tmp_path: Path) -> 
     os.truncate(f"{text}.bin", 0)
     assert running.wait(60) == 128 + signal.SIGBUS
     last = (tmp_path / "log.txt").read_text().splitlines()[-1]
-    assert re.match(
-        r"megalith train: rank 0 \(\S+, process \d+\) of 1 was killed by signal 7 \(SIGBUS\) at step \d+ ", last
-    )
-    assert re.search(rf"; {re.escape(str(text))}\.bin .*\b4000 to 0 bytes", last)
+    assert re.match(r"megalith train: rank 0 \(\S+, process \d+\) of 1 .*\bSIGBUS\b.*\bstep \d+\b", last)
+    assert re.search(rf" {re.escape(str(text))}\.bin .*\b4000\b.*\b0\b", last)

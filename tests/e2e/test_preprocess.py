@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -103,7 +104,7 @@ def test_a_bad_line_ends_with_its_place_and_the_code_of_data(
     (tmp_path / "in.jsonl").write_text('{"text": "good"}\n{"text": bad}\n')
     done = run([*command, "--input", "in.jsonl", "--output-prefix", "out", "--workers", "1", *files], tmp_path)
     assert done.returncode == 3
-    assert done.stderr.splitlines()[-1].startswith("megalith preprocess: in.jsonl, line 2: invalid JSON")
+    assert done.stderr.splitlines()[-1].startswith("megalith preprocess: in.jsonl, line 2: ")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
@@ -112,8 +113,8 @@ def test_a_full_disk_is_said_and_nothing_is_left(command: list[str], files: list
     shell = ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh"]  # no file grows beyond 4 KiB
     done = run([*shell, *command, "--input", "in.jsonl", "--output-prefix", "out", *files], tmp_path)
     assert done.returncode == 3
-    assert "cannot write out_text_document.bin" in done.stderr.splitlines()[-1]
-    assert "File too large" in done.stderr.splitlines()[-1]
+    assert "out_text_document.bin" in done.stderr.splitlines()[-1]
+    assert os.strerror(errno.EFBIG) in done.stderr.splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
@@ -258,6 +259,6 @@ def test_a_killed_worker_is_an_error_not_a_hang(start: str, files: list[str], tm
         os.kill(worker, signal.SIGKILL)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 1
-    assert b"a worker process died" in errors
+    assert errors.splitlines()[-1].startswith(b"megalith preprocess: ") and b"worker" in errors
     assert gone(children, seconds=10)
     assert {path.suffix for path in tmp_path.glob("out*")} <= {".partial", ".unfinished"}

@@ -179,8 +179,8 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(
         words[words.index(flag) + 1] = value
     refused = warm.run(words, tmp_path)
     assert refused.code == 4
-    assert "--num-layers: 2 in the checkpoint, 3 here" in refused.text
-    assert "--hidden-size: 16 in the checkpoint, 32 here" in refused.text
+    assert re.search(r"--num-layers: 2\b.*\b3\b", refused.text)
+    assert re.search(r"--hidden-size: 16\b.*\b32\b", refused.text)
     assert "  the tokenizer " in refused.text and re.search(r"seq_length was 16 \w+ is 8\b", refused.text)
     assert "Traceback" not in refused.text
 

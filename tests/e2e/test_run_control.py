@@ -30,7 +30,7 @@ def test_a_finished_run_is_evaluated_extended_and_reported(
     # Started again it says so, and evaluates.
     again = warm.run(command(save, *SHORT), tmp_path)
     assert again.code == 0 and "iteration 4 of 4 " in again.text
-    assert "changed since" not in again.text and "on test set" in again.text
+    assert "WARNING" not in again.text and "on test set" in again.text
     # A longer run has another schedule: the message says what changed and which flag decides.
     longer = command(save, *SHORT, "--train-iters", 6, "--log-interval", 2)
     refused = warm.run(longer, tmp_path)
@@ -39,7 +39,7 @@ def test_a_finished_run_is_evaluated_extended_and_reported(
     assert "--override-opt-param-scheduler" in refused.text and "--lr-decay-iters" in refused.text
     more = warm.run([*longer, "--override-opt-param-scheduler", "--lr", 5e-3, "--log-progress"], tmp_path)
     assert more.code == 0, more.text
-    assert lines_with(more.text, "    --lr 0.01 -> 0.005: the training goes another way from here")
+    assert lines_with(more.text, "    --lr 0.01 -> 0.005: ")
     assert lines_with(more.text, "    harmless: ") == [
         "    harmless: --override-opt-param-scheduler off -> on, --log-interval 1 -> 2, --log-progress off -> on"
     ]
@@ -64,7 +64,7 @@ def test_skip_train_evaluates_the_checkpoint(warm: WarmProcess, tmp_path: Path) 
     # The same samples in half as many iterations of twice the batch, and in larger micro-batches.
     larger = ["--eval-iters", 1, "--eval-global-batch-size", 8, "--eval-micro-batch-size", 4]
     again = warm.run([*words, "--skip-train", "--train-iters", 8, *larger, "--padded-vocab-size", 512], tmp_path)
-    assert again.code == 2 and "--padded-vocab-size 512: the checkpoint has 104 rows" in again.text
+    assert again.code == 2 and re.search(r"--padded-vocab-size 512\b.*\b104\b", again.text)
     again = warm.run([*words, "--skip-train", "--train-iters", 8, *larger], tmp_path)
     losses = [float(re.findall(r"on test set \| lm loss value: (\S+)", run.text)[0]) for run in (only, again)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import http.client
 import json
 import os
@@ -156,7 +157,7 @@ def test_the_dialogue_of_the_first_users(server: Server, repository: Path) -> No
     assert done.returncode == 0 and not done.stderr
     first, second, third, _ = done.stdout.split("Enter prompt: Enter number of tokens to generate: ")[1:] + [""]
     assert first.startswith("Megatron Response: \nthe king")
-    assert "is not a whole number" in second
+    assert "__import__('os')" in second.splitlines()[0] and "Response" not in second
     assert third.startswith("Error 400: tokens_to_generate must be an integer")
 
 
@@ -177,10 +178,12 @@ def test_the_official_client(server: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="max_tokens") as refused:
         client.completions.create(model=model.id, prompt="the", max_tokens=10**9)
     assert refused.value.param == "max_tokens"
-    with pytest.raises(openai.NotFoundError, match="there is no gpt-4"):
+    with pytest.raises(openai.NotFoundError, match="gpt-4") as unknown:
         client.completions.create(model="gpt-4", prompt="the")
-    with pytest.raises(openai.BadRequestError, match="no chat template"):
+    assert (unknown.value.param, unknown.value.code) == ("model", "model_not_found")
+    with pytest.raises(openai.BadRequestError, match="--chat-template") as no_chat:
         client.chat.completions.create(model=model.id, messages=[{"role": "user", "content": "hello"}])
+    assert (no_chat.value.param, no_chat.value.code) == ("messages", "no_chat_template")
 
 
 def test_lm_evals_client(server: Server, saved: Path) -> None:
@@ -238,10 +241,11 @@ def test_requests_that_are_too_large(server: Server) -> None:
     assert b" 431 " in _raw(server.port, head + b"".join(b"X%d: x\r\n" % i for i in range(100_000)) + b"\r\n")
     assert b" 400 " in _raw(server.port, b"\x16\x03\x01\x00\xff nonsense\r\n\r\n")
     assert _memory(server.process.pid) - before < 60
-    status, body = server.ask("POST", "/v1/completions", {"prompt": "king " * 5000})
-    assert status == 400 and b"the model reads 4096 tokens" in body
-    status, body = server.ask("POST", "/v1/completions", {"prompt": "a" * 3_000_000})
-    assert status == 400 and b"the model reads 4096 tokens" in body
+    for prompt in ("king " * 5000, "a" * 3_000_000):
+        status, body = server.ask("POST", "/v1/completions", {"prompt": prompt})
+        error = json.loads(body)["error"]
+        assert (status, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
+        assert " 4096 " in error["message"]
     assert server.ask("GET", "/health")[0] == 200
 
 
@@ -440,7 +444,7 @@ def test_the_page_in_a_browser(server: Server, tmp_path: Path) -> None:
         page.wait("!document.getElementById('tip').hidden && document.getElementById('tip').textContent.includes('%')")
         page.picture(tmp_path / "page.png")
         page.run("document.getElementById('mode-chat').click()")
-        assert "no chat template" in page.run("document.getElementById('problem').textContent")
+        assert "chat template" in page.run("document.getElementById('problem').textContent")
         asked = [e["params"]["request"]["url"] for e in page.events if e["method"] == "Network.requestWillBeSent"]
         assert asked and all(url.startswith(f"http://127.0.0.1:{server.port}/") for url in asked)
         wrong = [e for e in page.events if e["method"] == "Runtime.exceptionThrown"]
@@ -501,7 +505,7 @@ def test_sigterm_takes_no_new_work_and_a_second_one_ends_what_runs(server: Serve
     server.process.send(signal.SIGTERM)
     server.process.wait_for("SIGTERM: no new requests")
     status, said = server.ask("POST", "/v1/completions", {"prompt": "the king", "max_tokens": 1})
-    assert status == 503 and b"the server is stopping" in said
+    assert status == 503 and b"error" in said
     status, said = server.ask("GET", "/health")
     assert status == 503 and json.loads(said)["status"] == "stopping"
     server.process.send(signal.SIGTERM)
@@ -566,7 +570,7 @@ def test_a_rank_that_is_lost_ends_the_server_soon(warm: WarmProcess, saved: Path
             assert b'"error"' in rest and b"[DONE]" in rest
             whole.join(30)
             ((status, said),) = answers
-            named = rf"rank 1 \(\S+, process {server.others[0].pid}\) of 2 (died|is stopped) while serving"
+            named = rf"rank 1 \(\S+, process {server.others[0].pid}\) of 2\b.*\bserving\b"
             assert status == 503 and re.search(named, said.decode()), said
         assert server.end() != 0
         print(f"{harm}: ended after {time.monotonic() - began:.1f} s")
@@ -614,7 +618,7 @@ def test_the_scripts_of_the_examples(saved: Path, repository: Path, tmp_path: Pa
         process.wait(120)
         told = log.read_text()
         assert "SIGINT: " in told and "Traceback" not in told.split("SIGINT", 1)[0]
-        assert "on each rank: weights" in told and "overriding" not in told
+        assert re.search(r"\brank: weights \d", told) and "overriding" not in told
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -652,9 +656,9 @@ def test_flags_that_contradict_the_checkpoint_and_a_port_in_use(warm: WarmProces
     assert other.code == 2
     assert re.search(r"--num-layers 24 .*checkpoint.*\b2\b", other.text)
     empty = warm.run([script, "--load", saved.parent], saved.parent, command="serve")
-    assert empty.code == 4 and "holds no checkpoint" in empty.text
+    assert empty.code == 4 and str(saved.parent) in empty.text
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = warm.run([saved, "--port", port], saved.parent, command="serve")
     assert ended.code == 2
-    assert f"--port {port}" in ended.text and "already in use" in ended.text
+    assert f"--port {port}" in ended.text and os.strerror(errno.EADDRINUSE) in ended.text

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -140,7 +142,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_its_flag(warm: WarmProces
     words = [*MODEL, *SHORT, "--save", tmp_path / "c"]
     refused = warm.run([*words, flag, tmp_path / "file" / "below"], tmp_path)
     assert refused.code == 2, refused.text
-    assert f"{flag} {tmp_path}/file/below: " in refused.text and "Not a directory" in refused.text
+    assert f"{flag} {tmp_path}/file/below: " in refused.text and os.strerror(errno.ENOTDIR) in refused.text
     assert "Traceback" not in refused.text and "building" not in refused.text
 
 
@@ -157,7 +159,7 @@ def test_nccl_without_a_gpu_gives_one_line_where_it_was_asked_for(
 
 def test_a_fault_that_is_set_is_said(warm: WarmProcess, tmp_path: Path) -> None:
     finished = warm.run([*MODEL, "--train-iters", 3], tmp_path, MEGALITH_FAULT="kill9@step=9,point=data")
-    assert finished.code == 0 and "WARNING: MEGALITH_FAULT=kill9@step=9,point=data is set" in finished.text
+    assert finished.code == 0 and re.search("(?m)^WARNING: .*MEGALITH_FAULT=kill9@step=9,point=data ", finished.text)
 
 
 def test_a_fault_that_is_no_fault_is_refused(warm: WarmProcess, tmp_path: Path) -> None:
@@ -167,7 +169,8 @@ def test_a_fault_that_is_no_fault_is_refused(warm: WarmProcess, tmp_path: Path) 
 
 def test_missing_checkpoint_can_be_an_error(warm: WarmProcess, tmp_path: Path) -> None:
     refused = warm.run(command(tmp_path / "c", *SHORT, "--exit-on-missing-checkpoint"), tmp_path)
-    assert refused.code == 4 and "holds no checkpoint" in refused.text
+    assert refused.code == 4 and f"--load {tmp_path / 'c'} " in refused.text
+    assert "--exit-on-missing-checkpoint" in refused.text
 
 
 def test_missing_data_is_a_message(warm: WarmProcess, tmp_path: Path) -> None:
@@ -184,7 +187,7 @@ def test_a_run_whose_steps_were_all_skipped_says_so(warm: WarmProcess, tmp_path:
     words = [*MODEL[: MODEL.index("--tokenizer-type")], *tokenizer, *SHORT, "--eval-iters", 0, "--num-workers", 0]
     scale = ["--fp16", "--initial-loss-scale", 2.0**40]
     in_vain = warm.run([*words, "--save", tmp_path / "c", *scale], tmp_path)
-    assert in_vain.code == 0 and "WARNING: all 3 steps were skipped" in in_vain.text, in_vain.text
+    assert in_vain.code == 0 and re.search(r"(?m)^WARNING: .*\b3 steps\b.*\bskipped\b", in_vain.text), in_vain.text
     assert "applied step" not in in_vain.text and "megalith generate" not in in_vain.text
     trained = warm.run([*words, "--save", tmp_path / "d"], tmp_path)
     steps = [record for record in read_metrics(tmp_path / "d" / "run" / "metrics.jsonl") if record["event"] == "step"]

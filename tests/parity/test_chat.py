@@ -136,7 +136,7 @@ def test_dialogues_become_the_ids_of_transformers(tmp_path: Path, kind: str, bes
         wanted = theirs.apply_chat_template(said, tokenize=False, add_generation_prompt=False)
         assert template.render(said, add_generation_prompt=False) == wanted
     if kind == "llama":
-        with pytest.raises(BadDialogue, match="unknown role robot"):
+        with pytest.raises(BadDialogue, match="robot"):
             template.render([*SAID, {"role": "robot", "content": ""}])
 
 

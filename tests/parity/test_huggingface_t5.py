@@ -118,7 +118,7 @@ def test_old_files_hold_the_embedding_again(tmp_path: Path) -> None:
     assert _difference(folder, made)[0] <= 1e-5
     tensors["lm_head.weight"] += 1.0
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight is not shared\.weight"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight\b.*\bshared\.weight"):
         convert(folder, tmp_path / "other", ConversionOptions(release=True))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,20 +136,20 @@ def test_an_emptied_folder_is_passed_over(store: DirectoryStore) -> None:
     shutil.rmtree(store.folder(30))
     store.folder(30).mkdir()
     iteration, notes = store.newest_verified()
-    assert iteration == 20 and any("iter_0000030/.metadata is missing" in note for note in notes)
+    assert iteration == 20 and any("iter_0000030/.metadata" in note for note in notes)
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (None, "is missing"),
-        (b"", "holds ''"),
-        (b"\0\0", "instead of an iteration"),
-        (b"garbage", "holds 'garbage'"),
-        (b"-30", "holds '-30'"),
-        (b"40", "iter_0000040 does not exist"),
-        (b"9" * 30, "instead of an iteration"),
-        (b"release", "holds 'release'"),
+        (None, "missing"),
+        (b"", "''"),
+        (b"\0\0", "'\\x00\\x00'"),
+        (b"garbage", "'garbage'"),
+        (b"-30", "'-30'"),
+        (b"40", "iter_0000040"),
+        (b"9" * 30, "'9999"),
+        (b"release", "'release'"),
     ],
 )
 def test_a_bad_tracker_leads_to_the_newest_checkpoint(
@@ -166,7 +167,7 @@ def test_the_tracker_is_obeyed_when_it_points_back(store: DirectoryStore) -> Non
     (store.path / TRACKER).write_bytes(b"10\n")
     iteration, notes = store.newest_verified()
     assert iteration == 10
-    assert len(notes) == 1 and "iter_0000020, iter_0000030 are left aside" in notes[0]
+    assert len(notes) == 1 and re.search(r"\b10\b.*\biter_0000020, iter_0000030\b", notes[0])
     zero(store.folder(10) / "common.pt")
     assert store.newest_verified()[0] == 20, "with nothing sound before the tracker's, the next sound one is taken"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -153,7 +154,7 @@ def test_a_killed_save_leaves_the_previous_checkpoint(
     expected = 20 if point == "post_commit" else 10
     assert iteration == expected
     if point in ("mid_commit", "in_tracker"):
-        assert "says 10; the later iter_0000020 is left aside" in notes[0]
+        assert re.search(r"\b10\b.*\biter_0000020\b", notes[0])
     target = make_content(0)
     store.load(expected, target)
     assert same_tensors(target, make_content(21 if expected == 20 else 10))
@@ -278,7 +279,7 @@ def test_a_disk_without_inodes_is_not_called_full(
         patch.setattr(commit.Path, "mkdir", refuse)
         with pytest.raises(CheckpointError, match="1234 inodes") as caught:
             store.save(20, make_content(20), {})
-    assert "free some space" not in str(caught.value)
+    assert "bytes" not in str(caught.value)
     assert store.newest_verified() == (10, [])
 
 
@@ -311,7 +312,7 @@ def test_a_real_limit_of_the_file_size(
     assert run_script(LIMITED_SAVE, str(store.path), limit, str(tmp_path / "answer"), beside) == 0
     message = (tmp_path / "answer").read_text()
     assert os.strerror(errno.EFBIG) in message
-    assert f"{limit} bytes" in message and "ulimit -f" in message and "free some space" not in message
+    assert f"{limit} bytes" in message and "ulimit -f" in message and os.strerror(errno.ENOSPC) not in message
     assert names(store.path) == {"iter_0000010", "latest_checkpointed_iteration.txt"}
 
 

@@ -203,7 +203,7 @@ def test_who_woke_up_after_the_other_had_ended(
         store.save(10, make_content(210), {})
     server.resume()
     kind, value = server.next()
-    assert kind == "said" and "another run" in value and str(tmp_path) in value
+    assert kind == "said" and str(tmp_path) in value
     assert os.waitstatus_to_exitcode(server.next()[1]) == 4
     assert (store.iterations(), store.latest()) == ([10], 10)
 

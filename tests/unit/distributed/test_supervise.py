@@ -71,7 +71,7 @@ sys.exit(6)
 """
     _, cause = run(script, signals)
     assert cause is not None and (cause.exit_code, cause.kind, cause.step) == (137, "signal 9", 7)
-    assert re.match(r"rank 1 \(.*\) of 2 was killed by signal 9 \(SIGKILL\) at step 7 in backward", cause.text)
+    assert re.match(r"rank 1 \(.*\) of 2\b.*\bSIGKILL\b.*\bstep 7\b.*\bbackward\b", cause.text)
     assert re.search(r"RSS \d+\.\d\d GiB of \d+\.\d\d GiB$", cause.text)
 
 
@@ -80,7 +80,7 @@ def test_a_rank_that_held_most_of_the_memory_was_out_of_memory(
 ) -> None:
     monkeypatch.setattr("megalith.distributed.supervise.memory_limit", lambda: 24 << 20)
     _, cause = run("os.kill(os.getpid(), signal.SIGKILL)", signals, 1)
-    assert cause is not None and re.search(r"likely out of memory: RSS \S+ GiB of 0\.02 GiB$", cause.text)
+    assert cause is not None and re.search(r"\bout of memory\b.*\bRSS \S+ GiB of 0\.02 GiB$", cause.text)
 
 
 @pytest.mark.parametrize(("kills_of_kernel", "outside"), [((0, 0), True), ((3, 4), False)])
@@ -91,7 +91,7 @@ def test_a_kill_from_outside_is_no_fault_of_the_program(
     monkeypatch.setattr("megalith.distributed.supervise.oom_kills", lambda: next(counts))
     _, cause = run("os.kill(os.getpid(), signal.SIGKILL)", signals, 1)
     assert cause is not None and cause.external is outside
-    assert ("likely out of memory" in cause.text) is not outside
+    assert ("likely" in cause.text) is not outside
     failed = _Failure(cause, saved=None)
     assert failed.repeats(failed) is not outside
 
@@ -121,7 +121,7 @@ sys.exit(1)
 """
     _, cause = run(script, signals)
     assert cause is not None and cause.exit_code == 1 and not cause.permanent
-    assert cause.text == "rank 1 (h, process 1) of 2 failed at step 3 in forward: boom"
+    assert re.match(r"rank 1 \(h, process 1\) of 2\b.*\bstep 3\b.*\bforward: boom$", cause.text)
 
 
 def test_an_error_of_all_ranks_names_none(signals: Signals) -> None:
@@ -224,7 +224,7 @@ def test_a_signal_before_the_first_step_promises_no_save(signals: Signals) -> No
     os.kill(os.getpid(), signal.SIGTERM)
     ranks.wait(signals, said.append)
     ranks.board.remove()
-    assert len(said) == 1 and "SIGTERM" in said[0] and "saving" not in said[0]
+    assert len(said) == 1 and "SIGTERM" in said[0] and not re.search("sav(e|ing)", said[0])
 
 
 FORKED = """
@@ -259,7 +259,7 @@ with Signals((signal.SIGUSR1, signal.SIGTERM)) as signals:
 def test_forked_ranks_are_processes_of_their_own() -> None:
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
     assert done.stderr == "" and done.stdout.count("said before the fork") == 1
-    assert "[(0, 0), (1, -9), (2, 0)] rank 1 (" in done.stdout and "was killed by signal 9 (SIGKILL)" in done.stdout
+    assert re.search(r"\[\(0, 0\), \(1, -9\), \(2, 0\)\] rank 1 \(.*\bSIGKILL\b", done.stdout)
 
 
 @pytest.mark.parametrize(

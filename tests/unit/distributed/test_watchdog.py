@@ -31,33 +31,33 @@ def view(rank: int, state: str = "running", *, waits: bool = True, phase: str = 
 
 
 @pytest.mark.parametrize(
-    ("views", "cause"),
+    ("views", "named"),
     [
-        ([view(0), view(1, "dead")], "rank 1 (h, process 1) of 2 died at step 7 in backward; the others waited for it"),
-        ([view(0, "stopped"), view(1)], "rank 0 (h, process 1) of 2 is stopped at step 7 in backward"),
-        ([view(0, "left", phase="left"), view(1)], "rank 0 (h, process 1) of 2 left the run at step 7 after its last"),
-        ([view(0), view(1, "silent")], "rank 1 (h, process 1) of 2 does not answer at step 7 in backward"),
-        ([view(0), view(1, waits=False, phase="data")], "of 2 does not take part at step 7 while reading data"),
+        ([view(0), view(1, "dead")], ["rank 1 (h, process 1) of 2 died", "step 7", "backward"]),
+        ([view(0, "stopped"), view(1)], ["rank 0 (h, process 1) of 2 ", "stopped", "step 7", "backward"]),
+        ([view(0, "left", phase="left"), view(1)], ["rank 0 (h, process 1) of 2 left", "step 7"]),
+        ([view(0), view(1, "silent")], ["rank 1 (h, process 1) of 2 ", "answer", "step 7", "backward"]),
+        ([view(0), view(1, waits=False, phase="data")], ["rank 1 (h, process 1) of 2 ", "step 7", "data"]),
         # A dead rank goes before one that waits for it without having said so, and before one that failed for it.
-        ([view(0, waits=False), view(1, "dead")], "rank 1 (h, process 1) of 2 died"),
-        ([view(0, "failed", phase="failed", waits=False), view(1, waits=False)], "rank 1 (h, process 1) of 2 does not"),
+        ([view(0, waits=False), view(1, "dead")], ["rank 1 (h, process 1) of 2 died"]),
+        ([view(0, "failed", phase="failed", waits=False), view(1, waits=False)], ["rank 1 (h, process 1) of 2 "]),
         # Of two that are busy elsewhere, the one that has been so for longer.
-        ([view(0, waits=False, since=5.0), view(1, waits=False, since=2.0)], "rank 1 (h, process 1) of 2 does not"),
-        ([view(0), view(1)], "all 2 ranks wait at step 7 in backward, waiting in all_reduce over tp (collective 5)"),
-        ([view(0), view(1, phase="fwd")], "the 2 ranks wait for each other in different collectives"),
+        ([view(0, waits=False, since=5.0), view(1, waits=False, since=2.0)], ["rank 1 (h, process 1) of 2 "]),
+        ([view(0), view(1)], ["all 2 ranks", "step 7", "all_reduce over tp (collective 5)"]),
+        ([view(0), view(1, phase="fwd")], ["2 ranks", "--debug-collectives"]),
     ],
 )
-def test_the_cause_of_a_hang(views: list[RankView], cause: str) -> None:
+def test_the_cause_of_a_hang(views: list[RankView], named: list[str]) -> None:
     watchdog = Watchdog(1.0)
     watchdog._size = len(views)
-    assert cause in watchdog._cause(views)
+    assert [part for part in named if part not in watchdog._cause(views)] == []
 
 
 def test_a_status_survives_its_text() -> None:
     status = Status(3, "pre_save", True, "all_gather", "cp+dp", 12, 4.25, 2)
     assert Status.decode(status.encode()) == status
     assert Status.decode(b"") is None and Status.decode(status.encode()[:9]) is None
-    assert status.place == "at step 3 while saving"
+    assert "step 3" in status.place and "sav" in status.place
     activity = Status(3, "fwd", True, MESSAGE, "4").activity
     assert "step 3" in activity and "forward" in activity and "rank 4" in activity
 
@@ -248,4 +248,4 @@ def test_the_watch_survives_a_look_that_fails(tmp_path: Path, how_often: str) ->
     command = [sys.executable, "-c", NO_ROOM, str(tmp_path), how_often]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert done.returncode == 6, done.stderr
-    assert "can't start new thread" in done.stderr and "waiting in all_reduce" in done.stderr
+    assert "can't start new thread" in done.stderr and "all_reduce" in done.stderr

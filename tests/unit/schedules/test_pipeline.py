@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from itertools import product
 
@@ -140,13 +141,9 @@ def test_micro_batches_that_do_not_divide_are_refused_by_flag() -> None:
 
 def test_all_violations_are_named_at_once() -> None:
     found = violations("zigzag", 0, -1, 0, SizeNames("--pp", "--vp", "--microbatches"))
-    assert [text[:17] for text in found] == [
-        "--pp 0 is below 1",
-        "--vp -1 is below ",
-        "--microbatches 0 ",
-        "unknown schedule ",
-    ]
-    assert "zb-h1 has one chunk" in violations("zb-h1", 4, 2, 8)[0]
+    for text, named in zip(found, ("--pp 0 ", "--vp -1 ", "--microbatches 0 ", "zigzag"), strict=True):
+        assert named in text
+    assert re.search(r"zb-h1\b.*\b2\b", violations("zb-h1", 4, 2, 8)[0])
 
 
 def test_the_schedule_of_a_run_follows_its_chunks() -> None:

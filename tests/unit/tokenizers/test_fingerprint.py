@@ -136,7 +136,7 @@ def test_side_by_side() -> None:
 def test_data_of_another_tokenizer_stops(tmp_path: Path) -> None:
     prefix = str(tmp_path / "data")
     said = require_tokenizer_of_data(prefix, CARD)
-    assert said is not None and "data.card is missing" in said
+    assert said is not None and "data.card" in said
     write_fingerprint(prefix, CARD)
     assert require_tokenizer_of_data(prefix, CARD) is None
     with pytest.raises(DataError, match=r"vocab_size +512 +99") as caught:

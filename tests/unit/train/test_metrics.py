@@ -62,7 +62,7 @@ def test_a_full_disk_does_not_stop_the_run(capsys) -> None:  # type: ignore[no-u
     writer = MetricsWriter(Path("/dev/full"))
     writer.after_step(RESULT)
     writer.after_step(RESULT)
-    assert capsys.readouterr().err.count("no more metrics") == 1
+    assert capsys.readouterr().err.count("metrics.jsonl") == 1
 
 
 def test_a_file_that_is_deleted_comes_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,4 +81,4 @@ def test_progress_has_a_line_for_each_start_and_checkpoint(tmp_path: Path, capsy
     path.unlink()
     path.mkdir()
     progress.after_save(SavedCheckpoint(2, "x", 0.0, 0))
-    assert "progress.txt is not written" in capsys.readouterr().err
+    assert "progress.txt" in capsys.readouterr().err
