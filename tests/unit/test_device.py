@@ -127,7 +127,6 @@ ALLOWED = {
     "kernels/torch_private.py": "torch.cuda.memory's history, which has no public name",
     "parallel/fsdp.py": "passes the type to a DeviceMesh",
     "models/initialise.py": "passes the type to fork_rng",
-    "train/step.py": "pins batches",
 }
 """Modules that name a kind of device, or read that of one, and what for."""
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megalith.device import is_host
 
-foreach_add_, foreach_lerp, foreach_lerp_ = torch._foreach_add_, torch._foreach_lerp, torch._foreach_lerp_
+foreach_add_, foreach_copy_ = torch._foreach_add_, torch._foreach_copy_
+foreach_lerp, foreach_lerp_ = torch._foreach_lerp, torch._foreach_lerp_
 foreach_mul_, foreach_norm, foreach_sign_ = torch._foreach_mul_, torch._foreach_norm, torch._foreach_sign_
 unscale_and_check_ = torch._amp_foreach_non_finite_check_and_unscale_
 """As called by `torch.amp.GradScaler`: (gradients, found_inf [1], inverse scale [1])."""

@@ -17,6 +17,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megalith.kernels.transfer import to_device
+
 
 @dataclass(frozen=True, eq=False)
 class Documents:
@@ -40,7 +42,7 @@ class Documents:
             return None
         ends = [*starts[1:], ids_BS.numel()]
         lengths = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        return cls(ids_BS if device is None else ids_BS.to(device), lengths)
+        return cls(ids_BS if device is None else to_device(ids_BS, device), lengths)
 
     @property
     def longest(self) -> int:
@@ -51,7 +53,7 @@ class Documents:
     def offsets(self) -> Tensor:
         """Start of each document in the sequences laid end to end, and the end of the last; int32 on the device."""
         ends = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return ends.to(self.ids_BS.device)
+        return to_device(ends, self.ids_BS.device)
 
     def laid_out(self, x_SBHK: Tensor) -> Tensor:
         """Concatenate the sequences. [S, B, H, K] -> [B * S, H, K]."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Protocol
@@ -66,21 +65,20 @@ class GlobalNorms:
                 rest = subtract_ranges((start, stop), [(first * width, last * width) for first, last in rows])
                 self._counted_ranges[name] = [(first - start, last - start) for first, last in rest]
 
-    def norm(self, tensors: Mapping[str, Tensor]) -> float:
-        """Return the L2 norm.
+    def squared_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the square of the L2 norm, a scalar on the device.
 
-        Of each tensor in at least fp32, then of the stack of these, squared; the sum over ranks; the root in double
-        precision (docs/reference/training.md#optimizers).
+        Of each tensor in at least fp32, then of the stack of these, squared; the sum over ranks. The root is taken in
+        double precision (docs/reference/training.md#optimizers).
         """
-        squared = _squared_norm(self._counted(tensors), self._dtype, self._device)
-        return math.sqrt(float(all_reduce(squared, self._axis)))
+        return all_reduce(_squared_norm(self._counted(tensors), self._dtype, self._device), self._axis)
 
-    def zeros(self, tensors: Mapping[str, Tensor]) -> float:
-        """Return the number of exact zeros."""
+    def zeros(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the number of exact zeros, a scalar on the device."""
         count = torch.zeros((), dtype=torch.int64, device=self._device)
         for tensor in self._counted(tensors):
             count += tensor.numel() - torch.count_nonzero(tensor)
-        return float(all_reduce(count, self._axis))
+        return all_reduce(count, self._axis)
 
     def _counted(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         counted: list[Tensor] = []

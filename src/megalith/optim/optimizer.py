@@ -23,7 +23,7 @@ from megalith.config import OptimizerConfig, PrecisionConfig
 from megalith.distributed.comm import all_reduce
 from megalith.errors import ConfigError
 from megalith.kernels.cpu.memory import lazy_zeros
-from megalith.kernels.torch_private import foreach_mul_, unscale_and_check_
+from megalith.kernels.torch_private import foreach_copy_, foreach_mul_, unscale_and_check_
 from megalith.nn.precision import at_least_fp32
 from megalith.optim.flat import boxes
 from megalith.optim.groups import Group
@@ -108,6 +108,7 @@ class Optimizer:
         self._scales = precision.fp16
         self._replicated: set[str] = set()
         self._state = self._zero_state()
+        self._measured: dict[str, Tensor] = {}  # gradients, from `measure` to `complete_step`
 
     def _zero_state(self) -> dict[str, dict[str, Tensor]]:
         """Allocate the states: name of a state -> parameter name -> zeros."""
@@ -156,15 +157,51 @@ class Optimizer:
         `decoupled_lr` is the rate of the word embeddings and the output layer, if they have their own; gradients whose
         norm is above `reject_norm_above` are not applied, and none are without `apply`.
         """
+        return self.complete_step(
+            self.measure().tolist(),
+            lr,
+            weight_decay,
+            decoupled_lr=decoupled_lr,
+            reject_norm_above=reject_norm_above,
+            apply=apply,
+        )
+
+    @torch.no_grad()
+    def measure(self) -> Tensor:
+        """Complete the gradients of a step and unscale them, without waiting for the device.
+
+        Returns:
+            What `complete_step` decides by: 1 for an overflow on any rank, the squared norm, the zeros; fp64 [3].
+        """
         self.finish_param_sync()
         self.gradients.finish()
-        grads = self._main_grads()
-        if self._checks_overflow and self._unscale(list(grads.values())):
+        grads = self._measured = self._main_grads()
+        found = self._unscale(list(grads.values())) if self._checks_overflow else None
+        # of unscaled gradients: --clip-grad must not depend on the loss scale
+        squared = self._norms.squared_norm(grads).double()
+        overflow = torch.zeros_like(squared) if found is None else found.double().squeeze(0)
+        zeros = self._norms.zeros(grads).double() if self._count_zeros else torch.zeros_like(squared)
+        return torch.stack((overflow, squared, zeros))
+
+    @torch.no_grad()
+    def complete_step(
+        self,
+        measured: Sequence[float],
+        lr: float,
+        weight_decay: float,
+        *,
+        decoupled_lr: float | None = None,
+        reject_norm_above: float = math.inf,
+        apply: bool = True,
+    ) -> StepOutcome:
+        """End the step that `measure` began, given its values on the host; arguments as of `step`."""
+        (overflow, squared, num_zeros), grads = measured, self._measured
+        self._measured = {}
+        if overflow:
             self.scaler.update(overflow=True)
             return StepOutcome(applied=False, grad_norm=None, num_zeros=None)
-        norm = self._norms.norm(grads)  # of unscaled gradients: --clip-grad must not depend on the loss scale
+        norm, zeros = math.sqrt(squared), num_zeros if self._count_zeros else None
         self.scaler.update(overflow=not math.isfinite(norm))
-        zeros = self._norms.zeros(grads) if self._count_zeros else None
         if not apply or not math.isfinite(norm) or norm > reject_norm_above:
             return StepOutcome(applied=False, grad_norm=norm, num_zeros=zeros)
         rates = _Rates(lr, weight_decay, lr if decoupled_lr is None else decoupled_lr)
@@ -186,14 +223,14 @@ class Optimizer:
         dtype = torch.bfloat16 if self._config.main_grads_dtype == "bf16" else None
         return {name: grad_shards[name].to(dtype or at_least_fp32(grad_shards[name].dtype)) for name in self._ordered}
 
-    def _unscale(self, grads: list[Tensor]) -> bool:
-        """Divide the gradients by the loss scale in place; return whether any rank has a non-finite one."""
+    def _unscale(self, grads: list[Tensor]) -> Tensor:
+        """Divide the gradients by the loss scale in place; return 1 if any rank has a non-finite one, else 0: [1]."""
         device = self.gradients.device
         found = torch.zeros(1, dtype=torch.float32, device=device)
         inverse = torch.full((1,), self.scaler.inverse, dtype=torch.float32, device=device)
         if grads:
             unscale_and_check_(grads, found, inverse)
-        return bool(all_reduce(found, self._world, "max").item())
+        return all_reduce(found, self._world, "max")
 
     def _update(self, grads: dict[str, Tensor], rates: _Rates, scale: float) -> None:
         for group in self.groups:
@@ -232,13 +269,13 @@ class Optimizer:
             if master is not updated:
                 master.copy_(updated)
         if weights is not None and (offloaded or not isinstance(group.rule, Fp32Arithmetic)):
-            for weight, master in zip(weights, masters, strict=True):
-                weight.copy_(master)
+            foreach_copy_(weights, masters)
 
     @torch.no_grad()
     def params_norm(self) -> float:
         """Return the L2 norm of all master weights of all ranks."""
-        return self._norms.norm({name: self._master_weights[name].to(self.gradients.device) for name in self._ordered})
+        masters = {name: self._master_weights[name].to(self.gradients.device) for name in self._ordered}
+        return math.sqrt(float(self._norms.squared_norm(masters)))
 
     @torch.no_grad()
     def reload_master_weights(self) -> None:

@@ -74,7 +74,7 @@ def evaluate(
     finally:
         for chunk in state.chunks:
             chunk.train()
-    loss, *others = step.mean_losses(total)
+    loss, *others = step.mean_losses(total).tolist()
     return Evaluation(
         iteration=state.iteration,
         consumed_samples=state.consumed_samples,

@@ -38,9 +38,10 @@ class MoEHook(StepHook):
         load_LE = expert_load(chunks, context)
         return torch.cat([auxiliary, load_LE.flatten()])
 
-    def on_reduced(self, sums: Tensor) -> None:
-        auxiliary, load = sums.split((len(self._names), sums.numel() - len(self._names)))
-        self._auxiliary, self._load_LE = auxiliary.tolist(), load.view(-1, self._model.num_experts or 1).tolist()
+    def on_reduced(self, sums: list[float]) -> None:
+        named, experts = len(self._names), self._model.num_experts or 1
+        self._auxiliary = sums[:named]
+        self._load_LE = [sums[start : start + experts] for start in range(named, len(sums), experts)]
 
     def after_update(self) -> None:
         chunks, context = self._state.chunks, self._state.context
@@ -91,10 +92,11 @@ def auxiliary_losses(
         return torch.zeros(0, dtype=torch.float64, device=context.device)
     model = chunks[0].config
     mixtures = sum(1 for experts in (*model.experts, *model.experts[-1:] * model.predictions) if experts)
-    sums = torch.zeros(len(names), dtype=torch.float64)
+    sums = torch.zeros(len(names), dtype=torch.float64, device=context.device)
     for chunk in chunks:
-        recorded = [chunk.auxiliary.recorded.get(name, {}).values() for name in names]
-        sums += torch.tensor([sum(map(float, values)) for values in recorded], dtype=torch.float64)
+        for number, name in enumerate(names):
+            for value in chunk.auxiliary.recorded.get(name, {}).values():
+                sums[number].add_(value)
     return _of_all_layers(sums / (mixtures * num_micro_batches * context.dp.size), chunks, context)
 
 

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
+from megalith.kernels.transfer import to_device
 from megalith.models.language_model import Inputs, LanguageModel
 from megalith.nn.precision import at_least_fp32
 from megalith.optim.optimizer import StepOutcome
@@ -89,7 +91,7 @@ def train_step(
         else:
             schedule = pipeline_schedule or default_schedule(len(state.chunks))
             run_pipeline(state, runner, schedule, num_micro_batches, timers)
-    reduced = _reduce_losses(state, runner, sum_over_ranks or make_sum_over_ranks(state))
+    reduced = _reduce(state, runner, sum_over_ranks or make_sum_over_ranks(state))
     update = _apply(state, runner, reduced, apply=apply)
     return _report(state, runner, reduced, update, time.perf_counter() - started)
 
@@ -118,39 +120,48 @@ def _begin(
 
 @dataclass(frozen=True)
 class _ReducedStep:
-    """The losses of a step over all ranks, their anomaly, and the learning rates and weight decay of its update."""
+    """The losses of a step over all ranks, their anomaly, and what its update is made with."""
 
     losses: list[float]
+    measured: list[float]  # by `Optimizer.measure`
     anomaly: str  # empty for none
     learning_rate: float
     decoupled_lr: float | None
     weight_decay: float
 
 
-def _reduce_losses(state: TrainState, runner: MicroBatchRunner, sum_over_ranks: SumOverRanks) -> _ReducedStep:
-    """Sum the losses and the hooks' values over all ranks in one collective, and check the loss."""
+def _reduce(state: TrainState, runner: MicroBatchRunner, sum_over_ranks: SumOverRanks) -> _ReducedStep:
+    """Sum the losses and the hooks' values over all ranks in one collective, measure the gradients, check the loss.
+
+    All numbers are read at once: the host waits for the device nowhere else in a step. The update comes after it and
+    keeps the device busy while the host prepares the next step.
+    """
     if state.model.config.calculate_per_token_loss:
         normalize_grads_per_token(state, runner)
     local = runner.loss_totals()
     of_hooks = [(hook, own.to(local)) for hook in runner.hooks if (own := hook.values_to_reduce(runner)) is not None]
     lengths = [len(local), *(len(own) for _, own in of_hooks)]
     loss_sums, *hook_sums = sum_over_ranks(torch.cat([local, *(own for _, own in of_hooks)])).split(lengths)
-    for (hook, _), sums in zip(of_hooks, hook_sums, strict=True):
-        hook.on_reduced(sums)
-    losses = mean_losses(loss_sums)
-    return _ReducedStep(
-        losses, state.check.loss_anomaly(sum(losses)), state.learning_rate, state.decoupled_lr, state.weight_decay
-    )
+    for hook in runner.hooks:
+        hook.on_phase("opt", runner.step)
+    with runner.timers.time("optimizer", level=1):
+        tensors = [mean_losses(loss_sums), state.optimizer.measure(), *hook_sums]
+        numbers = iter(torch.cat([tensor.double() for tensor in tensors]).tolist())
+    losses, measured, *hook_values = (list(islice(numbers, len(tensor))) for tensor in tensors)
+    for (hook, _), values in zip(of_hooks, hook_values, strict=True):
+        hook.on_reduced(values)
+    anomaly = state.check.loss_anomaly(sum(losses))
+    return _ReducedStep(losses, measured, anomaly, state.learning_rate, state.decoupled_lr, state.weight_decay)
 
 
 def _apply(state: TrainState, runner: MicroBatchRunner, reduced: _ReducedStep, *, apply: bool) -> StepOutcome:
     """Update the weights if `apply` is set and the step is not anomalous, and advance the counters."""
     for hook in runner.hooks:
-        hook.on_phase("opt", runner.step)
         hook.before_update()
     state.updating = True
     with runner.timers.time("optimizer", level=1):
-        update = state.optimizer.step(
+        update = state.optimizer.complete_step(
+            reduced.measured,
             reduced.learning_rate,
             reduced.weight_decay,
             decoupled_lr=reduced.decoupled_lr,
@@ -215,11 +226,10 @@ def run_pipeline(
     pipeline.run(order.program(context.pp.index), runner, context.p2p_channels, state.deferred, timed)
 
 
-def mean_losses(loss_sums: Tensor) -> list[float]:
-    """Return the mean of each loss from interleaved (sum, count) [2 * num_losses]; synchronises with the device."""
+def mean_losses(loss_sums: Tensor) -> Tensor:
+    """Return the mean of each loss [num_losses] from interleaved (sum, count) [2 * num_losses]."""
     summed, denominators = loss_sums.view(-1, 2).unbind(dim=1)
-    means: list[float] = (summed / denominators.clamp(min=1.0)).tolist()
-    return means
+    return summed / denominators.clamp(min=1.0)
 
 
 @dataclass(eq=False)
@@ -285,7 +295,8 @@ class MicroBatchRunner:
         if model.reports_means:
             reported, count = reported / count.clamp(min=1.0), torch.ones_like(count)
         self.loss_sums.append(torch.stack((reported, count), dim=1).flatten())
-        summed = summed * summed.new_tensor([loss.weight for loss in losses])
+        if any(loss.weight != 1.0 for loss in losses):
+            summed = torch.stack([one * loss.weight for one, loss in zip(summed.unbind(), losses, strict=True)])
         if model.config.calculate_per_token_loss:
             return summed.sum() * self.loss_scale
         if self.context.cp.size > 1:
@@ -318,15 +329,9 @@ class MicroBatchRunner:
                 hook.on_batch(batch)
             fields.pop("dataset_id", None)
             inputs = model.prepare(fields)
-            inputs = replace(inputs, tensors=to_device(inputs.tensors, model.device))
+            tensors = {name: to_device(tensor, model.device) for name, tensor in inputs.tensors.items()}
+            inputs = replace(inputs, tensors=tensors)
             self._inputs[self._num_loaded] = inputs
             self._unmasked_counts.append(inputs.tensors["loss_mask"].sum())
             self._num_loaded += 1
         return self._inputs[micro_batch]
-
-
-def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Copy a micro-batch to a device; to a GPU asynchronously, through pinned memory."""
-    if device.type == "cuda":
-        return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
-    return {name: tensor.to(device) for name, tensor in batch.items()}

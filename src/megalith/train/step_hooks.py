@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megalith.kernels.transfer import to_device
 from megalith.train.faults import Probe
 from megalith.train.state import TrainState
 
@@ -42,7 +43,7 @@ class StepHook:
         """Return values [n] to sum over all ranks, together with the losses, once all gradients are computed."""
         return None
 
-    def on_reduced(self, sums: Tensor) -> None:
+    def on_reduced(self, sums: list[float]) -> None:
         """Receive the sums over all ranks [n] of what `values_to_reduce` returned."""
 
     def before_update(self) -> None:
@@ -78,10 +79,10 @@ class BlendCount(StepHook):
     def values_to_reduce(self, runner: MicroBatchRunner) -> Tensor:
         # Context-parallel ranks have parts of the same samples, which the first of them counts.
         counts = [float(self._samples[number]) * self._context.cp.is_first for number in range(len(self._names))]
-        return torch.tensor(counts, dtype=torch.float64, device=self._context.device)
+        return to_device(torch.tensor(counts, dtype=torch.float64), self._context.device)
 
-    def on_reduced(self, sums: Tensor) -> None:
-        self._totals = sums.tolist()
+    def on_reduced(self, sums: list[float]) -> None:
+        self._totals = sums
 
     def report(self) -> dict[str, Any]:
         pairs = zip(self._names, self._totals, strict=True)

@@ -92,6 +92,7 @@ def test_operators_on_lists() -> None:
     assert private.foreach_norm([y])[0] == 5.0, "torch._foreach_norm"
     for change, wanted in (
         (lambda x, y: private.foreach_add_(x, y, alpha=-2.0), [-5.0, -10.0]),
+        (lambda x, y: private.foreach_copy_(x, y), [3.0, 4.0]),
         (lambda x, y: private.foreach_lerp_(x, y, 0.5), [2.0, 1.0]),
         (lambda x, y: private.foreach_mul_(x, 3.0), [3.0, -6.0]),
         (lambda x, y: private.foreach_sign_(x), [1.0, -1.0]),

@@ -203,7 +203,7 @@ def test_an_update_that_breaks_is_never_saved(
         probe.requested = "SIGINT"
         raise RuntimeError("in the middle of the weights")
 
-    monkeypatch.setattr(run.state.optimizer, "step", broken)
+    monkeypatch.setattr(run.state.optimizer, "complete_step", broken)
     with pytest.raises(RuntimeError, match="in the middle"):
         list(train(run))
     assert recorder.moments == []

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megalith.device import capability_of
+from megalith.kernels.transfer import to_device
 from megalith.nn.linear import Linear, linear
 from megalith.nn.precision import product_dtype
 from megalith.nn.sink import GradientSink
@@ -44,7 +45,7 @@ def _products(x_NI: Tensor, weights_OI: Sequence[Tensor], counts: list[int], *, 
     if _one_kernel(x_NI, weights_OI):
         assert _grouped_mm is not None
         stacked = torch.stack(list(weights_OI))
-        ends = torch.tensor(counts, device=x_NI.device).cumsum(0, dtype=torch.int32)
+        ends = to_device(torch.tensor(counts), x_NI.device).cumsum(0, dtype=torch.int32)
         return _grouped_mm(x_NI.contiguous(), stacked.mT if transposed else stacked, offs=ends)
     wide = product_dtype(x_NI)
     y_NO = x_NI.new_empty(x_NI.shape[0], weights_OI[0].shape[0 if transposed else 1])
