@@ -8,7 +8,11 @@ For hidden states h [T, D], output weight W [V, D] and targets t [T]:
     dh = dlogits W,  dW = dlogits^T h
 
 The plain formulation holds the logits, their fp32 copy, their log-softmax and the gradient of each; here one
-[T, V] buffer serves all of them, and the fp32 work is done on a few rows at a time that fit the cache.
+[T, V] buffer serves all of them, and the fp32 work is done on a few rows at a time. On a CPU these fit the cache, and
+the operations on them are the fastest there are for CPUs. Elsewhere each operation is a pass over memory, and torch's
+softmax kernels do in one pass what are six: for a logit in half precision both passes of the loss move 20 bytes, or 36
+where torch's softmax cannot read its dtype and write fp32, instead of 82. To form the gradient in the forward pass, for
+C tokens at a time, would store no logits but read and write dW for each C: 8 D / C bytes a logit, more than it saves.
 
 With label smoothing a the target distribution gives a / (V - 1) to every other token. With s = a V / (V - 1)
 
@@ -43,18 +47,18 @@ from megalith.nn.region import SOLO, Region, enter
 from megalith.nn.sink import GradientSink
 
 CHUNK_ELEMENTS = 1 << 20  # of [rows, V] in fp32 work at once: 4 MiB, within a core's share of cache
-CHUNK_ELEMENTS_ON_DEVICE = 1 << 26  # 256 MiB: few launches, and still a part of the logits only
+CHUNK_ELEMENTS_ON_DEVICE = 1 << 24  # 64 MiB: few launches, and still a part of the logits only
 
 
 def _in_chunks(logits_TV: Tensor, work: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yield a few rows at a time: which, and a copy of them in the dtype `work`, in the same memory each time."""
+    """Yield a few rows at a time: which, and memory for them in the dtype `work`, the same each time."""
     rows, columns = logits_TV.shape
     elements = CHUNK_ELEMENTS if is_host(logits_TV.device) else CHUNK_ELEMENTS_ON_DEVICE
     step = min(rows, max(1, elements // columns))
     memory = torch.empty(step, columns, dtype=work, device=logits_TV.device)
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
-        yield part, memory[: part.stop - start].copy_(logits_TV[part])
+        yield part, memory[: part.stop - start]
 
 
 def _exp(x: Tensor) -> Tensor:
@@ -62,17 +66,31 @@ def _exp(x: Tensor) -> Tensor:
     return x.mul_(math.log2(math.e)).exp2_()
 
 
-def _log_sum_exp(logits_TV: Tensor, *, with_sum: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Return the log-sum-exp of each row, [T, V] -> [T] in at least fp32, and with `with_sum` the sum of each row."""
-    work = at_least_fp32(logits_TV.dtype)
+def _log_sum_exp(logits_TV: Tensor, rows_T: Tensor, *, with_sum: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Return the log-sum-exp of each row, [T, V] -> [T] in at least fp32, and with `with_sum` the sum of each row.
+
+    It is the difference of any logit and its logarithmic probability; `rows_T` says which.
+    """
+    work, fused = at_least_fp32(logits_TV.dtype), _has_fused_softmax(logits_TV)
     result = torch.empty(logits_TV.shape[0], dtype=work, device=logits_TV.device)
     sums = torch.empty_like(result) if with_sum else None
     for rows, chunk in _in_chunks(logits_TV, work):
+        logits = logits_TV[rows] if fused else chunk.copy_(logits_TV[rows])
         if sums is not None:
-            sums[rows] = chunk.sum(dim=-1)
-        peak = chunk.amax(dim=-1, keepdim=True)
-        result[rows] = _exp(chunk.sub_(peak)).sum(dim=-1).log_() + peak.squeeze(-1)
+            sums[rows] = logits.sum(dim=-1, dtype=work)
+        if fused:
+            torch.log_softmax(logits, dim=-1, dtype=work, out=chunk)
+            one = rows_T[rows, None]
+            result[rows] = (logits.gather(1, one) - chunk.gather(1, one)).squeeze(1)
+        else:
+            peak = chunk.amax(dim=-1, keepdim=True)
+            result[rows] = _exp(chunk.sub_(peak)).sum(dim=-1).log_() + peak.squeeze(-1)
     return result, sums
+
+
+def _has_fused_softmax(logits: Tensor) -> bool:
+    """Return whether torch's softmax is faster than the operations that it consists of."""
+    return not is_host(logits.device)
 
 
 def _of_all_ranks(log_sum_T: Tensor, chosen_T: Tensor, region: Region) -> tuple[Tensor, Tensor]:
@@ -83,18 +101,37 @@ def _of_all_ranks(log_sum_T: Tensor, chosen_T: Tensor, region: Region) -> tuple[
 
 
 def _logits_gradient(
-    logits_TV: Tensor, log_sum_T: Tensor, rows_T: Tensor, held_T: Tensor, grad_T: Tensor, each: float
+    logits_TV: Tensor, own_T: Tensor, log_sum_T: Tensor, rows_T: Tensor, held_T: Tensor, grad_T: Tensor, each: float
 ) -> None:
     """Overwrite the logits with (softmax - held x onehot - each) * grad.
 
-    `held` is the weight of the target where it is among them, else 0; `each` that of every token.
+    `own` is the log-sum-exp of the logits here, `log_sum` that of the whole vocabulary; `held` is the weight of the
+    target where it is among them, else 0; `each` that of every token.
     """
+    if _has_fused_softmax(logits_TV):
+        _fused_logits_gradient(logits_TV, own_T, log_sum_T, rows_T, held_T, grad_T, each)
+        return
     for rows, chunk in _in_chunks(logits_TV, log_sum_T.dtype):
-        _exp(chunk.sub_(log_sum_T[rows, None]))
+        _exp(chunk.copy_(logits_TV[rows]).sub_(log_sum_T[rows, None]))
         if each:
             chunk.sub_(each)
         chunk.scatter_add_(1, rows_T[rows, None], -held_T[rows, None])
         logits_TV[rows] = chunk.mul_(grad_T[rows, None])
+
+
+def _fused_logits_gradient(
+    logits_TV: Tensor, own_T: Tensor, log_sum_T: Tensor, rows_T: Tensor, held_T: Tensor, grad_T: Tensor, each: float
+) -> None:
+    """Compute `_logits_gradient` from the softmax over the logits here, times their share of the whole vocabulary."""
+    scale_T, grad_T = torch.exp(own_T - log_sum_T) * grad_T, grad_T.to(log_sum_T.dtype)
+    for rows, chunk in _in_chunks(logits_TV, log_sum_T.dtype):
+        torch.softmax(logits_TV[rows], dim=-1, dtype=chunk.dtype, out=chunk)
+        if each:
+            chunk.mul_(scale_T[rows, None]).sub_(each * grad_T[rows, None])
+        one, scale = rows_T[rows, None], 1.0 if each else scale_T[rows, None]
+        target = chunk.gather(1, one) * scale - (held_T * grad_T)[rows, None]  # in fp32: the difference may be small
+        torch.mul(chunk, scale, out=logits_TV[rows])
+        logits_TV[rows].scatter_(1, one, target.to(logits_TV.dtype))
 
 
 class LogitsBuffer:
@@ -154,14 +191,14 @@ class _VocabularyLoss(torch.autograd.Function):
         elsewhere |= without_T
         # Megatron: the smoothed loss is (1 - s) * loss + s * mean over the vocabulary, s = smoothing * V / (V - 1).
         uniform_share = smoothing * vocab_size / max(1, vocab_size - 1)
-        own_log_sum, own_sum = _log_sum_exp(logits, with_sum=smoothing > 0.0)
+        own_log_sum, own_sum = _log_sum_exp(logits, rows, with_sum=smoothing > 0.0)
         held = (~elsewhere).to(own_log_sum.dtype) * (1.0 - uniform_share)
         own_chosen = logits.gather(1, rows[:, None]).squeeze(1) * held
         if own_sum is not None:
             own_chosen += own_sum * (uniform_share / vocab_size)
         log_sum, chosen = _of_all_ranks(own_log_sum, own_chosen, region)
         if differentiated:
-            ctx.save_for_backward(hidden, weight_VD, rows, held, log_sum)
+            ctx.save_for_backward(hidden, weight_VD, rows, held, own_log_sum, log_sum)
             ctx.logits, ctx.sink, ctx.buffer, ctx.region = logits, sink, buffer, region
             ctx.each = uniform_share / vocab_size
         else:
@@ -170,11 +207,11 @@ class _VocabularyLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        hidden, weight, rows, held, log_sum = ctx.saved_tensors
+        hidden, weight, rows, held, own, log_sum = ctx.saved_tensors
         logits, ctx.logits = ctx.logits, None
         assert logits is not None, "the vocabulary loss was differentiated twice; its logits are overwritten once"
         arriving = ctx.region.gather(hidden)
-        _logits_gradient(logits, log_sum, rows, held, grads[0].reshape(-1), ctx.each)
+        _logits_gradient(logits, own, log_sum, rows, held, grads[0].reshape(-1), ctx.each)
         dtype = product_dtype(hidden)
         dh = torch.mm(logits.to(dtype), weight.to(dtype)).to(hidden.dtype)
         leaving = ctx.region.reduce(dh.view(*grads[0].shape, hidden.shape[-1]))

@@ -11,6 +11,15 @@ from megalith.nn.loss import LogitsBuffer, vocabulary_loss
 from megalith.optim.gradients import GradientBuffers
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "fused"])
+def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms of the softmax: that of CPUs and that of other devices."""
+    monkeypatch.setattr(loss, "_has_fused_softmax", lambda logits: request.param)
+
+
+pytestmark = pytest.mark.usefixtures("fused")
+
+
 def _reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy((hidden @ weight.t()).flatten(0, -2), targets.flatten(), reduction="none")
 
@@ -93,3 +102,25 @@ def test_a_bias_and_positions_without_a_target() -> None:
     theirs = torch.autograd.grad(expected, leaves, along)
     for one, other in zip(torch.autograd.grad(found, leaves, along), theirs, strict=True):
         assert torch.allclose(one, other, atol=1e-12)
+
+
+@pytest.mark.parametrize("each", [0.0, 0.01])
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "least"), [(torch.float64, 1e-12, 1e-13), (torch.bfloat16, 2.0**-8, 1e-6)]
+)
+def test_the_gradient_of_a_part_of_the_vocabulary(
+    each: float, dtype: torch.dtype, rounding: float, least: float
+) -> None:
+    torch.manual_seed(0)
+    whole = (torch.randn(7, 12, dtype=torch.float64) * 5).to(dtype)
+    here = whole[:, 5:].clone()
+    rows, grad = torch.tensor([0, 6, 3, 0, 2, 0, 1]), torch.rand(7, dtype=torch.float64)
+    held = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0], dtype=torch.float64)  # two targets are on another rank
+    log_sum = whole.double().logsumexp(-1)
+    exact = here.double().sub(log_sum[:, None]).exp().sub(each)
+    exact[torch.arange(7), rows] -= held
+    own, _ = loss._log_sum_exp(here, rows)
+    torch.testing.assert_close(own.double(), here.double().logsumexp(-1), rtol=0, atol=least)
+    work = own.dtype
+    loss._logits_gradient(here, own, log_sum.to(work), rows, held.to(work), grad.to(work), each)
+    torch.testing.assert_close(here.double(), exact * grad[:, None], rtol=rounding, atol=least)
