@@ -259,6 +259,6 @@ def test_a_killed_worker_is_an_error_not_a_hang(start: str, files: list[str], tm
         os.kill(worker, signal.SIGKILL)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 1
-    assert errors.splitlines()[-1].startswith(b"megalith preprocess: ") and b"worker" in errors
+    assert b"MegalithError: " in errors and b"--workers 1" in errors.splitlines()[-1]
     assert gone(children, seconds=10)
     assert {path.suffix for path in tmp_path.glob("out*")} <= {".partial", ".unfinished"}
