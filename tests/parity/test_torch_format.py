@@ -658,7 +658,7 @@ def test_buffers_in_another_form(unpack: Callable[..., Path], change: str) -> No
         body[0][torch.bfloat16, torch.float32] = body[0][kind]
     torch.save(body, file)
     words = {
-        "apart": "as Megatron did before core 0.7",
+        "apart": "core 0.7",
         "short": "does not fit",
         "two": "buffers for parameters in torch.float32, ",
     }

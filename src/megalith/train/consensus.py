@@ -76,7 +76,7 @@ class RankConsensus:
 
     @property
     def _decided(self) -> list[float]:
-        """The number of ranks for each stop signal, and then of those out of time, busy with a save, failed in one."""
+        """Return how many ranks received each stop signal, are out of time, are writing a save, and failed in one."""
         if isinstance(self._decisions, HostCopy):
             self._decisions = self._decisions.tolist()
         return self._decisions
