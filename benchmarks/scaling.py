@@ -278,8 +278,8 @@ exponent b means growth with the b-th power of the work: fitted over all points,
 that of the work itself. **Superlinear**: ours grew faster than its law between the last two points, by more than 0.1.
 *loaded*: measured beside other work.
 
-Where ranks share cores, a step grows faster than its law: a ring all-reduce of n ranks passes 2n(n - 1) messages, and
-each wakes a process that may have to wait for a core.
+Where ranks share cores, a step grows faster than its law. The likely cause, by counting: a ring all-reduce of n ranks
+passes 2n(n - 1) messages, and each wakes a process that may have to wait for a core.
 """
 
 

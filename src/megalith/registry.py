@@ -106,14 +106,13 @@ class Registered(str):
         if entry.settings is not None:
             options = {**options, "settings": self.settings}
         flag = f"{KINDS[entry.kind]} {self}"
-        try:
-            return entry.thing(*args, **options)
-        except MegalithError:
-            raise
-        except Exception as error:
-            if isinstance(error, TypeError) and (complaint := _wrong_arguments(entry.thing, args, options)):
-                raise ConfigError(f"{flag}: {_name_of(entry)} {complaint}") from None
-            raise MegalithError(f"{flag}: {error_of_user(error)}") from error
+        with naming_errors(flag):
+            try:
+                return entry.thing(*args, **options)
+            except TypeError:
+                if complaint := _wrong_arguments(entry.thing, args, options):
+                    raise ConfigError(f"{flag}: {_name_of(entry)} {complaint}") from None
+                raise
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def parse_split(split: str) -> SplitMatrix:
 
     Numbers may be separated by anything; missing ones are 0.
 
-    Raises:  ConfigError if there are not numbers or more than three, or they are all 0.
+    Raises:  ConfigError if there are no numbers or more than three, or they are all 0.
     Source:  Megatron-LM `parse_and_normalize_split`, `convert_split_vector_to_split_matrix`.
     """
     numbers = re.findall(r"[.0-9]+", split)

@@ -74,7 +74,7 @@ class AllToAll(_ExpertParallelDispatcher):
 
     def dispatch(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: int) -> DispatchedTokens:
         axis, here = self._axis, self.local_experts(experts)
-        ranks_TK = experts_TK // len(here)  # dropped choices have index len(here), after the last rank
+        ranks_TK = experts_TK // len(here)  # a dropped choice has index axis.size, after the last rank
         again_TK = (ranks_TK.unsqueeze(2) == ranks_TK.unsqueeze(1)).tril(-1).any(2)
         leaving = order_by_expert(ranks_TK.masked_fill(again_TK, axis.size), axis.size)
         going = leaving.counts_E

@@ -8,8 +8,8 @@ scheduler mostly gives a sequence consecutive blocks: its keys are then a view o
 gathered. Heads come before rows, so that the keys of a head are contiguous.
 
 On an accelerator, where starting a kernel costs more than gathering, the sequences of a batch that get one new token
-share one call (`DecodingGroup`). On a CPU gathering takes about as long as the calls that it saves for sequences of 64
-positions, and 2 to 9 times as long from 256 on.
+share one call (`DecodingGroup`). On a CPU gathering took 1 to 4 times as long as the calls that it saves for
+sequences of 64 positions, and 2 to 10 times from 256 on.
 
 In an encoder-decoder model the first blocks of a sequence hold the keys and values of cross attention, one per token
 of the encoder input; those of the answer follow.

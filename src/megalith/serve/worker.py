@@ -43,9 +43,8 @@ class Answer:
     """Asynchronous iterator over the events of one request; ends after the last `Finished`."""
 
     def __init__(self, request: Request, cancel: Callable[[Answer], None]) -> None:
-        self.left = (
-            1 if request.beam_width else request.n
-        )  # samples that the engine still computes; used by its thread only
+        # samples that the engine still computes; used by its thread only
+        self.left = 1 if request.beam_width else request.n
         self._open = set(range(self.left))
         self._cancel, self._events = cancel, asyncio.Queue[Event]()
 

@@ -337,7 +337,7 @@ class DirectoryStore:
         return self._ranks.run_on_first(self._iterations)
 
     def latest(self) -> int | None:
-        """Return the iteration in the tracker file; None if there is not a file or no number in it."""
+        """Return the iteration in the tracker file; None if there is no file or no number in it."""
         return self._ranks.run_on_first(self._latest)
 
     def format(self, iteration: int) -> str:
