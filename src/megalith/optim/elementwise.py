@@ -11,8 +11,9 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megalith.config import OptimizerConfig
+from megalith.device import is_host
 from megalith.kernels.torch_private import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
-from megalith.optim.rules import UpdateBatch, UpdateRule
+from megalith.optim.rules import UpdateBatch, UpdateRule, run_update
 from megalith.registry import mark
 
 _ADAM_FIXED = {
@@ -45,6 +46,10 @@ class AdamW(UpdateRule):
         return {"betas": (self.beta1, self.beta2), "eps": self.eps, **_ADAM_FIXED}
 
     def update(self, batch: UpdateBatch) -> None:
+        self.update_divided(batch, None)
+
+    def update_divided(self, batch: UpdateBatch, divisor: Tensor | None) -> None:
+        """Update with the gradients divided by a number in fp32 on the device, in the same pass."""
         params, states = list(batch.params), batch.states
         counts = torch.full((len(params),), float(batch.steps_done), dtype=torch.float32, device=params[0].device)
         adamw(
@@ -55,6 +60,7 @@ class AdamW(UpdateRule):
             [],
             list(counts.unbind()),
             fused=True,
+            grad_scale=divisor,
             amsgrad=False,
             beta1=self.beta1,
             beta2=self.beta2,
@@ -95,6 +101,10 @@ class SGD(UpdateRule):
         }
 
     def update(self, batch: UpdateBatch) -> None:
+        self.update_divided(batch, None)
+
+    def update_divided(self, batch: UpdateBatch, divisor: Tensor | None) -> None:
+        """Update with the gradients divided by a number in fp32 on the device, in the same pass."""
         # A buffer of zeros and no dampening make the first step what it is without a buffer: the gradient itself.
         buffers: list[Tensor | None] = [None] * len(batch.params)
         if self.momentum:
@@ -104,6 +114,7 @@ class SGD(UpdateRule):
             list(batch.grads),
             buffers,
             fused=True,
+            grad_scale=divisor,
             weight_decay=batch.weight_decay,
             momentum=self.momentum,
             lr=batch.lr,
@@ -137,3 +148,24 @@ class Lion(UpdateRule):
         foreach_mul_(params, 1.0 - batch.lr * batch.weight_decay)
         foreach_add_(params, updates, alpha=-batch.lr)
         foreach_lerp_(moments, grads, 1.0 - self.beta2)
+
+
+def run_scaled(rule: UpdateRule, batch: UpdateBatch, scale: float) -> None:
+    """Update parameters by a rule with `scale` x the gradients, which are overwritten.
+
+    On an accelerator AdamW and SGD read the gradients once: torch's kernels, which were written for a loss scale,
+    divide by 1 / scale. On a CPU the product is a pass of its own, whose bits are those of Megatron.
+
+    Raises: as `run_update`.
+    """
+    if scale == 1.0:
+        run_update(rule, batch)
+    elif isinstance(rule, AdamW | SGD) and type(rule).update in _DIVIDING and not is_host(batch.params[0].device):
+        divisor = torch.full((), 1.0 / scale, dtype=torch.float32, device=batch.params[0].device)
+        rule.update_divided(batch, divisor)
+    else:
+        foreach_mul_(list(batch.grads), scale)
+        run_update(rule, batch)
+
+
+_DIVIDING = (AdamW.update, SGD.update)  # a subclass may have another update

@@ -23,12 +23,13 @@ from megalith.config import OptimizerConfig, PrecisionConfig
 from megalith.distributed.comm import all_reduce
 from megalith.errors import ConfigError
 from megalith.kernels.cpu.memory import lazy_zeros
-from megalith.kernels.torch_private import foreach_copy_, foreach_mul_, unscale_and_check_
+from megalith.kernels.torch_private import foreach_copy_, unscale_and_check_
 from megalith.nn.precision import at_least_fp32
+from megalith.optim.elementwise import run_scaled
 from megalith.optim.flat import boxes
 from megalith.optim.groups import Group
 from megalith.optim.loss_scale import LossScale, build_loss_scale
-from megalith.optim.rules import STATE_DTYPES, Fp32Arithmetic, UpdateBatch, run_update
+from megalith.optim.rules import STATE_DTYPES, Fp32Arithmetic, UpdateBatch
 from megalith.optim.shards import OptimizerShards
 
 HOST = torch.device("cpu")
@@ -220,8 +221,13 @@ class Optimizer:
     def _main_grads(self) -> dict[str, Tensor]:
         """Return this rank's gradients in at least fp32, or in the dtype of `--main-grads-dtype`, in group order."""
         grad_shards = self.gradients.grad_shards
-        dtype = torch.bfloat16 if self._config.main_grads_dtype == "bf16" else None
-        return {name: grad_shards[name].to(dtype or at_least_fp32(grad_shards[name].dtype)) for name in self._ordered}
+        given = {name: grad_shards[name] for name in self._ordered}
+        dtype = torch.bfloat16 if self._config.main_grads_dtype == "bf16" else at_least_fp32(self.gradients.dtype)
+        if self.gradients.dtype == dtype or not given:
+            return given
+        converted = {name: torch.empty_like(grad, dtype=dtype) for name, grad in given.items()}
+        foreach_copy_(list(converted.values()), list(given.values()))
+        return converted
 
     def _unscale(self, grads: list[Tensor]) -> Tensor:
         """Divide the gradients by the loss scale in place; return 1 if any rank has a non-finite one, else 0: [1]."""
@@ -262,9 +268,7 @@ class Optimizer:
         if isinstance(group.rule, Fp32Arithmetic):
             group.rule.update_scaled(batch, scale, None if offloaded else weights)
         else:
-            if scale != 1.0:
-                foreach_mul_(gradients, scale)
-            run_update(group.rule, batch)
+            run_scaled(group.rule, batch, scale)
         for master, updated in zip(masters, params, strict=True):
             if master is not updated:
                 master.copy_(updated)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megalith.device import is_host
+from megalith.kernels.torch_private import foreach_copy_, foreach_mul_
 from megalith.nn.precision import at_least_fp32
 from megalith.registry import naming_errors
 
@@ -94,15 +95,34 @@ def run_update(rule: UpdateRule, batch: UpdateBatch) -> None:
 PIECE_ON_CPU, PIECE_ELEMENTS = 1 << 18, 1 << 24
 """Elements updated at once: fp32 with gradients and states 4 MiB on a CPU, within a core's cache; 256 MiB elsewhere."""
 
+_Piece = tuple[int, slice]
+"""Number of a parameter in a batch, and some of its flattened elements."""
+
+
+def _pieces(params: Sequence[Tensor]) -> list[list[_Piece]]:
+    """Divide parameters into what is updated at once: a piece on a CPU, pieces of many parameters elsewhere."""
+    host = is_host(params[0].device)
+    size = PIECE_ON_CPU if host else PIECE_ELEMENTS
+    found, room = list[list[_Piece]](), 0
+    for number, param in enumerate(params):
+        for start in range(0, param.numel(), size):
+            piece = slice(start, min(start + size, param.numel()))
+            room -= piece.stop - piece.start
+            if host or room < 0 or not found:
+                found.append([])
+                room = size - (piece.stop - piece.start)
+            found[-1].append((number, piece))
+    return found
+
 
 @dataclass
 class Fp32Arithmetic(UpdateRule):
     """An elementwise rule over tensors of several dtypes (`--use-precision-aware-optimizer`), with arithmetic in fp32.
 
-    Stored tensors are rounded, the arithmetic is not: pieces of a parameter are converted to fp32, updated and rounded,
-    one at a time, so that the fp32 copies stay in the cache and never exist for a whole model. Tensors have no scale:
-    this suffices for bf16 moments and fp16 master weights, but not for fp16 or fp8 moments, whose squares would
-    underflow; a rule of the configuration refuses those.
+    Stored tensors are rounded, the arithmetic is not: pieces of parameters are converted to fp32, updated and rounded,
+    so that the fp32 copies stay in the cache of a CPU and never exist for a whole model; an accelerator gets pieces of
+    many parameters in one launch. Tensors have no scale: this suffices for bf16 moments and fp16 master weights, but
+    not for fp16 or fp8 moments, whose squares would underflow; a rule of the configuration refuses those.
     """
 
     rule: UpdateRule
@@ -123,37 +143,33 @@ class Fp32Arithmetic(UpdateRule):
 
         Both happen while a piece is in the cache: separate passes would take 50 % longer.
         """
-        piece = PIECE_ON_CPU if is_host(batch.params[0].device) else PIECE_ELEMENTS
-        for number, name in enumerate(batch.names):
-            tensors = [
-                batch.params[number],
-                batch.grads[number],
-                *(batch.states[state][number] for state in self.state_names),
-            ]
-            flat = [tensor.view(-1) for tensor in tensors]
-            weight = None if weights is None else weights[number].view(-1)
-            for start in range(0, flat[0].numel(), piece):
-                parts = [tensor[start : start + piece] for tensor in flat]
-                wide = [self._wide(place, part) for place, part in enumerate(parts)]
-                if scale != 1.0:
-                    wide[1].mul_(scale)
-                states = {state: [wide[2 + place]] for place, state in enumerate(self.state_names)}
-                run_update(self.rule, replace(batch, names=[name], params=wide[:1], grads=wide[1:2], states=states))
-                for part, result in zip((parts[0], *parts[2:]), (wide[0], *wide[2:]), strict=True):
-                    if part is not result:
-                        part.copy_(result)
-                if weight is not None:
-                    weight[start : start + piece].copy_(parts[0])
+        kinds = [batch.params, batch.grads, *(batch.states[state] for state in self.state_names)]
+        for pieces in _pieces(batch.params):
+            parts = [[tensors[number].view(-1)[piece] for number, piece in pieces] for tensors in kinds]
+            params, grads, *moments = wide = [self._wide(place, part) for place, part in enumerate(parts)]
+            if scale != 1.0:
+                foreach_mul_(grads, scale)
+            names = [batch.names[number] for number, _ in pieces]
+            states = dict(zip(self.state_names, moments, strict=True))
+            run_update(self.rule, replace(batch, names=names, params=params, grads=grads, states=states))
+            for part, result in zip((parts[0], *parts[2:]), (wide[0], *wide[2:]), strict=True):
+                if part is not result:
+                    foreach_copy_(part, result)
+            if weights is not None:
+                foreach_copy_([weights[number].view(-1)[piece] for number, piece in pieces], parts[0])
 
-    def _wide(self, place: int, part: Tensor) -> Tensor:
-        """Return `part` itself if it is at least fp32, else an fp32 copy in a reused buffer."""
-        dtype = at_least_fp32(part.dtype)
-        if part.dtype == dtype:
-            return part
-        buffer = self._buffers.get((place, part.device))
-        if buffer is None or buffer.numel() < part.numel():
-            buffer = self._buffers[place, part.device] = torch.empty(part.numel(), dtype=dtype, device=part.device)
-        return buffer[: part.numel()].copy_(part)
+    def _wide(self, place: int, parts: list[Tensor]) -> list[Tensor]:
+        """Return `parts` itself if they are at least fp32, else fp32 copies in a reused buffer."""
+        dtype, device = at_least_fp32(parts[0].dtype), parts[0].device
+        if all(part.dtype == dtype for part in parts):
+            return parts
+        sizes = [part.numel() for part in parts]
+        buffer = self._buffers.get((place, device))
+        if buffer is None or buffer.numel() < sum(sizes):
+            buffer = self._buffers[place, device] = torch.empty(sum(sizes), dtype=dtype, device=device)
+        copies = list(buffer[: sum(sizes)].split(sizes))
+        foreach_copy_(copies, parts)
+        return copies
 
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
