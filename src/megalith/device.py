@@ -58,6 +58,11 @@ class Capability:
         return self.half[0] if self.half else torch.float32
 
     @property
+    def has_windowed_flash(self) -> bool:
+        """Return whether torch's flash kernel takes a sliding window and returns the lse of packed documents."""
+        return self.compute is not None and "flash" in self.attention
+
+    @property
     def has_grouped_products(self) -> bool:
         """Return whether torch has one kernel for the bf16 products of all experts."""
         return self.kind == "cuda" and torch.bfloat16 in self.half

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -56,17 +58,34 @@ def test_dropout_repeats_by_its_seed(device: str) -> None:
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
+SINK = torch.tensor([0.5, -1.0, 2.0, 0.0])
+RULES = {
+    "plain": AttentionRule(scale=0.1),
+    "window": AttentionRule(window=100),
+    "sink": AttentionRule(sink_H=SINK),
+    "both": AttentionRule(scale=0.1, window=33, sink_H=SINK),
+}
+
+
+@pytest.mark.parametrize("in_documents", [False, True])
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_documents_of_many_lengths(dtype: torch.dtype, device: str) -> None:
-    """On a GPU from sm_80 one call of the flash kernel, elsewhere one call for each document."""
+def test_documents_windows_and_sinks(dtype: torch.dtype, name: str, in_documents: bool, device: str) -> None:
+    """On a GPU from sm_80 one call of the flash kernel, elsewhere calls for documents and for blocks of queries."""
     ids = torch.zeros(2, 512, dtype=torch.int32)
     ids[0, [1, 100, 101, 400]] = 1
     ids[1, 300] = 1
-    rule = AttentionRule(scale=0.1, documents=Documents.of(ids.cumsum(1), torch.device(device)))
-    q, k, v, grad = (torch.randn(512, 2, 4, 64, device=device).to(dtype) for _ in range(4))
+    documents = Documents.of(ids.cumsum(1), torch.device(device)) if in_documents else None
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, grad = (torch.randn(512, 2, heads, 64, generator=generator).to(device, dtype) for heads in (4, 2, 2, 4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    ours, wanted = attend_by_device(*inputs, 0.0, rule), attend_fused(*exact, 0.0, rule)
+    rules = [replace(RULES[name], documents=documents) for _ in range(2)]
+    if (sink := rules[0].sink_H) is not None:
+        for number, leaves in enumerate((inputs, exact)):
+            leaves.append(sink.to(device, leaves[0].dtype).requires_grad_())
+            rules[number] = replace(rules[number], sink_H=leaves[-1])
+    ours, wanted = attend_by_device(*inputs[:3], 0.0, rules[0]), attend_fused(*exact[:3], 0.0, rules[1])
     pairs = [(ours, wanted)]
     pairs += zip(
         torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(wanted, exact, grad.double()), strict=True

@@ -14,7 +14,9 @@ LONG = {
 }
 MANY_PARAMETERS = {
     "evaluate/harness.py:MegalithLM.__init__": "the --model_args of lm-eval, by keyword and with defaults",
+    "kernels/partial_attention.py:attend_part": "the tensors of attention, and what its kinds differ in, by keyword",
     "kernels/partial_attention.py:attend_part_backward": "the tensors and options of a backward pass of attention",
+    "kernels/partial_attention.py:attend_varlen": "the tensors of attention, and what its kinds differ in, by keyword",
     "models/gpt.py:GPT.forward": "inputs of training, pipelines and generation; all but the tokens have defaults",
     "models/language_model.py:LanguageModel.__init__": "the parts of a model, by keyword and with defaults",
     "models/transformer.py:Block.__init__": "the ports of a layer, which each module passes to those inside",

@@ -15,6 +15,9 @@ The backward pass of a part needs the context and the lse of **all** keys and no
 
 With dropout P v becomes (P * M / (1 - p)) v with a random mask M, and dO v^T is masked alike; lse is unchanged.
 
+A sink, one more key with the score z and no value, is a part with lse_B = z and context_B = 0 (Xiao et al. 2024,
+arXiv:2309.17453). Its gradient is - sum_i exp(z - lse_i) D_i.
+
 Shapes: q [B, H, Q, K], k and v [B, G, S, K] (H a multiple of G), lse [B, H, Q] in at least fp32; any strides. torch's
 flash kernels are used where available; products in blocks of queries are their reference twin and the fallback: for
 dropout, and for dtypes and devices without a flash kernel.
@@ -23,7 +26,7 @@ dropout, and for dtypes and devices without a flash kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +39,9 @@ from megalith.kernels.cpu.attention import BLOCK
 from megalith.kernels.dropout import Dropout
 from megalith.kernels.torch_private import flash_backward, flash_forward, has_cpu_flash, varlen_backward, varlen_forward
 
+HiddenRows = Callable[[slice], Tensor]
+"""The rows of a mask, True where masked out, for some of the queries: [Q, S] or [B, 1, Q, S]."""
+
 
 def attend_part(
     q: Tensor,
@@ -43,7 +49,8 @@ def attend_part(
     v: Tensor,
     *,
     causal: bool,
-    hidden: Tensor | None = None,
+    window: int | None = None,
+    hidden: HiddenRows | None = None,
     scale: float | None = None,
     dropout: Dropout | None = None,
     flash: bool = True,
@@ -52,17 +59,17 @@ def attend_part(
 
     Args:
         causal: query i attends to keys 0 to i (as many keys as queries); else to all.
-        hidden: instead of `causal`, a mask [Q, S] or [B, 1, Q, S], True where masked out. The lse of a query without
-            any key in this part is -inf.
+        window: with `causal`, to keys i - window to i only.
+        hidden: instead of `causal`, a mask. The lse of a query without any key in this part is -inf.
 
     Returns:
         The context [B, H, Q, K] and the lse [B, H, Q].
     """
     q, k, v = map(_dense_heads, (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if flash and dropout is None and hidden is None and has_flash(q):
+    if flash and dropout is None and window is None and hidden is None and has_flash(q):
         return flash_forward(q, k, v, causal, scale)
-    return _blocks_forward(q, *_expand_heads(q, k, v), _Mask(causal, hidden, scale), dropout)
+    return _blocks_forward(q, *_expand_heads(q, k, v), _Mask(causal, window, hidden, scale), dropout)
 
 
 def attend_part_backward(
@@ -74,7 +81,8 @@ def attend_part_backward(
     lse: Tensor,
     *,
     causal: bool,
-    hidden: Tensor | None = None,
+    window: int | None = None,
+    hidden: HiddenRows | None = None,
     scale: float | None = None,
     dropout: Dropout | None = None,
     flash: bool = True,
@@ -85,41 +93,81 @@ def attend_part_backward(
     """
     grad, q, k, v = map(_dense_heads, (grad, q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    flash = flash and dropout is None and hidden is None and has_flash(q)
+    flash = flash and dropout is None and window is None and hidden is None and has_flash(q)
     if flash and not is_host(q.device):
         return flash_backward(grad, q, k, v, context, lse, causal, scale)
     heads = _expand_heads(q, k, v)  # on a CPU flash attention computes the heads of a group on one thread
     if flash:
         dq, dk, dv = flash_backward(grad, q, *heads, context, lse, causal, scale)
     else:
-        dq, dk, dv = _blocks_backward(grad, q, *heads, context, lse, _Mask(causal, hidden, scale), dropout)
+        mask = _Mask(causal, window, hidden, scale)
+        dq, dk, dv = _blocks_backward(grad, q, *heads, context, lse, mask, dropout)
     return dq, _sum_groups(dk, k.shape[1]), _sum_groups(dv, k.shape[1])
 
 
 class _GroupedAttention(torch.autograd.Function):
-    """Attention to all keys by the flash kernel; keeps key-value heads as they are, without copies for their groups."""
+    """Attention to all keys; keeps key-value heads as they are, without copies for their groups, and no scores."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-        context, lse = attend_part(q, k, v, causal=causal, scale=scale)
-        ctx.save_for_backward(q, k, v, context, lse)
-        ctx.options = causal, scale
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        causal: bool,
+        window: int | None,
+        scale: float,
+        dropout: Dropout | None,
+    ) -> Tensor:
+        ctx.options = {"causal": causal, "window": window, "scale": scale, "dropout": dropout}
+        context, lse = attend_part(q, k, v, **ctx.options)
+        if sink is not None:
+            add_sink(context, lse, sink)
+        ctx.save_for_backward(q, k, v, context, lse, sink)
         return context
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        causal, scale = ctx.options
-        return *attend_part_backward(grads[0], *ctx.saved_tensors, causal=causal, scale=scale), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, context, lse, sink = ctx.saved_tensors
+        dq, dk, dv = attend_part_backward(grads[0], q, k, v, context, lse, **ctx.options)
+        dq, dk, dv = (d.to(x.dtype) for d, x in ((dq, q), (dk, k), (dv, v)))
+        return dq, dk, dv, sink_gradient(sink, lse, context, grads[0]), None, None, None, None
 
 
-def attend_groups(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-    """Compute attention to all keys by the flash kernel of `has_flash`. Shapes as of this module -> [B, H, Q, K].
+def attend_groups(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    sink_H: Tensor | None = None,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """Compute attention to all keys as `attend_part` does, and to a sink. Shapes as of this module -> [B, H, Q, K].
 
     The bits of both passes on a CPU are those of SDPA on copies. Reference twin: `nn.attend.attend_fused`.
     """
-    context: Tensor = _GroupedAttention.apply(q, k, v, causal, scale)
+    context: Tensor = _GroupedAttention.apply(q, k, v, sink_H, causal, window, scale, dropout)
     return context
+
+
+def add_sink(context: Tensor, lse: Tensor, sink_H: Tensor) -> None:
+    """Add a sink to (context, lse) in place. [.., H, Q, K], [.., H, Q], [H]."""
+    with_sink = torch.logaddexp(lse, sink_H.to(lse.dtype)[:, None])
+    context *= torch.exp(lse - with_sink)[..., None]
+    lse.copy_(with_sink)
+
+
+def sink_gradient(sink_H: Tensor | None, lse: Tensor, context: Tensor, grad: Tensor) -> Tensor | None:
+    """Return the gradient of the sinks [H], given what all queries got; shapes as of `add_sink`."""
+    if sink_H is None:
+        return None
+    lost = torch.exp(sink_H.to(lse.dtype)[:, None] - lse) * (grad.to(lse.dtype) * context.to(lse.dtype)).sum(-1)
+    return -lost.sum(-1).view(-1, len(sink_H)).sum(0).to(sink_H.dtype)
 
 
 def merge_parts(context: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
@@ -169,20 +217,29 @@ class _Mask:
     """Mask of the keys that the queries may attend to, and the scale of the scores."""
 
     causal: bool
-    hidden: Tensor | None
+    window: int | None
+    hidden: HiddenRows | None
     scale: float
 
+    def keys(self, rows: slice, length: int) -> slice:
+        """Return the keys that any of the queries `rows` attends to."""
+        if not self.causal or self.hidden is not None:
+            return slice(0, length)
+        return slice(0 if self.window is None else max(0, rows.start - self.window), rows.stop)
+
     def scores(self, q: Tensor, k: Tensor, rows: slice) -> Tensor:
-        """Return scores of the queries `rows`, -inf where masked; under a causal mask only to the last seen key."""
-        causal = self.causal and self.hidden is None
-        keys = k[:, :, : rows.stop] if causal else k
-        scores = torch.matmul(q[:, :, rows] * self.scale, keys.transpose(2, 3)).to(_wide(q.dtype))
-        if causal:
-            size = rows.stop - rows.start
+        """Return scores of the queries `rows` to the keys of `keys`, -inf where masked."""
+        keys = self.keys(rows, k.shape[2])
+        scores = torch.matmul(q[:, :, rows] * self.scale, k[:, :, keys].transpose(2, 3)).to(_wide(q.dtype))
+        if self.hidden is not None:
+            scores.masked_fill_(self.hidden(rows), -math.inf)
+        elif self.causal:
+            size, number = scores.shape[2:]
             later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-            scores[..., rows.start :].masked_fill_(later, -math.inf)
-        elif self.hidden is not None:
-            scores.masked_fill_(self.hidden[..., rows, :], -math.inf)
+            scores[..., number - size :].masked_fill_(later, -math.inf)
+            if self.window is not None and self.window < number - 1:
+                gone = torch.ones(size, number, dtype=torch.bool, device=q.device).tril(number - size - self.window - 1)
+                scores.masked_fill_(gone, -math.inf)
         return scores
 
 
@@ -196,7 +253,7 @@ def _blocks_forward(q: Tensor, k: Tensor, v: Tensor, seen: _Mask, dropout: Dropo
         probabilities = (scores - finite).exp()
         if masks is not None:
             probabilities *= masks.mask(probabilities)
-        context[:, :, rows] = torch.matmul(probabilities.to(q.dtype), v[:, :, : scores.shape[-1]])
+        context[:, :, rows] = torch.matmul(probabilities.to(q.dtype), v[:, :, seen.keys(rows, v.shape[2])])
     return context, lse
 
 
@@ -209,7 +266,7 @@ def _blocks_backward(
     masks = None if dropout is None else dropout.masks(q.device)
     for rows in _blocks(q.shape[2]):
         scores = seen.scores(q, k, rows)
-        keys = slice(scores.shape[-1])
+        keys = seen.keys(rows, k.shape[2])
         probabilities = (scores - lse[:, :, rows, None]).exp()
         d_probabilities = torch.matmul(grad[:, :, rows], v[:, :, keys].transpose(2, 3)).to(wide)
         dropped = probabilities
@@ -224,50 +281,66 @@ def _blocks_backward(
     return dq, dk, dv
 
 
-def has_varlen(q: Tensor) -> bool:
-    """Return whether torch has `attend_varlen`'s kernel for such tensors."""
-    return not is_host(q.device) and has_flash(q)
+def has_varlen(q: Tensor, *, window: bool = False, sink: bool = False) -> bool:
+    """Return whether torch has `attend_varlen`'s kernel for such tensors, and for a window or a sink."""
+    if is_host(q.device) or not has_flash(q):
+        return False
+    return capability_of(q.device).has_windowed_flash or not (window or sink)
 
 
 class _VarlenAttention(torch.autograd.Function):
-    """Causal attention within documents of many lengths; keeps q, k, v, context, lse and the dropout state."""
+    """Causal attention within sequences or documents; keeps q, k, v, context, lse and the dropout state."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, dropout: float, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        offsets: Tensor | None,
+        longest: int,
+        dropout: float,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         places = (offsets, offsets, longest, longest, dropout)
-        context, lse, *state = varlen_forward(q, k, v, *places, scale=scale)
-        ctx.save_for_backward(q, k, v, context, lse, offsets, *state)
-        ctx.options = longest, dropout, scale
-        return torch.as_tensor(context)
+        context, lse, *state = varlen_forward(q, k, v, *places, scale=scale, window=window)
+        if sink is not None:
+            add_sink(context.transpose(-3, -2), lse, sink)
+        ctx.save_for_backward(q, k, v, context, lse, sink, offsets, *state)
+        ctx.options = longest, dropout, scale, window
+        return context
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
-        q, k, v, context, lse, offsets, *state = ctx.saved_tensors
-        longest, dropout, scale = ctx.options
-        places = (offsets, offsets, longest, longest, dropout)
-        dq, dk, dv = varlen_backward(grads[0].contiguous(), q, k, v, context, lse, *places, *state, scale=scale)
-        return dq, dk, dv, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, context, lse, sink, offsets, *state = ctx.saved_tensors
+        longest, dropout, scale, window = ctx.options
+        kept = (q, k, v, context, lse, offsets, offsets, longest, longest, dropout, *state)
+        dq, dk, dv = varlen_backward(grads[0].contiguous(), *kept, scale=scale, window=window)
+        dsink = sink_gradient(sink, lse, *(x.transpose(-3, -2) for x in (context, grads[0])))
+        return dq, dk, dv, dsink, None, None, None, None, None
 
 
 def attend_varlen(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THK: Tensor,
-    offsets: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor | None,
     longest: int,
     *,
     dropout: float = 0.0,
     scale: float,
+    window: int | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal softmax(scale q k^T) v within each document with torch's flash kernel on GPUs. 3 x [T, H, K] ->
-    [T, H, K].
+    """Compute causal softmax(scale q k^T) v within each document or sequence with torch's flash kernel on GPUs.
 
-    T tokens of all documents are packed, in fp16 or bf16; `offsets` (int32, on the device) are the starts of the
-    documents, and T. Reference twin: `nn.attend.by_document`.
+    Shapes: [T, H, K], 2 x [T, G, K] -> [T, H, K], tokens of all documents packed; `offsets` (int32, on the device)
+    are the starts of the documents, and T. Or [B, S, H, K], 2 x [B, S, G, K] -> [B, S, H, K] without offsets. In fp16
+    or bf16. Memory: no scores, no mask. Reference twins: `nn.attend.by_document`, `nn.attend.attend_fused`.
     """
-    inputs = (x.contiguous() for x in (q_THK, k_THK, v_THK))
-    context: Tensor = _VarlenAttention.apply(*inputs, offsets, longest, dropout, scale)
+    inputs = (_dense_heads(x) if offsets is None else x.contiguous() for x in (q, k, v))
+    context: Tensor = _VarlenAttention.apply(*inputs, sink_H, offsets, longest, dropout, scale, window)
     return context

@@ -49,19 +49,24 @@ def flash_backward(
     return dq, dk, dv
 
 
-def varlen_forward(q: Tensor, k: Tensor, v: Tensor, *places: Any, scale: float) -> tuple[Tensor, ...]:
-    """Return context, lse and two tensors of dropout state from the causal flash kernel for packed [T, H, K].
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, *places: Any, scale: float, window: int | None
+) -> tuple[Tensor, ...]:
+    """Return context, lse and two tensors of dropout state from the causal flash kernel for GPUs.
 
-    `places` are the offsets of queries and keys, their maximum lengths, and the dropout probability.
+    `places` are the offsets of queries and keys, their maximum lengths, and the dropout probability. Without offsets
+    q, k and v are whole sequences [B, S, H, K], else packed [T, H, K]; the lse is [B, H, S] or [H, T]. A query sees
+    `window` keys before its own.
     """
-    found = torch.ops.aten._flash_attention_forward(q, k, v, *places, True, False, scale=scale)
-    return tuple(found[:4])
+    kernel = torch.ops.aten._flash_attention_forward
+    return tuple(kernel(q, k, v, *places, True, False, scale=scale, window_size_left=window)[:4])
 
 
-def varlen_backward(grad: Tensor, *kept: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def varlen_backward(grad: Tensor, *kept: Any, scale: float, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv for `varlen_forward`; `kept` are q, k, v, context, lse, places and the dropout state."""
     *others, first, second = kept
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(grad, *others, True, first, second, scale=scale)
+    kernel = torch.ops.aten._flash_attention_backward
+    dq, dk, dv = kernel(grad, *others, True, first, second, scale=scale, window_size_left=window)
     return dq, dk, dv
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from megalith.config import ModelConfig
 from megalith.device import is_host
 from megalith.kernels.cpu.attention import blocked_causal_attention, whole_attention
-from megalith.kernels.partial_attention import attend_varlen, has_varlen
+from megalith.kernels.dropout import Dropout
+from megalith.kernels.partial_attention import attend_groups, attend_varlen, has_varlen
 from megalith.kernels.torch_private import sdpa_kernel_for
 from megalith.nn.attend import (
     PLAIN,
@@ -19,6 +20,7 @@ from megalith.nn.attend import (
     attend_fused,
     attend_unfused,
     by_document,
+    by_queries,
     expand_groups,
 )
 from megalith.nn.precision import product_dtype
@@ -34,34 +36,37 @@ def attend_by_device(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: Atte
     Blocks are for causal attention in bf16, with dropout or with a window; whole matrices for what sees later keys or
     has a mask, with dropout, with a bias that learns, or with few scores.
 
-    Documents are one call of the flash kernel on a GPU, and elsewhere one call each.
+    Documents, windows and sinks are one call of the flash kernel on a GPU that has it. Elsewhere documents are one call
+    each, and windows and sinks one for each block of queries; but a sink on a CPU needs no mask.
 
     A compiled graph cannot draw from a generator of its own, so dropout is SDPA's there.
     """
     dtype = product_dtype(q)
-    documents = rule.documents
-    if documents is not None and has_varlen(q.to(dtype)) and rule.sink_H is None and not rule.limits(documents.longest):
-        q_THK, k_THK, v_THK = (documents.laid_out(x.to(dtype)) for x in (q, k, v))
-        context = attend_varlen(
-            q_THK,
-            k_THK,
-            v_THK,
-            documents.offsets,
-            documents.longest,
-            dropout=dropout,
-            scale=rule.scale_of(q.shape[-1]),
-        )
-        return documents.in_sequences(context).to(q.dtype)
+    documents, scale = rule.documents, rule.scale_of(q.shape[-1])
+    whole = q.shape[0] == k.shape[0] > 1 and rule.plain
+    window, has_sink = rule.window if rule.limits(k.shape[0]) else None, rule.sink_H is not None
+    special = window is not None or has_sink
+    by_flash = whole and has_varlen(q.to(dtype), window=window is not None, sink=has_sink)
+    if by_flash and (documents is not None or special):
+        return _attend_varlen(q.to(dtype), k.to(dtype), v.to(dtype), dropout, rule).to(q.dtype)
     if documents is not None:
         return by_document(attend_by_device, q, k, v, dropout, rule)
-    whole = q.shape[0] == k.shape[0] > 1 and rule.plain
-    blocked = dropout > 0.0 or rule.limits(k.shape[0])
+    blocked = dropout > 0.0 or window is not None
     faster = not torch.compiler.is_compiling() if blocked else dtype == torch.bfloat16
-    if is_host(q.device) and whole and faster and rule.sink_H is None:
+    if is_host(q.device) and whole and faster and not has_sink:
         context = blocked_causal_attention(
             q.to(dtype), k.to(dtype), v.to(dtype), dropout, scale=rule.scale, window=rule.window
         )
         return context.to(q.dtype)
+    if is_host(q.device) and whole and has_sink and not torch.compiler.is_compiling():
+        heads_first = (x.to(dtype).permute(1, 2, 0, 3) for x in (q, k, v))
+        drawn = Dropout.draw(dropout)
+        context = attend_groups(
+            *heads_first, causal=True, scale=scale, window=window, sink_H=rule.sink_H, dropout=drawn
+        )
+        return context.permute(2, 0, 1, 3).to(q.dtype)
+    if whole and special:
+        return by_queries(attend_fused, q, k, v, dropout, rule)
     if is_host(q.device) and _whole(q, k, dropout, rule):
         bias, hides = rule.bias(), rule.causal or rule.limits(k.shape[0]) or rule.hides
         context = whole_attention(
@@ -70,10 +75,32 @@ def attend_by_device(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: Atte
             bias=None if bias is None else bias.to(dtype),
             hidden=rule.hidden(q.shape[0], k.shape[0], q.device) if hides else None,
             dropout=dropout,
-            scale=rule.scale_of(q.shape[-1]),
+            scale=scale,
         )
         return context.to(q.dtype)
     return attend_fused(q, k, v, dropout, rule)
+
+
+def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: AttentionRule) -> Tensor:
+    """Apply `attend_varlen`. [S, B, H, K], 2 x [S, B, G, K] -> [S, B, H, K]."""
+    documents = rule.documents
+    longest, offsets = (len(q), None) if documents is None else (documents.longest, documents.offsets)
+
+    def laid_out(x: Tensor) -> Tensor:
+        return x.transpose(0, 1) if documents is None else documents.laid_out(x)
+
+    context = attend_varlen(
+        laid_out(q),
+        laid_out(k),
+        laid_out(v),
+        offsets,
+        longest,
+        dropout=dropout,
+        scale=rule.scale_of(q.shape[-1]),
+        window=rule.window if rule.limits(longest) else None,
+        sink_H=rule.sink_H,
+    )
+    return context.transpose(0, 1) if documents is None else documents.in_sequences(context)
 
 
 def _whole(q: Tensor, k: Tensor, dropout: float, rule: AttentionRule) -> bool:
@@ -99,4 +126,8 @@ def describe_attention(config: ModelConfig, dtype: torch.dtype, device: torch.de
     q, k, v = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     masks = [None, torch.ones(128, 128, dtype=torch.bool, device=device)]
     plain, masked = (sdpa_kernel_for(q, k, v, mask, config.attention_dropout) for mask in masks)
+    has_window, has_sink = any(window is not None for window in config.windows), config.softmax_type != "vanilla"
+    if has_window or has_sink:
+        flash = has_varlen(q, window=has_window, sink=has_sink)
+        return f"{plain}, in windows and with sinks {'FLASH_ATTENTION' if flash else f'{masked} by blocks of queries'}"
     return plain if plain == masked else f"{plain}, with a mask {masked}"

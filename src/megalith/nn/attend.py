@@ -81,6 +81,10 @@ class AttentionRule:
         """Return whether the window may mask earlier keys."""
         return self.window is not None and self.window < num_keys - 1
 
+    def reach(self, num_queries: int, num_keys: int) -> int:
+        """Return how many of the last keys the last `num_queries` positions attend to, without a mask."""
+        return num_keys if self.window is None else min(num_keys, num_queries + self.window)
+
     def sees_all(self, num_keys: int) -> bool:
         """Return whether the last of `num_keys` positions attends to all of them, without sink or mask."""
         return self.sink_H is None and self.mask is None and (self.window is None or not self.limits(num_keys))
@@ -159,6 +163,31 @@ def by_document(
     alone = replace(rule, documents=None)
     separated = zip(*map(rule.documents.separated, (q, k, v)), strict=True)
     return rule.documents.joined([attend(q, k, v, dropout, alone) for q, k, v in separated])
+
+
+QUERIES = 512
+"""Queries that `by_queries` gives to one call. With a window of w keys a call multiplies w + 512 for each of them."""
+
+
+def by_queries(attend: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, dropout: float, rule: AttentionRule) -> Tensor:
+    """Apply a kernel to blocks of queries and the keys that they see, so that no mask is of all queries and keys.
+
+    With a window of 3 and blocks of 2, of the key of the last query:       # hidden      . seen
+
+            . #                            block 0
+            . .
+            . . . #                        block 1
+            . . . .
+              # . . . #                    block 2: its first query does not see key 0
+              # # . . .
+    """
+    assert rule.plain and rule.documents is None, "the keys of a query follow from its position alone"
+    found, earlier = [], k.shape[0] - q.shape[0]
+    for start in range(0, q.shape[0], QUERIES):
+        stop = min(start + QUERIES, q.shape[0])
+        keys = slice(earlier + stop - rule.reach(stop - start, earlier + stop), earlier + stop)
+        found.append(attend(q[start:stop], k[keys], v[keys], dropout, rule))
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _with_sink(

@@ -35,7 +35,14 @@ from megalith.distributed import comm
 from megalith.distributed.context import Axis
 from megalith.errors import LayoutError
 from megalith.kernels.dropout import Dropout
-from megalith.kernels.partial_attention import attend_part, attend_part_backward, merge_parts
+from megalith.kernels.partial_attention import (
+    HiddenRows,
+    add_sink,
+    attend_part,
+    attend_part_backward,
+    merge_parts,
+    sink_gradient,
+)
 from megalith.layout import balanced_positions
 from megalith.nn.attend import AttentionKernel, AttentionRule, expand_groups
 from megalith.nn.attention import ContextParallelAttention
@@ -103,24 +110,25 @@ def _sequence_first(x_BHSK: Tensor) -> Tensor:
     return x_BHSK.permute(2, 0, 1, 3)
 
 
-def _block_mask(rule: AttentionRule, block: Block, axis: Axis, q: Tensor) -> Tensor | None:
-    """Return the mask of a block, True where a key is masked; None if `block.causal` suffices.
-
-    Shapes: [Q, S], with documents [B, 1, Q, S]; a block is 1 / n^2 or 2 / n^2 of the mask of whole sequences.
-    """
+def _block_mask(rule: AttentionRule, block: Block, axis: Axis, q: Tensor) -> HiddenRows | None:
+    """Return the mask of a block; None if `block.causal` suffices. Its rows are [Q, S], with documents [B, 1, Q, S]."""
     length, device = q.shape[0] * axis.size, q.device
     if not rule.limits(length) and rule.documents is None:
         return None
     queries = positions_of(length, axis.size, axis.index, device)[block.queries]
     keys = positions_of(length, axis.size, block.source, device)[block.keys]
-    distance = queries[:, None] - keys
-    mask = distance < 0
-    if rule.window is not None:
-        mask |= distance > rule.window
-    if rule.documents is None:
-        return mask
-    ids_BS = rule.documents.ids_BS
-    return mask | (ids_BS[:, None, queries, None] != ids_BS[:, None, None, keys])
+
+    def hidden(rows: slice) -> Tensor:
+        distance = queries[rows, None] - keys
+        mask = distance < 0
+        if rule.window is not None:
+            mask |= distance > rule.window
+        if rule.documents is None:
+            return mask
+        ids_BS = rule.documents.ids_BS
+        return mask | (ids_BS[:, None, queries[rows], None] != ids_BS[:, None, None, keys])
+
+    return hidden
 
 
 class _RingAttentionFunction(torch.autograd.Function):
@@ -155,9 +163,7 @@ class _RingAttentionFunction(torch.autograd.Function):
             merge_parts(context[:, :, block.queries], lse[:, :, block.queries], block_context, block_lse)
             kv = kv if next_kv is None else next_kv.wait()
         if sink is not None:
-            lse_with_sink = torch.logaddexp(lse, sink.to(wide)[None, :, None])
-            context *= torch.exp(lse - lse_with_sink)[..., None]
-            lse = lse_with_sink
+            add_sink(context, lse, sink)
         narrow = context.to(q.dtype)
         ctx.save_for_backward(q, k, v, narrow, lse, sink)
         ctx.axis, ctx.dropout, ctx.blocks, ctx.rule = axis, dropout, blocks, rule
@@ -193,16 +199,7 @@ class _RingAttentionFunction(torch.autograd.Function):
         if shifted is not None:
             dkv += shifted.wait()
         dk, dv = dkv.to(k.dtype)
-        return _sequence_first(dq).to(q.dtype), dk, dv, _sink_gradient(sink, lse, context, grad), None, None, None
-
-
-def _sink_gradient(sink_H: Tensor | None, lse_BHQ: Tensor, context: Tensor, grad: Tensor) -> Tensor | None:
-    """Return the gradient of the sinks [H]: minus the sum over queries of the sink's weight x (dO . O)."""
-    if sink_H is None:
-        return None
-    weight = torch.exp(sink_H.to(lse_BHQ.dtype)[None, :, None] - lse_BHQ)
-    lost = weight * (grad.to(lse_BHQ.dtype) * context.to(lse_BHQ.dtype)).sum(-1)
-    return -lost.sum((0, 2)).to(sink_H.dtype)
+        return _sequence_first(dq).to(q.dtype), dk, dv, sink_gradient(sink, lse, context, grad), None, None, None
 
 
 def _block_dropout(dropout: Dropout | None, axis: Axis, step: int) -> Dropout | None:

@@ -8,8 +8,8 @@ scheduler mostly gives a sequence consecutive blocks: its keys are then a view o
 gathered. Heads come before rows, so that the keys of a head are contiguous.
 
 On an accelerator, where starting a kernel costs more than gathering, the sequences of a batch that get one new token
-share one call (`DecodingGroup`). On a CPU gathering took 1 to 4 times as long as the calls that it saves for
-sequences of 64 positions, and 2 to 10 times from 256 on.
+share one call (`DecodingGroup`); under a sliding window of the keys in it. On a CPU gathering took 1 to 4 times as long
+as the calls that it saves for sequences of 64 positions, and 2 to 10 times from 256 on.
 
 In an encoder-decoder model the first blocks of a sequence hold the keys and values of cross attention, one per token
 of the encoder input; those of the answer follow.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megalith.config import ModelConfig
 from megalith.device import is_host
-from megalith.nn.attend import PLAIN, AttentionRule, Mask, attend_fused, sdpa
+from megalith.nn.attend import PLAIN, AttentionRule, Mask, attend_fused, by_queries, sdpa
 from megalith.nn.cross_attention import CrossAttention
 from megalith.nn.precision import product_dtype
 from megalith.serve.runner import Batch, Chunk
@@ -106,7 +107,8 @@ class CacheView:
         stretch = slice(new_rows[0], new_rows[-1] + 1)
         self.rows: slice | Tensor = stretch if together else torch.tensor(new_rows, device=device)
         self.masks: dict[tuple[int, int], Tensor] = {}
-        self.decoding = decoding_groups(self.spans, device) if cache.groups_decoding else []
+        self.groups_decoding = cache.groups_decoding and len(self.spans) > 1
+        self._decoding: dict[int, list[DecodingGroup]] = {}
         self.layers = [
             LayerCacheView(self, *buffers) for buffers in zip(cache.layer_keys, cache.layer_values, strict=True)
         ]
@@ -122,6 +124,12 @@ class CacheView:
             held = [buffer[:, None, :, rows].unbind(0) for buffer in buffers]
             for layer, *views in zip(self.layers, *new, *held, strict=True):
                 layer.single_token_views = tuple(views)
+
+    def decoding(self, reach: int) -> list[DecodingGroup]:
+        """Return the groups of sequences with one new token, which sees `reach` keys at most; cached over layers."""
+        if reach not in self._decoding:
+            self._decoding[reach] = decoding_groups(self.spans, self.positions_S.device, reach)
+        return self._decoding[reach]
 
     def mask(self, new: int, length: int) -> Tensor:
         """Return the causal mask [new, length] of the last `new` positions, True where visible; cached over layers."""
@@ -141,28 +149,33 @@ class _Span:
     rows: slice | Tensor
     encoder_rows: slice | Tensor | None  # of its encoder input
 
+    def last_rows(self, number: int) -> slice | Tensor:
+        """Return the rows of the last keys."""
+        rows = self.rows
+        return slice(rows.stop - number, rows.stop) if isinstance(rows, slice) else rows[len(rows) - number :]
+
 
 _ROWS_AT_ONCE = 1 << 17
 """Rows of the cache that one group gathers at most; those of 8 heads of 128 in bf16 take 512 MiB, values included."""
 
 
 class DecodingGroup:
-    """Sequences of a batch that get one new token each: N of them, padded to the longest, of L positions.
+    """Sequences of a batch that get one new token each: N of them, of whose last keys it sees L at most.
 
     Attributes:
         tokens_N: the new token of each, as an index of the batch's tokens.
-        rows: of the keys of all, [N * L]. Padding repeats the first row of its sequence, whose values are finite.
+        rows: of these keys of all, [N * L]. Padding repeats the first row of its sequence, whose values are finite.
         mask_N11L: True where a key is of the sequence.
     """
 
-    def __init__(self, spans: Sequence[_Span], device: torch.device) -> None:
-        longest = max(span.length for span in spans)
+    def __init__(self, spans: Sequence[_Span], device: torch.device, reach: int) -> None:
+        lengths = torch.tensor([min(span.length, reach) for span in spans])
+        longest = int(lengths.max())
         rows_NL = torch.empty(len(spans), longest, dtype=torch.int64)
-        for rows, span in zip(rows_NL, spans, strict=True):
-            own = span.rows
+        for rows, span, length in zip(rows_NL, spans, lengths.tolist(), strict=True):
+            own = span.last_rows(length)
             held = torch.arange(own.start, own.stop) if isinstance(own, slice) else own.cpu()
-            rows[: span.length], rows[span.length :] = held, held[0]
-        lengths = torch.tensor([span.length for span in spans])
+            rows[:length], rows[length:] = held, held[0]
         mask_NL = torch.arange(longest) < lengths[:, None]
         self.tokens_N = torch.tensor([span.begin for span in spans]).to(device)
         self.rows, self.mask_N11L = rows_NL.flatten().to(device), mask_NL[:, None, None].to(device)
@@ -180,13 +193,16 @@ class DecodingGroup:
         return found.reshape(number, heads, size).to(q_THK.dtype)
 
 
-def decoding_groups(spans: Sequence[_Span], device: torch.device) -> list[DecodingGroup]:
-    """Return the groups of all sequences with one new token, neighbours by length together; none for a single one."""
+def decoding_groups(spans: Sequence[_Span], device: torch.device, reach: int) -> list[DecodingGroup]:
+    """Return the groups of all sequences with one new token, neighbours by length together; none for a single one.
+
+    The new token sees `reach` keys at most.
+    """
     single = sorted((span for span in spans if span.end - span.begin == 1), key=lambda span: span.length)
     groups, begin = list[DecodingGroup](), 0
     for end in range(1, len(single) + 1) if len(single) > 1 else ():
-        if end == len(single) or (end + 1 - begin) * single[end].length > _ROWS_AT_ONCE:
-            groups.append(DecodingGroup(single[begin:end], device))
+        if end == len(single) or (end + 1 - begin) * min(single[end].length, reach) > _ROWS_AT_ONCE:
+            groups.append(DecodingGroup(single[begin:end], device, reach))
             begin = end
     return groups
 
@@ -219,15 +235,16 @@ class LayerCacheView:
             buffer[:, view.rows] = new.squeeze(1).transpose(0, 1)
         if len(view.spans) == 1:
             return self._attend(q_THK, view.spans[0], rule).unsqueeze(1)
-        if view.decoding and rule.sees_all(view.length):
-            return self._attend_together(q_THK, rule).unsqueeze(1)
+        reach = rule.reach(1, view.length)
+        if view.groups_decoding and rule.sees_all(reach) and (groups := view.decoding(reach)):
+            return self._attend_together(q_THK, groups, rule).unsqueeze(1)
         found = [self._attend(q_THK[span.begin : span.end], span, rule) for span in view.spans]
         return torch.cat(found).unsqueeze(1)
 
-    def _attend_together(self, q_THK: Tensor, rule: AttentionRule) -> Tensor:
+    def _attend_together(self, q_THK: Tensor, groups: Sequence[DecodingGroup], rule: AttentionRule) -> Tensor:
         """Attend as `attend` does, with one call for each group of sequences that get one new token."""
         context_THK = torch.empty_like(q_THK)
-        for group in self.view.decoding:
+        for group in groups:
             context_THK[group.tokens_N] = group.attend(q_THK, self.keys, self.values, rule.scale_of(q_THK.shape[2]))
         for span in self.view.spans:
             if span.end - span.begin > 1:
@@ -246,14 +263,16 @@ class LayerCacheView:
 
     def _attend(self, q_QHK: Tensor, span: _Span, rule: AttentionRule) -> Tensor:
         """Attend causally from the last Q positions of a sequence. [Q, H, K] -> [Q, H, K]."""
-        k_GSK, v_GSK = self._keys_and_values(span.rows)
         new, heads, size = q_QHK.shape
+        length = span.length if rule.mask is not None else rule.reach(new, span.length)
+        k_GSK, v_GSK = self._keys_and_values(span.rows if length == span.length else span.last_rows(length))
         if rule.mask is not None and rule.mask.bias_HQS is not None:
             bias_HQS = rule.mask.bias_HQS[:, span.begin : span.end, : span.length]
             rule = replace(rule, mask=Mask(None, bias_HQS))
-        if not rule.sees_all(span.length):
-            k, v = (x.transpose(0, 1)[:, None] for x in (k_GSK, v_GSK))
-            return attend_fused(q_QHK[:, None], k, v, 0.0, rule).squeeze(1)
+        if not rule.sees_all(length):
+            q, k, v = q_QHK[:, None], *(x.transpose(0, 1)[:, None] for x in (k_GSK, v_GSK))
+            attend = attend_fused if rule.mask is not None else partial(by_queries, attend_fused)
+            return attend(q, k, v, 0.0, rule).squeeze(1)
         scale = rule.scale_of(size)
         groups = k_GSK.shape[0]
         dtype, source = product_dtype(q_QHK), q_QHK.dtype
@@ -261,8 +280,8 @@ class LayerCacheView:
         if new == 1:  # the queries of a group see the same keys: they take the place of positions
             q = q.view(1, groups, heads // groups, size)
             return scaled_dot_product_attention(q, k[None], v[None], scale=scale).reshape(1, heads, size).to(source)
-        whole = new == span.length
-        mask = None if whole else self.view.mask(new, span.length)
+        whole = new == length
+        mask = None if whole else self.view.mask(new, length)
         context = sdpa(q.transpose(0, 1)[None], k[None], v[None], mask, 0.0, causal=whole, scale=scale)
         return context[0].transpose(0, 1).to(source)
 

@@ -53,7 +53,9 @@ def test_parts_in_a_window_merge_where_a_query_sees_no_key_of_one() -> None:
     q, k, v, grad = _tensors(12, 12, 2)
     hidden, cuts = AttentionRule(window=3).hidden(12, 12, q.device), [slice(0, 6), slice(6, 12)]
     context, lse = torch.zeros_like(q), torch.full(q.shape[:3], torch.finfo(q.dtype).min, dtype=q.dtype)
-    options: list[dict[str, Any]] = [{"causal": False, "hidden": hidden[:, cut], "scale": 0.4} for cut in cuts]
+    options: list[dict[str, Any]] = [
+        {"causal": False, "hidden": hidden[:, cut].__getitem__, "scale": 0.4} for cut in cuts
+    ]
     for cut, option in zip(cuts, options, strict=True):
         part, of_part = attend_part(q, k[:, :, cut], v[:, :, cut], **option)
         unseen = slice(9, 12) if cut.start == 0 else slice(0, 6)

@@ -62,7 +62,9 @@ T5_PUBLISHED = dataclasses.replace(
 )
 T5_ROTARY = dataclasses.replace(T5_MEGATRON, position_embedding_type="rope", num_experts=4, moe_router_topk=2)
 ANSWERING = {"megatron": T5_MEGATRON, "published": T5_PUBLISHED, "rotary": T5_ROTARY}
-STYLES = {"gpt2": GPT2, "llama": LLAMA, "experts": EXPERTS, "latent": LATENT}
+WINDOWS = dataclasses.replace(LLAMA, window_size="4,0", window_attn_skip_freq="[1,0]")
+SINKS = dataclasses.replace(WINDOWS, softmax_type="learnable")
+STYLES = {"gpt2": GPT2, "llama": LLAMA, "experts": EXPERTS, "latent": LATENT, "windows": WINDOWS, "sinks": SINKS}
 
 
 def model_of(style: str, dtype: torch.dtype = torch.float64, seed: int = 7) -> GPT:
