@@ -328,11 +328,11 @@ def look_around(options: argparse.Namespace) -> None:
     if options.device == "cuda" and not devices:
         doctor = "\n".join(line for line in options.environment["doctor"] if line.strip())
         raise CaseError(f"torch sees no CUDA device here. `megalith doctor` says:\n{doctor}")
-    card = devices[0] if devices else {"gib": 0.0, "bf16": True, "capability": [0, 0], "name": "CPU (a trial)"}
+    card = {"gib": 0.0, "bf16": True, "compiles": shutil.which("g++") is not None, "name": "CPU (a trial)"}
+    card = devices[0] if devices else card
     options.gib, options.precision = card["gib"], options.precision or ("bf16" if card["bf16"] else "fp16")
     options.precisions = list(dict.fromkeys([options.precision, "fp16"])) if devices else [options.precision]
-    compiles = tuple(card["capability"]) >= (7, 5) if devices else shutil.which("g++") is not None
-    options.compiles = compiles and not options.no_compile
+    options.compiles = card["compiles"] and not options.no_compile
     options.name = options.name or name_of_card(devices)
     options.results = options.results or (RESULTS if devices else ROOT / "build" / "gpu")
     options.results.mkdir(parents=True, exist_ok=True)

@@ -104,15 +104,16 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def cards() -> list[dict[str, Any]]:
-    """Return name, compute capability and memory of each device that torch sees."""
+    """Return name, compute capability, memory and what it can do of each device that torch sees."""
     from megalith.device import capability_of
 
     found = []
     for number in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(number)
         memory = round(about.total_memory / 2**30, 1)
-        bf16 = torch.bfloat16 in capability_of(torch.device("cuda", number)).half
-        found.append({"name": about.name, "capability": [about.major, about.minor], "gib": memory, "bf16": bf16})
+        able, architecture = capability_of(torch.device("cuda", number)), [about.major, about.minor]
+        can = {"bf16": torch.bfloat16 in able.half, "compiles": able.compiles}
+        found.append({"name": about.name, "capability": architecture, "gib": memory, **can})
     return found
 
 

@@ -126,6 +126,15 @@ def is_cuda(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def other_accelerator() -> str | None:
+    """Return the kind of the accelerator of this process that torch can use and that is not CUDA's, or None.
+
+    Apple's counts as none: it has no fp64, in which norms and losses are read.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type in ("cuda", "mps") else found.type
+
+
 def capability_of(device: torch.device) -> Capability:
     """Return what a device can do."""
     if is_host(device):

@@ -13,7 +13,7 @@ import torch
 
 from megalith.assemble.nvidia import unused_gpu
 from megalith.config import LaunchConfig, PrecisionConfig, RunConfig, check_groups
-from megalith.device import capability_of, is_host, prefer_attention
+from megalith.device import capability_of, is_host, other_accelerator, prefer_attention
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.launch import named_gpu
@@ -43,7 +43,7 @@ _COMPILERS = ("g++", "clang++", "c++")
 
 
 def choose_device(wanted: str, launch: LaunchConfig | None = None) -> torch.device:
-    """Return the device for `--device`; "auto" is CUDA if there is a GPU.
+    """Return the device for `--device`; "auto" is CUDA if there is a GPU, else another accelerator that torch can use.
 
     Raises:
         ConfigError: torch cannot use an NVIDIA GPU of this machine, CUDA is requested and missing, or there are more
@@ -55,11 +55,13 @@ def choose_device(wanted: str, launch: LaunchConfig | None = None) -> torch.devi
     processes = max(launch.local_world_size or 1, launch.local_rank + 1)
     if unused := unused_gpu(processes=processes):
         raise ConfigError(f"--device {wanted}: {unused}; --device cpu computes on the CPU")
-    if not torch.cuda.is_available():
+    kind = "cuda" if torch.cuda.is_available() else other_accelerator() if wanted == "auto" else None
+    if kind is None:
         if wanted == "auto":
             return torch.device("cpu")
         raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu or auto")
-    seen = torch.cuda.device_count()
+    module = torch.get_device_module(kind)
+    seen = module.device_count()
     # srun and mpirun may assign one GPU to each process, which is then the only visible one; so may a script between
     # torchrun and this process, by CUDA_VISIBLE_DEVICES (distributed/launch.py checks that it is not the same one).
     bound = seen == 1 and (launch.launcher in ("srun", "mpirun") or bool(named_gpu(launch, os.environ)))
@@ -69,8 +71,8 @@ def choose_device(wanted: str, launch: LaunchConfig | None = None) -> torch.devi
             f"GPU{'s' if seen > 1 else ''} there (CUDA_VISIBLE_DEVICES); start at most {seen} on a machine, show each "
             "process a GPU of its own by CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
-    device = torch.device("cuda", 0 if bound else launch.local_rank)
-    torch.cuda.set_device(device)
+    device = torch.device(kind, 0 if bound else launch.local_rank)
+    module.set_device(device)
     return device
 
 

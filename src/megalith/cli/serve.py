@@ -211,6 +211,7 @@ def _serve(launch: _ServerOptions) -> int:
     from megalith.device import is_host
 
     watchdog = build_watchdog(config)
+    watchdog.memory_flags = partial(_memory_flags, launch)
     with join_ranks(config, watchdog) as context:
         if context.rank == 0:
             for note in [*([threads] if threads else []), *launch.flags.notes]:
@@ -222,6 +223,17 @@ def _serve(launch: _ServerOptions) -> int:
         # Objects that still hold a process group would make the interpreter wait for other ranks at exit.
         gc.collect()
     return code
+
+
+def _memory_flags(launch: _ServerOptions, in_step: bool) -> list[str]:
+    """Return flags with which the server needs less memory on each GPU, those that cost least first."""
+    cache = launch.flags.server.cache_mib
+    flags = [f"--cache-mib {max(1, (cache or 2048) // 2)} (now {cache or 'at most 2048'})"]
+    if in_step and launch.max_batch > 1:
+        flags.append(f"--max-batch {launch.max_batch // 2} (now {launch.max_batch})")
+    if launch.flags.dtype == "float32":
+        flags.append("--dtype bfloat16 or float16 (now float32)")
+    return [*flags, "more GPUs and a larger --tp or --pp"]
 
 
 def _serve_rank(
@@ -242,7 +254,7 @@ def _serve_rank(
             _tune_threads(runner, engine.decoder_prompt)
         _warm_up(trained, engine)
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
-        return _run_engine(launch, trained, engine, listener, watchdog if context.world.size > 1 else None)
+        return _run_engine(launch, trained, engine, listener, watchdog, has_peers=context.world.size > 1)
     in_main_thread = threading.current_thread() is threading.main_thread()
     for number in _STOP_SIGNALS if in_main_thread else ():  # the first rank receives them too and stops this one
         signal.signal(number, signal.SIG_IGN)
@@ -354,23 +366,30 @@ def _num_blocks(launch: _ServerOptions, trained: Trained, context: ParallelConte
 
 
 def _run_engine(
-    launch: _ServerOptions, trained: Trained, engine: Engine, listener: socket.socket, watchdog: Watchdog | None
+    launch: _ServerOptions,
+    trained: Trained,
+    engine: Engine,
+    listener: socket.socket,
+    watchdog: Watchdog,
+    *,
+    has_peers: bool,
 ) -> int:
     """Run engine and HTTP server, each in a thread; return the exit code.
 
-    With other ranks (`watchdog`) the engine has the other thread, because a step may wait for a rank that is gone.
+    With other ranks the engine has the other thread, because a step may wait for a rank that is gone.
     """
     from megalith.serve.http.server import stop_signals
     from megalith.serve.worker import Worker, serve_beside
 
     with stop_signals() as pipe:
-        if watchdog is None:
-            return serve_beside(engine, lambda worker: _run_server(launch, trained, engine, listener, worker, pipe))
+        if not has_peers:
+            serve_alone = partial(_run_server, launch, trained, engine, listener, pipe=pipe)
+            return serve_beside(engine, serve_alone, watchdog.name_device_errors)
 
         async def serving() -> int:
-            worker = Worker(engine, watchdog.find_lost_peer).start()
+            worker = Worker(engine, watchdog.find_lost_peer, watchdog.name_device_errors).start()
             try:
-                return await _run_server(launch, trained, engine, listener, worker, pipe, watchdog)
+                return await _run_server(launch, trained, engine, listener, worker, pipe=pipe, watchdog=watchdog)
             finally:
                 worker.close()
 
@@ -383,6 +402,7 @@ async def _run_server(
     engine: Engine,
     listener: socket.socket,
     worker: Worker,
+    *,
     pipe: int | None,
     watchdog: Watchdog | None = None,
 ) -> int:

@@ -21,11 +21,11 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TypeVar
 
 from megalith.distributed.watchdog import Watchdog
-from megalith.errors import MegalithError, PeerError
+from megalith.errors import DeviceError, MegalithError, PeerError
 from megalith.serve.engine import Engine, RequestHandle, Stats
 from megalith.serve.request import Event, Finished, Request
 
@@ -33,6 +33,10 @@ _IDLE_SECONDS, _SECONDS_TO_END = 0.5, 10.0
 _MANY, _SECONDS_TO_SEND = 4, 0.01
 """Number of events from which a step waits until they are sent (for one event this only adds two wake-ups to each
 token), and the maximum wait, so that a busy event loop does not delay the engine."""
+
+
+NameErrors = Callable[[], AbstractContextManager[object]]
+"""Returns a context that raises errors of a device as messages."""
 
 
 class WorkerFailed(MegalithError):
@@ -75,13 +79,19 @@ class Answer:
 class Worker:
     """Steps an engine from `start` or `run` to `close`. Construct and use it (but for `run`) on a running event loop.
 
-    `find_lost_peer` finds out which of the ranks that share the model broke a connection. `failure` says why nothing
-    can be served any more; None while all is well.
+    `find_lost_peer` finds out which of the ranks that share the model broke a connection; the engine runs in a context
+    of `name_errors`, such as `Watchdog.name_device_errors`. `failure` says why nothing can be served any more; None
+    while all is well.
     """
 
-    def __init__(self, engine: Engine, find_lost_peer: Callable[[], str | None] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        find_lost_peer: Callable[[], str | None] | None = None,
+        name_errors: NameErrors = nullcontext,
+    ) -> None:
         self._engine, self._loop = engine, asyncio.get_running_loop()
-        self._blame = find_lost_peer or (lambda: None)
+        self._blame, self._name_errors = find_lost_peer or (lambda: None), name_errors
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answers: dict[RequestHandle, Answer] = {}
         self._handles: dict[Answer, RequestHandle] = {}
@@ -164,24 +174,28 @@ class Worker:
     def run(self) -> None:
         """Step the engine in this thread until `close` or a failure of the engine."""
         try:
-            while self._take_inbox():
-                found = [(self._answers[handle], event) for handle, event in self._engine.step()]
-                self._stats = self._engine.stats()
-                if found:
-                    for answer, event in found:
-                        if isinstance(event, Finished):
-                            answer.left -= 1
-                            if not answer.left:
-                                del self._answers[self._handles.pop(answer)]
-                    self._sent.clear()
-                    self._post(self._deliver, found)
-                    if len(found) >= _MANY:
-                        self._sent.wait(_SECONDS_TO_SEND)
-            self._engine.close()
+            with self._name_errors():
+                while self._take_inbox():
+                    self._step()
+                self._engine.close()
         except BaseException as error:  # of any kind: afterwards no request would be answered
             self._fail(error)
         finally:
             self.ended.set()
+
+    def _step(self) -> None:
+        found = [(self._answers[handle], event) for handle, event in self._engine.step()]
+        self._stats = self._engine.stats()
+        if found:
+            for answer, event in found:
+                if isinstance(event, Finished):
+                    answer.left -= 1
+                    if not answer.left:
+                        del self._answers[self._handles.pop(answer)]
+            self._sent.clear()
+            self._post(self._deliver, found)
+            if len(found) >= _MANY:
+                self._sent.wait(_SECONDS_TO_SEND)
 
     def _take_inbox(self) -> bool:
         """Execute the submitted commands, waiting for one if the engine is idle; return False at the end."""
@@ -197,7 +211,8 @@ class Worker:
             wait = False
 
     def _fail(self, error: BaseException) -> None:
-        culprit = self._blame() if isinstance(error, PeerError) else None
+        of_peer = isinstance(error, PeerError) or (isinstance(error, DeviceError) and error.perhaps_of_peer)
+        culprit = self._blame() if of_peer else None
         self._post(self.fail, culprit or str(error) or type(error).__name__)
         if not isinstance(error, MegalithError):
             traceback.print_exception(error)
@@ -217,8 +232,14 @@ class Worker:
 Outcome = TypeVar("Outcome")
 
 
-def serve_beside(engine: Engine, serving: Callable[[Worker], Coroutine[object, object, Outcome]]) -> Outcome:
+def serve_beside(
+    engine: Engine,
+    serving: Callable[[Worker], Coroutine[object, object, Outcome]],
+    name_errors: NameErrors = nullcontext,
+) -> Outcome:
     """Step the engine in this thread while `serving(worker)` runs on an event loop in another; return its outcome.
+
+    `name_errors` as of `Worker`.
 
     If a device hangs and the last step does not return, the process exits with the exit code of `PeerError`.
     """
@@ -226,7 +247,7 @@ def serve_beside(engine: Engine, serving: Callable[[Worker], Coroutine[object, o
     outcome: Future[Outcome] = Future()
 
     async def on_loop() -> Outcome:
-        made.set_result(Worker(engine))
+        made.set_result(Worker(engine, name_errors=name_errors))
         try:
             return await serving(made.result())
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -327,3 +328,23 @@ def test_every_command_stops(
         )
     assert main(["doctor"]) == 1
     assert "470.57.02" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "chosen"), [("xpu", "xpu"), ("hpu", "hpu"), ("mps", "cpu"), (None, "cpu")])
+def test_another_accelerator_than_cuda_is_chosen(
+    kind: str | None, chosen: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an Ascend is, whose package adds its type to torch; not Apple's, which has no fp64."""
+    machine()
+    set_to: list[torch.device] = []
+    module = SimpleNamespace(device_count=lambda: 2, set_device=set_to.append)
+    found = None if kind is None else torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    assert choose_device("auto", LaunchConfig(local_rank=1, local_world_size=2)).type == chosen
+    assert set_to == ([] if chosen == "cpu" else [torch.device(chosen, 1)])
+    if chosen != "cpu":
+        with pytest.raises(ConfigError, match="3 processes"):
+            choose_device("auto", LaunchConfig(local_rank=0, local_world_size=3))
+    with pytest.raises(ConfigError, match="--device cuda"):
+        choose_device("cuda")

@@ -5,21 +5,27 @@ The errors are those of torch, with its messages; no GPU takes part.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megalith.assemble.ranks import join_ranks, memory_flags
+from megalith.cli import serve
 from megalith.cli.main import main
 from megalith.config import RunConfig, load
 from megalith.distributed.board import FolderBoard, Identity, Status, write_identity
 from megalith.distributed.device_errors import explain
 from megalith.distributed.watchdog import FAILURE, Watchdog
 from megalith.errors import DeviceError, PeerError
+from megalith.serve.engine import Stats
+from megalith.serve.worker import Worker
 
 HINT = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
@@ -221,3 +227,47 @@ def test_the_command_says_it_last(
     assert "Traceback" in printed
     last = printed.strip().splitlines()[-1]
     assert all(word in last for word in ("rank 0", "step 2 in backward", "31.74 GiB", "--micro-batch-size 3"))
+
+
+def test_a_server_names_what_its_gpu_lacked() -> None:
+    """The thread of the engine ends with the message of the watchdog, which says rank, phase and flags."""
+
+    class Engine:
+        has_work = True
+
+        def stats(self) -> Stats:
+            return Stats()
+
+        def step(self) -> None:
+            raise OUT_OF_MEMORY
+
+    async def failure() -> str:
+        watchdog = Watchdog(60.0)
+        watchdog.at("serve", 0)
+        watchdog.memory_flags = lambda in_step: [f"--cache-mib 1024 {in_step}"]
+        return await Worker(cast("Any", Engine()), name_errors=watchdog.name_device_errors).start().failed()
+
+    said = asyncio.run(asyncio.wait_for(failure(), 30))
+    for words in ("rank 0", "serve", "Tried to allocate 2.00 GiB", "--cache-mib 1024 True"):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        ([], ("--cache-mib 1024", "--max-batch 32", "--tp")),
+        (["--cache-mib", "100", "--max-batch", "1", "--dtype", "float32"], ("--cache-mib 50", "--dtype bfloat16")),
+    ],
+)
+def test_a_server_knows_flags_with_which_it_needs_less_memory(given: list[str], flags: tuple[str, ...]) -> None:
+    options = serve._parser().parse_args(["C", *given])
+    found = "; ".join(
+        serve._memory_flags(
+            serve._ServerOptions(
+                cast("Any", SimpleNamespace(server=options, max_batch=None, dtype=options.dtype)), cast("Any", None)
+            ),
+            True,
+        )
+    )
+    assert all(flag in found for flag in flags)
+    assert ("--max-batch" in found) == ("--max-batch" not in given)

@@ -167,7 +167,7 @@ class TrainConfig:
     )
     device: str = setting(
         "auto",
-        help="device; auto is CUDA if there is a GPU, and an error if torch cannot use it",
+        help="device; auto is CUDA if there is a GPU, and an error if torch cannot use it, else another accelerator",
         choices=DEVICES,
         ours=True,
     )
