@@ -360,6 +360,8 @@ def build_loop_config(
         save_interval=config.checkpoint.save_interval,
         ephemeral_save_interval=config.checkpoint.non_persistent_save_interval,
         exit_interval=train.exit_interval,
+        early_stopping_patience=train.early_stopping_patience,
+        keep_best=config.checkpoint.keep_best,
         phase_transition_iterations=frozenset(train.phase_ends),
         skip_training=train.skip_train,
         eval_start_iteration=train.start_eval_at_iter or 0,

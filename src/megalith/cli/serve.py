@@ -299,7 +299,7 @@ def _warm_up(trained: Trained, engine: Engine) -> None:
     """Generate one token, so that lazy initialization delays no client and a broken model is found at start-up."""
     from megalith.serve.request import Finished, Request, Sampling
 
-    for event in engine.run(Request((trained.tokenizer.eod,), 1, Sampling(temperature=1.0))):
+    for event in engine.run(Request(trained.tokenizer.end_ids or (0,), 1, Sampling(temperature=1.0))):
         if isinstance(event, Finished) and event.reason == "error":
             raise CheckpointError(event.message)
 

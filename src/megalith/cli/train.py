@@ -333,12 +333,14 @@ def _print_outcome(run: TrainingRun, config: RunConfig, argv: Sequence[str], con
         console.print(summary)
     exit_reason, save = run.exit_reason, config.checkpoint.save
     assert exit_reason is not None
-    if exit_reason.kind == "finished":
+    if exit_reason.kind in ("finished", "early stopping"):
         console.print(f"metrics and the full log are in {folder}")
         generates = config.tokenizer.tokenizer_type != "NullTokenizer" and config.model.family.generates
         if save and generates and not run.progress.none_applied:
             names = [one.name for one in config.registry.imports]
-            words = ["megalith", "generate", save, *([IMPORT_FLAG, *names] if names else []), "--prompt"]
+            best = run.state.best.iteration if config.checkpoint.keep_best else None
+            iteration = [] if best is None else ["--iteration", str(best)]
+            words = ["megalith", "generate", save, *iteration, *([IMPORT_FLAG, *names] if names else []), "--prompt"]
             console.print(f"try it: {shlex.join(words)} 'Once upon a time'")
         return EXIT_FINISHED
     if save is None:

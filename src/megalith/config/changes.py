@@ -33,8 +33,8 @@ _BY_NAME = {
     **dict.fromkeys(("device", "compile", "attention_backend", "transformer_impl", "micro_batch_size"), ROUNDING),
     **dict.fromkeys(
         (
-            *("eval_interval", "eval_iters", "exit_interval", "exit_duration_in_mins", "exit_signal_handler"),
-            *("exit_signal", "skip_train", "start_eval_at_iter", "full_validation"),
+            *("eval_interval", "eval_iters", "early_stopping_patience", "exit_interval", "exit_duration_in_mins"),
+            *("exit_signal_handler", "exit_signal", "skip_train", "start_eval_at_iter", "full_validation"),
             *("manual_gc", "manual_gc_interval", "recompute_granularity", "recompute_method", "recompute_num_layers"),
             *("recompute_modules", "data_cache_path", "num_workers", "mmap_bin_files", "distributed_backend"),
             *("distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "debug_collectives"),

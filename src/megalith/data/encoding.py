@@ -115,7 +115,7 @@ class ChunkEncoder:
         tokenizer = tokenizer or build_tokenizer(settings.tokenizer)
         self._encode = array_encoder(tokenizer, settings.expected_bytes)
         self._dtype = smallest_dtype(tokenizer.vocab_size)
-        self._eod = tokenizer.eod if settings.append_eod else None
+        self._eod = tokenizer.require_eod("--append-eod") if settings.append_eod else None
         self._splitter = settings.sentences.splitter() if settings.sentences else None
 
     def encode(self, payload: Payload) -> EncodedChunk:

@@ -72,6 +72,11 @@ class GPTDatasetOptions:
         """Return whether positions or masks depend on where the documents of a sample begin."""
         return self.reset_position_ids or self.reset_attention_mask or self.mask_between_documents
 
+    @property
+    def needs_eod(self) -> bool:
+        """Return whether end-of-document tokens decide positions or masks."""
+        return self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask
+
 
 class GPTDataset:
     """Samples of one split; item i is a dict of arrays of `sequence_length` entries.
@@ -96,7 +101,9 @@ class GPTDataset:
         self.name, self.prefix, self.requested = spec.name, spec.path, spec.requested
         self.documents_of_split = spec.documents(len(documents.lengths))
         self._documents, self._options, self._spec = documents, options, spec
-        self._eod, self._vocab_size = tokenizer.eod, tokenizer.vocab_size
+        by_eod = "--eod-mask-loss, --reset-position-ids or --reset-attention-mask"
+        self._eod = tokenizer.require_eod(by_eod) if options.needs_eod else -1
+        self._vocab_size = tokenizer.vocab_size
         # Padding with the end-of-document id would mask the loss of every document end, as Megatron before 2026 did.
         self._pad = -1 if tokenizer.pad is None or tokenizer.pad == tokenizer.eod else tokenizer.pad
         self._extra = 1 if options.add_extra_token else 0

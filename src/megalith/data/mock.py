@@ -18,7 +18,7 @@ _LONGEST = 4096
 
 
 class MockDocuments:
-    """100,000 documents of 1 to 4095 tokens: 1, 2, 3 and so on, then the end-of-document id."""
+    """100,000 documents of 1 to 4095 tokens: 1, 2, 3 and so on, then the end-of-document id if there is one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.lengths: NDArray[np.int32] = np.random.default_rng(0).integers(1, _LONGEST, NUM_DOCUMENTS, np.int32)
@@ -29,6 +29,6 @@ class MockDocuments:
         total = int(self.lengths[sequence])
         stop = total if length is None else offset + length
         tokens = np.arange(offset + 1, stop + 1) % self._vocab_size
-        if stop == total and len(tokens):
+        if stop == total and len(tokens) and self._eod is not None:
             tokens[-1] = self._eod
         return tokens

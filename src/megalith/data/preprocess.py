@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megalith.data.characters import with_vocabulary
 from megalith.data.encoding import ChunkEncoder, EncodeSettings
 from megalith.data.indexed import smallest_dtype
 from megalith.data.output import Journal, OutputFiles, Partitions, RunState, SkippedList
@@ -79,7 +80,7 @@ def preprocess(options: PreprocessOptions, progress: ProgressListener | None = N
         raise ConfigError(violations)
     for note in plan.notes:
         listener.note(note)
-    return _Run(options, plan.sources, listener, start).run()
+    return _Run(with_vocabulary(options, plan.sources, listener), plan.sources, listener, start).run()
 
 
 def worker_count(options: PreprocessOptions, sources: list[Source]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalith.config import TokenizerConfig
@@ -88,6 +88,14 @@ class PreprocessOptions:
         """Return the output prefix with the suffix of the share."""
         return self.output_prefix + self.share.suffix
 
+    @property
+    def named_tokenizer(self) -> TokenizerConfig:
+        """Return the tokenizer with the file of its vocabulary, which is yet to be made if it is not `tokenizer`."""
+        tokenizer = self.tokenizer
+        if tokenizer.tokenizer_type != "CharacterTokenizer" or tokenizer.vocab_file:
+            return tokenizer
+        return replace(tokenizer, vocab_file=f"{self.output_prefix}_vocab.json")
+
     def output_prefixes(self, partition: str = "") -> dict[str, str]:
         """Return the prefix of the dataset of each key, or of one of its partitions."""
         level = "sentence" if self.sentences else "document"
@@ -135,7 +143,13 @@ def option_violations(options: PreprocessOptions) -> list[str]:
 
 def _value_violations(options: PreprocessOptions) -> list[str]:
     """Return why these options cannot work whatever files exist."""
-    violations = tokenizer_violations(options.tokenizer) + _source_violations(options.source)
+    tokenizer = options.named_tokenizer
+    violations = tokenizer_violations(tokenizer) + _source_violations(options.source)
+    if tokenizer is not options.tokenizer and options.share.count > 1:
+        violations.append(
+            f"--vocab-file is missing: a share of the input ({options.share.reason}) lacks some characters; make "
+            "the vocabulary with --share 1/1 first"
+        )
     if options.workers < 1:
         violations.append(f"--workers {options.workers} is below 1")
     if options.partitions < 1:

@@ -119,7 +119,7 @@ class MegalithLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return self._trained.tokenizer.eod
+        return self._trained.tokenizer.require_eod("lm-eval")
 
     @property
     def max_length(self) -> int:

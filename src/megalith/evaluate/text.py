@@ -339,10 +339,15 @@ def _detokenizer(path: Path, name: str, listener: Listener) -> Detokenizer:
 
 
 def measure_text(path: Path, scorer: Scorer, tokenizer: Tokenizer, windows: Windows, listener: Listener) -> TextLoss:
-    """Measure perplexity and bits per byte of a jsonl or a text; each document follows an end-of-document token."""
+    """Measure perplexity and bits per byte of a jsonl or a text.
+
+    Each document follows an end-of-document token; without one its first token is context alone.
+    """
     texts = read_documents(path)
     whole = [text for text in texts if text]
-    documents = [[tokenizer.eod, *ids] for ids in tokenizer.encode_batch(whole)]
+    encoded = tokenizer.encode_batch(whole)
+    documents = [[*tokenizer.end_ids, *ids] for ids in encoded]
+    unpredicted = [] if tokenizer.end_ids else [tokenizer.decode(ids[:1]) for ids in encoded]
     words = sum(len(text.split()) for text in whole)
     listener.counted(words, sum(len(ids) - 1 for ids in documents))
     logprobs = score_texts(scorer, documents, windows, listener.batch)
@@ -350,7 +355,7 @@ def measure_text(path: Path, scorer: Scorer, tokenizer: Tokenizer, windows: Wind
         total=-sum(float(part.sum()) for part in logprobs),
         num_tokens=sum(len(part) for part in logprobs),
         num_words=words,
-        num_bytes=sum(len(text.encode()) for text in whole),
+        num_bytes=sum(len(text.encode()) for text in whole) - sum(len(text.encode()) for text in unpredicted),
         num_documents=len(whole),
         skipped=len(texts) - len(whole),
     )

@@ -356,7 +356,8 @@ def decoder_prompt_of(model: LanguageModel, tokenizer: Tokenizer) -> DecoderProm
     """Return the decoder prompt of an encoder-decoder model, or None. `ConfigError` without a start token."""
     if not model.config.family.encoder_decoder:
         return None
-    return DecoderPrompt(decoder_start_token(tokenizer), tokenizer.special.get("eos", tokenizer.eod))
+    end = tokenizer.special.get("eos")
+    return DecoderPrompt(decoder_start_token(tokenizer), tokenizer.require_eod("T5") if end is None else end)
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -10,7 +10,8 @@ from typing import Any
 from megalith.config import TokenizerConfig
 from megalith.errors import ConfigError
 from megalith.registry import Registered
-from megalith.tokenizers import sentence_piece, tik_token, word_piece
+from megalith.tokenizers import character, sentence_piece, tik_token, word_piece
+from megalith.tokenizers.character import CharacterTokenizer
 from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
 from megalith.tokenizers.huggingface import HuggingFaceTokenizer, holds_tokenizer
 from megalith.tokenizers.null import NullTokenizer
@@ -30,6 +31,7 @@ _FILES: dict[str, dict[str, str]] = {
     "TikTokenizer": {"tokenizer_model": tik_token.VOCABULARY_FILE},
     "BertWordPieceLowerCase": _WORD_PIECE_FILES,
     "BertWordPieceCase": _WORD_PIECE_FILES,
+    "CharacterTokenizer": {"vocab_file": character.VOCABULARY_FILE},
 }
 """Kind of tokenizer -> setting that names a file -> the name of that file beside a checkpoint."""
 
@@ -123,5 +125,6 @@ _BUILDERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
     "TikTokenizer": _tik_token,
     "BertWordPieceLowerCase": _word_piece,
     "BertWordPieceCase": _word_piece,
+    "CharacterTokenizer": lambda config: CharacterTokenizer(_path(config.vocab_file)),
     "NullTokenizer": _null,
 }

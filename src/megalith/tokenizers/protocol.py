@@ -19,14 +19,14 @@ class Tokenizer(ABC):
 
     Attributes:
         vocab_size: number of ids, special ones included, padding excluded.
-        eod: id that ends a document.
+        eod: id that ends a document, None if the tokenizer has none.
         special: id of each role that exists: eod, bos, eos, pad, unk, cls, sep, mask.
         pad: id that pads short samples, None if the tokenizer has none.
         extra_ids: ids of `<extra_id_0>`, `<extra_id_1>` and so on, T5's sentinels.
     """
 
     vocab_size: int
-    eod: int
+    eod: int | None
     special: Mapping[str, int]
     pad: int | None = None
     extra_ids: tuple[int, ...] = ()
@@ -34,7 +34,21 @@ class Tokenizer(ABC):
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Return the ids of all special tokens except `extra_ids`, which answers may contain."""
-        return frozenset((self.eod, *self.special.values()))
+        return frozenset((*self.end_ids, *self.special.values()))
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Return the ids that end a document: one, or none."""
+        return () if self.eod is None else (self.eod,)
+
+    def require_eod(self, purpose: str) -> int:
+        """Return the id that ends a document. Raises DataError naming the purpose if there is none."""
+        if self.eod is None:
+            raise DataError(
+                f"{purpose} needs an end-of-document token, which this {self._megatron_class} lacks; preprocess made "
+                "without --vocab-file but with --append-eod has one"
+            )
+        return self.eod
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:

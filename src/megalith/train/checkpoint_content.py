@@ -35,12 +35,14 @@ from megalith.models.saved import saved_tensors, whole_names
 from megalith.nn.placement import Placement, Replicated
 from megalith.optim.build import experts_of
 from megalith.optim.optimizer import StateBox
-from megalith.train.state import TrainState
+from megalith.train.state import BestEvaluation, TrainState
 
 STEP_CHECK = "megalith_step_check"
 """Key of what `TrainState.check` remembers, in common.pt; Megatron passes over it."""
 NOISE = "megalith_gradient_noise"
 """Likewise of `TrainState.noise`."""
+BEST = "megalith_best_evaluation"
+"""Likewise of `TrainState.best`; absent before an evaluation that counts."""
 LR_SCALE = "megalith_lr_scale"
 """Likewise of `TrainState.lr_scale`; absent where no hook has changed it."""
 WANDB_RUN = "megalith_wandb_run_id"
@@ -66,6 +68,8 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
             NOISE: state.noise.state(),
         },
     )
+    if state.best != BestEvaluation():
+        content.common[BEST] = state.best.state()
     if state.lr_scale != 1.0:
         content.common[LR_SCALE] = state.lr_scale
     if state.wandb_run_id is not None:

@@ -18,6 +18,7 @@ from megalith.device import is_host
 from megalith.errors import CheckpointError
 from megalith.schedules.parameters import ResumedSchedule, resume_schedule
 from megalith.train.checkpoint_content import (
+    BEST,
     LR_SCALE,
     NOISE,
     STEP_CHECK,
@@ -87,6 +88,7 @@ def restore(
             state.skipped_samples = int(found.args.get("skipped_train_samples") or 0)
             state.check.load_state(loaded.common.get(STEP_CHECK, {}))
             state.noise.load_state(loaded.common.get(NOISE, {}))
+            state.best.load_state(loaded.common.get(BEST, {}))
             state.lr_scale = float(loaded.common.get(LR_SCALE, 1.0))
             state.wandb_run_id = loaded.common.get(WANDB_RUN) if _records_the_same(found, run) else None
             state.flops = float(loaded.common.get("num_floating_point_operations_so_far", 0.0))

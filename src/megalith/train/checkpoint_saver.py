@@ -72,6 +72,7 @@ class CheckpointSaver:
             "content": content_of(state, self._run),
             "manifest": self._manifest(state),
             "files": self._identity.tokenizer_files,
+            "best": state.best.iteration if self._run.checkpoint.keep_best else None,
             "on_stage": lambda stage: self._probe(stage, iteration),
         }
 

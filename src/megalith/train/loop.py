@@ -21,7 +21,7 @@ from megalith.train.checkpoint_saver import AsyncSaver, CheckpointSaver
 from megalith.train.consensus import NeverStop, RankConsensus
 from megalith.train.evaluation import EvaluationSet, evaluate
 from megalith.train.faults import Probe, no_probe
-from megalith.train.results import ExitReason, GradientNoise, Hook, Progress, StepResult, Window
+from megalith.train.results import Evaluation, ExitReason, GradientNoise, Hook, Progress, StepResult, Window
 from megalith.train.signals import StopSignals
 from megalith.train.state import TrainState
 from megalith.train.step import MicroBatch, train_step
@@ -44,6 +44,8 @@ class LoopConfig:
     save_interval: int | None = None  # iterations between checkpoints; None for a single one at the end
     ephemeral_save_interval: int | None = None  # iterations between ephemeral checkpoints; only the last is kept
     exit_interval: int | None = None
+    early_stopping_patience: int | None = None  # stop after this many evaluations in a row without a new lowest loss
+    keep_best: bool = False  # save at each new lowest validation loss
     phase_transition_iterations: frozenset[int] = frozenset()  # save and stop at these iterations
     exit_minutes: float | None = None
     log_params_norm: bool = False
@@ -139,6 +141,7 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
     """
     config, state, window = run.loop_config, run.state, Window()
     unsaved, num_micro_batches = False, config.micro_batches_after(state.consumed_samples)
+    run.exit_reason = run.exit_reason or (None if config.skip_training else _early_stop(run))
     final_iteration = 0 if config.skip_training else config.train_iterations
     ephemeral_interval = config.ephemeral_save_interval
     while not _should_stop(run) and state.iteration < final_iteration:
@@ -168,7 +171,8 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
             _advance_save(run)
         if state.iteration % config.eval_interval == 0 and state.iteration >= config.eval_start_iteration:
             _validate(run)
-        if config.save_interval and state.iteration % config.save_interval == 0:
+        at_best = config.keep_best and state.best.iteration == state.iteration
+        if at_best or (config.save_interval and state.iteration % config.save_interval == 0):
             _save(run)
             unsaved = False
         elif ephemeral_interval and state.iteration % ephemeral_interval == 0 and state.iteration < final_iteration:
@@ -258,6 +262,8 @@ def _should_stop(run: TrainingRun) -> bool:
 
 def _planned_exit(run: TrainingRun) -> ExitReason | None:
     """Return the exit that the configuration requests after this step, or None."""
+    if (stop := _early_stop(run)) is not None:
+        return stop
     config, iteration = run.loop_config, run.state.iteration
     if run.consensus.out_of_time:
         return ExitReason("duration", iteration, str(_elapsed_minutes(run)))
@@ -265,6 +271,15 @@ def _planned_exit(run: TrainingRun) -> ExitReason | None:
     if at_exit_interval or iteration in config.phase_transition_iterations:
         return ExitReason("interval", iteration)
     return None
+
+
+def _early_stop(run: TrainingRun) -> ExitReason | None:
+    """Return the exit after `--early-stopping-patience` evaluations without a new lowest validation loss, or None."""
+    patience, best = run.loop_config.early_stopping_patience, run.state.best
+    if patience is None or best.later < patience:
+        return None
+    lowest = f"the lowest validation loss is {best.loss:.6E}, of iteration {best.iteration}"
+    return ExitReason("early stopping", run.state.iteration, f"{lowest}, {best.later} evaluations ago")
 
 
 def _elapsed_minutes(run: TrainingRun) -> float:
@@ -280,9 +295,13 @@ def _validate(run: TrainingRun) -> None:
     """Evaluate during training. The samples count as consumed even if a signal interrupts the evaluation."""
     if not (sets := _validation_sets(run)):
         return
+    losses = list[float]()
     for eval_set in sets:
-        if not _evaluate(run, eval_set, final=False):
+        if (evaluation := _evaluate(run, eval_set, final=False)) is None:
             break
+        losses.append(evaluation.loss)
+    if len(losses) == len(sets) and (run.loop_config.early_stopping_patience or run.loop_config.keep_best):
+        run.state.best.add(run.state.iteration, losses)
     run.state.consumed_valid_samples += run.loop_config.eval_iterations * run.loop_config.eval_samples
 
 
@@ -294,8 +313,8 @@ def _validation_sets(run: TrainingRun) -> Sequence[EvaluationSet]:
     return [eval_set for eval_set in sets if eval_set.iterations]
 
 
-def _evaluate(run: TrainingRun, eval_set: EvaluationSet, *, final: bool) -> bool:
-    """Evaluate and notify the hooks; False if a signal or `--exit-duration-in-mins` interrupted it."""
+def _evaluate(run: TrainingRun, eval_set: EvaluationSet, *, final: bool) -> Evaluation | None:
+    """Evaluate and notify the hooks; None if a signal or `--exit-duration-in-mins` interrupted it."""
     config = run.loop_config
     run.hook.before_evaluation(eval_set.name, eval_set.iterations * config.eval_samples, final=final)
     began = time.perf_counter()
@@ -313,11 +332,11 @@ def _evaluate(run: TrainingRun, eval_set: EvaluationSet, *, final: bool) -> bool
     except Exception as error:
         if isinstance(error, MegalithError) or not run.consensus.is_single_rank or not run.consensus.requested:
             raise
-        return False  # interrupted as a step can be, see `_step`
+        return None  # interrupted as a step can be, see `_step`
     if evaluation is not None:
         _report_times(run, {"evaluate": time.perf_counter() - began})
         run.hook.after_evaluation(evaluation)
-    return evaluation is not None
+    return evaluation
 
 
 def _save(run: TrainingRun, *, persistent: bool = True, final: bool = False) -> None:
@@ -359,7 +378,7 @@ def _final_evaluation(run: TrainingRun) -> None:
     eval_iterations = run.loop_config.eval_iterations
     test = [EvaluationSet("test", run.test, eval_iterations)] if run.test is not None and eval_iterations else []
     for eval_set in (*_validation_sets(run), *test):
-        if not _evaluate(run, eval_set, final=True):
+        if _evaluate(run, eval_set, final=True) is None:
             if not _should_stop(run):
                 run.exit_reason = ExitReason("duration", run.state.iteration, str(_elapsed_minutes(run)))
             assert run.exit_reason is not None

@@ -216,10 +216,12 @@ class ExitReason:
     """Why a run ended."""
 
     # "finished", "signal", "interval" (`--exit-interval`, or the end of a phase), "duration"
-    # (`--exit-duration-in-mins`) or "hook" (one of the user)
+    # (`--exit-duration-in-mins`), "early stopping" (`--early-stopping-patience`) or "hook" (one of the user)
     kind: str
     iteration: int
-    detail: str = ""  # the signal's name, the minutes the run took, or the reason of the hook
+    detail: str = (
+        ""  # the signal's name, the minutes the run took, the lowest validation loss, or the reason of the hook
+    )
 
 
 @dataclass

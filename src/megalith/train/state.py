@@ -134,6 +134,35 @@ class NoiseScale:
         self.signal, self.noise = float(state.get("signal", 0.0)), float(state.get("noise", 0.0))
 
 
+@dataclass
+class BestEvaluation:
+    """The lowest validation loss so far, for `--early-stopping-patience` and `--keep-best`.
+
+    Of several validation sets the mean of their losses counts. It is equal on all ranks, and part of a checkpoint.
+    """
+
+    loss: float = math.inf
+    iteration: int | None = None  # None before the first evaluation
+    later: int = 0  # evaluations since
+
+    def add(self, iteration: int, losses: Sequence[float]) -> None:
+        """Record an evaluation, one loss of each validation set."""
+        loss = fmean(losses)
+        if loss < self.loss:
+            self.loss, self.iteration, self.later = loss, iteration, 0
+        else:
+            self.later += 1
+
+    def state(self) -> dict[str, float | int | None]:
+        """Return what a checkpoint keeps."""
+        return asdict(self)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned; without it no evaluation counts."""
+        own = BestEvaluation(**state)
+        self.loss, self.iteration, self.later = own.loss, own.iteration, own.later
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """The counters, random streams and loss scale before a step."""
@@ -168,6 +197,7 @@ class TrainState:
     skipped_samples: int = 0  # samples drawn and passed over (`--iterations-to-skip`)
     # the gradient noise scale so far (`--log-gradient-noise-scale`)
     noise: NoiseScale = field(default_factory=NoiseScale)
+    best: BestEvaluation = field(default_factory=BestEvaluation)
     lr_scale: float = 1.0  # what a hook has the learning rate of the schedule multiplied by
     wandb_run_id: str | None = None  # of the W&B run that records this one, on the first rank (`--wandb-project`)
 

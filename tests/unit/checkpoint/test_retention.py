@@ -34,6 +34,10 @@ MakeContent = Callable[..., CheckpointContent]
         (Retention(retain_interval=20), 40, 40, [10, 30, 40], [], []),
         # Both: multiples are never deleted.
         (Retention(keep_last=1, retain_interval=20), 50, 40, [10, 20, 30, 40, 50], [], [30, 10]),
+        # The best is never deleted, and counts among the newest where it is one of them.
+        (Retention(keep_last=1, best=10), 30, 20, [10, 20, 30], [], [20]),
+        (Retention(keep_last=2, best=20), 40, 30, [10, 20, 30, 40], [], [10]),
+        (Retention(retain_interval=100, best=20), 30, 20, [10, 20, 30], [], []),
     ],
 )
 def test_what_is_superseded(

@@ -234,6 +234,15 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         ("--tiktoken-num-special-tokens 2", "3", "99"),
     ),
     ("--tokenizer-type HuggingFaceTokenizer", ("HuggingFaceTokenizer", "--tokenizer-model")),
+    (
+        "--early-stopping-patience 3 --eval-iters 0",
+        ("--early-stopping-patience 3", "--eval-iters 0", "--full-validation"),
+    ),
+    (
+        "--keep-best --save {data}/c --save-interval 5 --eval-iters 0",
+        ("--keep-best", "--eval-iters 0", "--full-validation"),
+    ),
+    ("--tokenizer-type CharacterTokenizer", ("CharacterTokenizer", "--vocab-file")),
     ("--device gpu", ("--device gpu", "cpu", "cuda")),
     # experts over ranks
     ("--expert-model-parallel-size 2", ("--expert-model-parallel-size 2", "--num-experts")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megalith.config import TokenizerConfig
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocess import PreprocessOptions, find_violations, preprocess
 from megalith.data.preprocess_options import ProgressListener, ProgressSnapshot
+from megalith.data.shares import Share
 from megalith.data.sources import Limits, SourceOptions, find_sources, format_of
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import build_tokenizer, train_byte_level_bpe
@@ -281,3 +283,57 @@ def test_progress_is_reported(tmp_path: Path) -> None:
     preprocess(options, Watcher())
     opening = ("opening", options.inputs[0], "jsonl, UTF-8")
     assert seen == [opening, ("started", 1), (1, 14, 14, 28), (2, 28, 28, 28), ("finished", 2, 28)]
+
+
+CHARACTERS = TokenizerConfig(tokenizer_type="CharacterTokenizer")
+
+
+class Notes(ProgressListener):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_a_vocabulary_of_characters_is_made_from_the_input(tmp_path: Path) -> None:
+    text = "Zeile eins\n\nüber 中\n"
+    options = options_for(tmp_path / "text.txt", text, CHARACTERS, chunk_bytes=4)
+    options = replace(options, source=replace(options.source, one_document_per_file=True))
+    listener = Notes()
+    report = preprocess(options, listener)
+    made = tmp_path / "text_vocab.json"
+    assert str(made) in "\n".join(listener.notes)
+    assert json.loads(made.read_text(encoding="utf-8")) == {c: n for n, c in enumerate(sorted(set(text)))}
+    tokenizer = replace(CHARACTERS, vocab_file=str(made))
+    assert texts_of(report.prefixes["text"], tokenizer) == [text]
+    # A further text is encoded with it, and may have no other characters.
+    more = replace(options_for(tmp_path / "more.txt", "eins über\n", tokenizer), source=options.source)
+    assert texts_of(preprocess(more).prefixes["text"], tokenizer) == ["eins über\n"]
+    other = replace(options_for(tmp_path / "other.txt", "eins\neinß\n", tokenizer), source=options.source)
+    with pytest.raises(DataError, match=r"other\.txt, document 1: line 2 .*'ß' \(U\+00DF\).*text_vocab\.json"):
+        preprocess(other)
+
+
+def test_every_key_and_sequence_is_in_the_vocabulary_of_characters(tmp_path: Path) -> None:
+    content = lines({"a": "xy", "b": ["m", "n\n"]}, {"a": "z"}, {"a": "", "b": "o"})
+    options = options_for(
+        tmp_path / "c.jsonl", content, CHARACTERS, json_keys=("a", "b"), append_eod=True, skip_bad=True
+    )
+    preprocess(options)
+    ids = json.loads((tmp_path / "c_vocab.json").read_text(encoding="utf-8"))
+    assert list(ids) == ["\n", "m", "n", "o", "x", "y", "<|endoftext|>"]  # z is in a document that is left out
+
+
+def test_a_share_cannot_make_the_vocabulary_of_characters(tmp_path: Path) -> None:
+    options = options_for(tmp_path / "c.txt", "abc", CHARACTERS, share=Share(0, 2, "--share 1/2"))
+    assert [problem.split()[0] for problem in find_violations(options)] == ["--vocab-file"]
+    assert find_violations(replace(options, share=Share())) == []
+
+
+def test_append_eod_needs_an_end_in_the_vocabulary(tmp_path: Path) -> None:
+    options = options_for(tmp_path / "c.txt", "abc", CHARACTERS)
+    preprocess(options)
+    named = replace(options, tokenizer=replace(CHARACTERS, vocab_file=str(tmp_path / "c_vocab.json")), append_eod=True)
+    with pytest.raises(DataError, match="--append-eod"):
+        preprocess(named)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
 from megalith.errors import MegalithError
+from megalith.train.evaluation import EvaluationSet
 from megalith.train.loop import LoopConfig, TrainingRun, train
 from megalith.train.results import Evaluation, ExitReason, Hook, SavedCheckpoint, StepResult, Times, WindowReport
-from megalith.train.state import TrainState
+from megalith.train.state import BestEvaluation, TrainState
 from megalith.train.timers import Timers
 
 from .conftest import batches, make_state
@@ -280,3 +281,63 @@ class TimesOnly(Hook):
     def after_timing(self, iteration: int, times: Times) -> None:
         assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in times.values())
         self._names.extend(times)
+
+
+def with_losses(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
+    """Let evaluations find these losses, one after the other."""
+    found = iter(losses)
+
+    def evaluated(state: TrainState, eval_set: EvaluationSet, *_: object, final: bool, **__: object) -> Evaluation:
+        return Evaluation(state.iteration, state.consumed_samples, eval_set.name, next(found), 1, 0.0, final)
+
+    monkeypatch.setattr("megalith.train.loop.evaluate", evaluated)
+
+
+def test_a_run_stops_after_evaluations_without_a_new_lowest_loss(
+    make_loop_config: Callable[..., LoopConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_losses(monkeypatch, [3.0, 2.0, 2.5, 1.0, 1.5, 1.0])  # the rise of 2.5 is made good; a tie is no new lowest
+    run, recorder = make_run(
+        make_loop_config(train_iterations=20, eval_interval=1, early_stopping_patience=2, eval_iterations=1)
+    )
+    list(train(run))
+    assert recorder.moments[-4:] == ["step 6", "validation", "save 6", "exit early stopping"]
+    assert run.exit_reason is not None and (run.exit_reason.kind, run.exit_reason.iteration) == ("early stopping", 6)
+    assert "iteration 4" in run.exit_reason.detail
+    # Started again it stops at once; with more patience, which counts on from where it was, it continues.
+    recorder.moments.clear()
+    assert list(train(run_again(run))) == []
+    assert recorder.moments == ["exit early stopping"]
+    with_losses(monkeypatch, [1.2])
+    run.loop_config = replace(run.loop_config, early_stopping_patience=3)
+    assert [result.iteration for result in train(run_again(run))] == [7]
+
+
+def test_the_best_evaluation_is_saved_and_named_to_the_saver(
+    make_loop_config: Callable[..., LoopConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_losses(monkeypatch, [3.0, 2.0, float("nan"), 2.5, 9.0, 9.0])
+    run, recorder = make_run(
+        make_loop_config(train_iterations=4, eval_interval=1, save_interval=3, keep_best=True, eval_iterations=1)
+    )
+    list(train(run))
+    assert [moment for moment in recorder.moments if "save" in moment] == ["save 1", "save 2", "save 3", "save 4"]
+    assert (run.state.best.iteration, run.state.best.loss, run.state.best.later) == (2, 2.0, 2)
+
+
+def test_the_mean_of_several_validation_sets_counts(
+    make_loop_config: Callable[..., LoopConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_losses(monkeypatch, [3.0, 1.0, 0.0, 5.0, *[0.0] * 9])
+    sets = [EvaluationSet(name, batches(1), 1) for name in ("a", "b")]
+    config = make_loop_config(train_iterations=2, eval_interval=1, keep_best=True)
+    run, _ = make_run(config, valid_sets=sets)
+    run.valid = None
+    list(train(run))
+    assert (run.state.best.iteration, run.state.best.loss) == (1, 2.0)
+
+
+def test_evaluations_are_not_counted_unless_asked_for(make_loop_config: Callable[..., LoopConfig]) -> None:
+    run, _ = make_run(make_loop_config())
+    list(train(run))
+    assert run.state.best == BestEvaluation()

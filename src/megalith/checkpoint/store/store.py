@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -61,10 +61,12 @@ class Retention:
         keep_last: number of the newest complete checkpoints to keep, the newest included.
         retain_interval: iterations that are multiples of it are never deleted. Without `keep_last` every other
             checkpoint is deleted when the next one is saved, as Megatron's `--save-retain-interval` does.
+        best: iteration that is never deleted.
     """
 
     keep_last: int | None = None
     retain_interval: int | None = None
+    best: int | None = None
 
     def superseded(
         self, saved: int, before: int | None, existing: Sequence[int], is_complete: Callable[[int], bool]
@@ -90,7 +92,7 @@ class Retention:
         return superseded
 
     def _is_retained(self, iteration: int) -> bool:
-        return self.retain_interval is not None and iteration % self.retain_interval == 0
+        return iteration == self.best or (self.retain_interval is not None and iteration % self.retain_interval == 0)
 
 
 KEEP_ALL = Retention()
@@ -182,6 +184,7 @@ class DirectoryStore:
         manifest: Mapping[str, Any],
         *,
         files: Mapping[str, bytes] = NO_FILES,
+        best: int | None = None,
         on_stage: Callable[[str], None] = ignore_stage,
     ) -> SaveReport:
         """Write a checkpoint and point the tracker to it, durably. An error leaves existing checkpoints unchanged.
@@ -190,9 +193,10 @@ class DirectoryStore:
             iteration: its number; a checkpoint that has it already is replaced.
             manifest: JSON-serialisable facts about the run: configuration, tokenizer and data fingerprints.
             files: contents of additional files, by name.
+            best: iteration that the retention never deletes.
             on_stage: called with each of `SAVE_STAGES`.
         """
-        return self._saving(iteration, content, manifest, files, on_stage).run()
+        return self._saving(iteration, content, manifest, files, on_stage, best).run()
 
     def schedule(
         self,
@@ -202,6 +206,7 @@ class DirectoryStore:
         *,
         staging: Staging,
         files: Mapping[str, bytes] = NO_FILES,
+        best: int | None = None,
         on_stage: Callable[[str], None] = ignore_stage,
     ) -> PendingSave:
         """Begin an asynchronous `save`; tensors may change once `PendingSave.wait_for_copies` has returned.
@@ -212,7 +217,7 @@ class DirectoryStore:
         assert self._save_format == "torch_dist", "only torch_dist is written beside the training"
         from megalith.checkpoint.store.saving import PendingSave
 
-        saving = self._saving(iteration, content, manifest, files, on_stage, staging)
+        saving = self._saving(iteration, content, manifest, files, on_stage, best, staging)
         saving.begin()
         return PendingSave(saving)
 
@@ -223,18 +228,20 @@ class DirectoryStore:
         manifest: Mapping[str, Any],
         files: Mapping[str, bytes],
         on_stage: Callable[[str], None],
+        best: int | None,
         staging: Staging | None = None,
     ) -> CheckpointSave:
         from megalith.checkpoint.store.saving import CheckpointSave
 
         manifest_fields = {"iteration": iteration, **manifest_fields_of(self._layout), **manifest}
+        retention = replace(self._retention, best=best)
 
         def update_tracker() -> None:
             before = self._latest()
             replace_durably(self.path / TRACKER_FILE, str(iteration).encode("ascii"), claimed=self._claimed)
             existing = self._iterations()
             # Only now: until the tracker names the new checkpoint, an older one is what a crash resumes from.
-            superseded = self._retention.superseded(iteration, before, existing, self._is_complete)
+            superseded = retention.superseded(iteration, before, existing, self._is_complete)
             self._delete(superseded, in_background=staging is not None)
 
         self._sound.pop(iteration, None)

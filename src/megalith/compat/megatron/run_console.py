@@ -183,6 +183,8 @@ class MegatronConsole(Hook):
             self.console.print(console_lines.exit_at_iteration_line(exit_reason.iteration, now))
         elif exit_reason.kind == "duration":
             self.console.print(console_lines.exit_after_minutes_line(exit_reason.detail, now))
+        elif exit_reason.kind == "early stopping":
+            self.console.print(f"early stopping at iteration {exit_reason.iteration}: {exit_reason.detail}")
         elif exit_reason.kind == "hook":
             self.console.print(f"a hook ends the run: {exit_reason.detail}")
         else:

@@ -106,6 +106,7 @@ _NEEDED = {
     "TikTokenizer": ("tokenizer_model",),
     "BertWordPieceLowerCase": ("vocab_file",),
     "BertWordPieceCase": ("vocab_file",),
+    "CharacterTokenizer": ("vocab_file",),
     "NullTokenizer": ("vocab_size",),
 }
 """Kind of tokenizer -> the settings that it cannot do without."""
@@ -136,7 +137,9 @@ class TokenizerConfig:
         later=("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer", "ByteLevelTokenizer"),
         later_with="work on images, instruction tuning and raw bytes, which is not built",
     )
-    vocab_file: str | None = setting(None, help="vocab.json of GPT-2, or vocab.txt of BERT", aliases=("--vocab",))
+    vocab_file: str | None = setting(
+        None, help="vocab.json of GPT-2 or of characters, or vocab.txt of BERT", aliases=("--vocab",)
+    )
     merge_file: str | None = setting(None, help="merges.txt of the GPT-2 tokenizer")
     tokenizer_model: str | None = setting(
         None,

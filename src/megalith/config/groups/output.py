@@ -49,6 +49,11 @@ class CheckpointConfig:
         at_least=1,
         ours=True,
     )
+    keep_best: bool = setting(
+        False,
+        help="save at each new lowest validation loss, and never delete the last such checkpoint",
+        ours=True,
+    )
     save_retain_interval: int | None = setting(
         None,
         help="after a save, delete the previous checkpoint unless its iteration is a multiple of this; with "

@@ -159,6 +159,13 @@ class TrainConfig:
         unit="samples",
         at_least=1,
     )
+    early_stopping_patience: int | None = setting(
+        None,
+        help="save and stop after this many evaluations in a row without a new lowest validation loss",
+        unit="evaluations",
+        at_least=1,
+        ours=True,
+    )
     skip_train: bool = setting(False, help="only evaluate the checkpoint of --load on validation and test data")
     exit_interval: int | None = setting(None, help="save and stop at multiples of this", unit="iterations", at_least=1)
     exit_duration_in_mins: int | None = setting(None, help="save and stop after this time", unit="minutes", at_least=1)

@@ -113,6 +113,7 @@ checkpoint_settings_are_read = (
     *idle_without(
         "save",
         *("save_interval", "no_save_optim", "no_save_rng", "async_save", "save_retain_interval", "keep_last"),
+        "keep_best",
         "non_persistent_save_interval",
         why="nothing is saved without --save",
     ),

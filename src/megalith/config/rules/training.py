@@ -168,6 +168,19 @@ def micro_batches_fill_an_evaluation(draft: Draft) -> str:
     )
 
 
+@rule
+def validation_losses_are_measured(draft: Draft) -> str:
+    run = draft.run
+    wanted = {"early_stopping_patience": run.train.early_stopping_patience, "keep_best": run.checkpoint.keep_best}
+    given = [show(draft, name) for name, value in wanted.items() if value]
+    if not given or run.train.eval_batches or run.data.full_validation:
+        return ""
+    return (
+        f"{' and '.join(given)} with {show(draft, 'eval_iters')}: no validation loss is measured; use --eval-iters of "
+        "at least 1, or --full-validation"
+    )
+
+
 one_precision_of_gradients = exclusive("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32")
 
 

@@ -54,7 +54,7 @@ class T5Dataset(MaskedDataset):
             raise ConfigError("the tokenizer has no padding token, which T5's samples need")
         special = tokenizer.special
         self._begin, self._pad = decoder_start_token(tokenizer), tokenizer.pad
-        self._end = special.get("eos", tokenizer.eod)
+        self._end = special["eos"] if "eos" in special else tokenizer.require_eod("T5")
         self._unmaskable = [special[role] for role in ("cls", "sep") if role in special]
         super().__init__(
             documents,

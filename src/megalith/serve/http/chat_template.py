@@ -91,8 +91,8 @@ def stop_ids_beside(tokenizer: Tokenizer, template: ChatTemplate | None = None) 
     ends = [ends] if isinstance(ends, int) else ends
     if not isinstance(ends, list) or not all(isinstance(end, int) and 0 <= end < tokenizer.vocab_size for end in ends):
         ends = []
-    found = tuple(dict.fromkeys([tokenizer.eod, *ends, *_ends_of_turn(tokenizer, template)]))
-    return None if len(found) == 1 else found
+    found = tuple(dict.fromkeys([*tokenizer.end_ids, *ends, *_ends_of_turn(tokenizer, template)]))
+    return None if found == tokenizer.end_ids else found
 
 
 def _ends_of_turn(tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:

@@ -185,7 +185,9 @@ async def _requests(service: Service, body: ApiRequest, defaults: Defaults) -> l
     answers = service.encoder_input is not None
     if answers and body.add_BOS:
         raise refusal("add_BOS", "the model answers the prompt, which begins no document")
-    beginning = (service.tokenizer.eod,) if body.add_BOS else ()
+    beginning = service.tokenizer.end_ids if body.add_BOS else ()
+    if body.add_BOS and not beginning:
+        raise refusal("add_BOS", "the tokenizer has no end-of-document token")
     prompts = [beginning + await service.encode(text, "prompts") for text in body.prompts]
     if not all(prompts):
         raise refusal("prompts", "one of them has no tokens")
@@ -248,7 +250,7 @@ def _stop_ids(tokenizer: Tokenizer, body: ApiRequest) -> tuple[int, ...] | None:
         if not known and body.stop_token != DEFAULT_STOP_TOKEN:
             rule = f"stop_token {body.stop_token} is not below the vocabulary size {tokenizer.vocab_size}"
             raise ApiError(400, rule, "stop_token", "invalid_value")
-        return (body.stop_token if known else tokenizer.eod,)
+        return (body.stop_token,) if known else tokenizer.end_ids
     if body.stop_on_double_eol:
         ends = [_only_id(tokenizer, "\n\n")]
     elif body.stop_on_eol:
