@@ -1,7 +1,7 @@
 """What is learnt beside a minimal PyTorch loop: the recipe for a CPU on Tiny Shakespeare, five seeds each.
 
     python benchmarks/learn.py --text input.txt                  until all seeds are there; two minutes a run
-    python benchmarks/learn.py --text input.txt --minutes 3.5    as many as fit; the same command continues
+    python benchmarks/learn.py --text input.txt --folder DIR     the same; killed, it continues with what is in DIR
 
 `input.txt` is Tiny Shakespeare (docs/results/learning.md). Its first nine tenths of characters are the training text.
 Ours is the recipe through `megalith preprocess`, `train` and `evaluate`; the peer is peers/characters.py, which reads
@@ -20,9 +20,8 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from itertools import product
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ RECIPE = ROOT / "recipes" / "shakespeare-char-cpu.toml"
 OURS, PEER = "megalith", "PyTorch loop"
 SEEDS = range(1, 6)
 TRAINING_SHARE = 0.9  # of the characters, as in nanoGPT
+FLAGS = ("--eval-interval", "1000", "--save-interval", "100")  # of both, beside the recipe
 PUBLISHED = "1.88"  # of nanoGPT's README, an estimate from 20 random batches of one run
 MARK = "<!-- from here on written by benchmarks/learn.py -->\n"
 
@@ -61,14 +61,10 @@ def run(folder: Path, *words: str) -> str:
 
 
 def train_ours(folder: Path, seed: int) -> dict[str, Any]:
-    """Train with the recipe; return the loss, the course of the validation loss and the seconds of training."""
+    """Train with the recipe; return the loss and the course of the validation loss."""
     save, result = f"megalith-{seed}", folder / f"megalith-{seed}.json"
-    began = time.perf_counter()
-    run(
-        folder,
-        *("-m", "megalith", "train", "--config", str(RECIPE), "--seed", str(seed), "--save", save, "--load", save),
-    )
-    seconds = time.perf_counter() - began
+    train = ("-m", "megalith", "train", "--config", str(RECIPE), *FLAGS)
+    run(folder, *train, "--seed", str(seed), "--save", save, "--load", save)
     windows = ("--seq-length", "64", "--overlapping-eval", "64")
     words = ("--task", "text", "--data", "shakespeare-valid.txt", *windows, "--json", str(result))
     run(folder, "-m", "megalith", "evaluate", save, *words)
@@ -76,27 +72,34 @@ def train_ours(folder: Path, seed: int) -> dict[str, Any]:
     records = [record for line in lines if (record := json.loads(line))["event"] == "evaluation"]
     course = {str(record["iteration"]): record["loss"] for record in records}
     measured = json.loads(result.read_text(encoding="utf-8"))["result"]
-    return {"loss": measured["mean"], "characters": measured["num_tokens"], "course": course, "seconds": seconds}
+    return {"loss": measured["mean"], "characters": measured["num_tokens"], "course": course}
 
 
 def train_peer(folder: Path, seed: int) -> dict[str, Any]:
     """Train the peer; as `train_ours`."""
     texts = ("shakespeare-train.txt", "shakespeare-valid.txt")
-    found = json.loads(run(folder, str(HERE / "peers" / "characters.py"), str(RECIPE), *texts, "--seed", str(seed)))
-    return {"loss": [*found["losses"].values()][-1], "course": found["losses"], "seconds": found["seconds"]}
+    peer = str(HERE / "peers" / "characters.py")
+    words = (str(RECIPE), *texts, "--seed", str(seed), "--state", f"peer-{seed}.pt")
+    found = json.loads(run(folder, peer, *words, *FLAGS))
+    return {"loss": [*found["losses"].values()][-1], "course": found["losses"]}
+
+
+CONTENDERS = {OURS: train_ours, PEER: train_peer}
 
 
 def train_seeds(options: argparse.Namespace, folder: Path, clock: Clock) -> Found:
-    """Train all seeds that have no result, while one more fits into the time."""
-    done = read_results("learning").get(options.name, {"found": {}})["found"]
-    longest, until = 0.0, clock.until()
-    preprocess(options.text, folder)
-    for seed, (who, train) in product(SEEDS, {OURS: train_ours, PEER: train_peer}.items()):
-        name = f"{RECIPE.stem}, {who}, seed {seed}"
-        began = time.perf_counter()
-        if name not in done and began + longest < until:
-            yield name, {"recipe": RECIPE.stem, "who": who, "seed": seed, **train(folder, seed)}
-            longest = max(longest, time.perf_counter() - began)
+    """Train all seeds that have no result; both contenders of a seed side by side, on a core each."""
+    done, folder = read_results("learning").get(options.name, {"found": {}})["found"], options.folder or folder
+    if not (folder / "shakespeare-valid_text_document.idx").exists():
+        preprocess(options.text, folder)
+    for seed in SEEDS:
+        names = {who: f"{RECIPE.stem}, {who}, seed {seed}" for who in CONTENDERS}
+        with ThreadPoolExecutor() as pool:
+            missing = {who: name for who, name in names.items() if name not in done}
+            futures = {pool.submit(CONTENDERS[who], folder, seed): who for who in missing}
+            for future in as_completed(futures):
+                who = futures[future]
+                yield names[who], {"recipe": RECIPE.stem, "who": who, "seed": seed, **future.result()}
 
 
 def losses_of(found: Mapping[str, Mapping[str, Any]], who: str) -> list[float]:
@@ -114,32 +117,32 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the page: what stands before the mark stays, the tables follow."""
     lines = [
-        "| machine | trained by | seeds | validation loss, mean | standard error | each seed | seconds a run |",
-        "|---|---|---|---|---|---|---|",
+        "| machine | trained by | seeds | validation loss, mean | standard error | each seed |",
+        "|---|---|---|---|---|---|",
     ]
     for machine, result in results.items():
         found = result["found"]
         for who in (OURS, PEER):
             losses = losses_of(found, who)
             mean, error = mean_and_error(losses)
-            times = [record["seconds"] for record in found.values() if record["who"] == who]
             each = ", ".join(f"{loss:.3f}" for loss in losses)
-            median = f"{statistics.median(times):.0f}" if times else ""
-            lines.append(f"| {machine} | {who} | {len(losses)} | {mean:.4f} | {error:.4f} | {each} | {median} |")
-    lines += ["", *(f"{machine}: {verdict(result['found'])}" for machine, result in results.items()), ""]
-    return PAGE.read_text(encoding="utf-8").partition(MARK)[0] + MARK + "\n" + "\n".join(lines)
+            lines.append(f"| {machine} | {who} | {len(losses)} | {mean:.4f} | {error:.4f} | {each} |")
+    lines += ["", *(f"{machine}: {verdict(result['found'])}" for machine, result in results.items())]
+    return PAGE.read_text(encoding="utf-8").partition(MARK)[0] + MARK + "\n" + "\n".join(lines) + "\n"
 
 
 def verdict(found: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a sentence on the difference of the means, in standard errors of the difference."""
     (ours, our_error), (theirs, their_error) = (mean_and_error(losses_of(found, who)) for who in (OURS, PEER))
     error = math.hypot(our_error, their_error)
+    if not error > 0:
+        return "there are too few seeds to compare the means."
     return f"the means differ by {ours - theirs:+.4f}, which is {abs(ours - theirs) / error:.1f} standard errors of it."
 
 
 def summary(name: str, result: Mapping[str, Any]) -> str:
     """Return a line for the screen."""
-    return f"{name}: {result['loss']:.4f} in {result['seconds']:.0f} s"
+    return f"{name}: {result['loss']:.4f}"
 
 
 PARTS = {"seeds": Part(train_seeds, 1.0)}

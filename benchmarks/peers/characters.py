@@ -3,7 +3,8 @@
     python benchmarks/peers/characters.py recipes/shakespeare-char-cpu.toml train.txt valid.txt --seed 1
 
 It does what nanoGPT describes for these runs: each batch is drawn at random, with replacement, from all windows of the
-text; linear layers and norms have no bias; matrices and embeddings decay. Prints the validation losses as JSON.
+text; linear layers and norms have no bias; matrices and embeddings decay. Flags of `megalith train` may follow: they
+override the recipe. Prints the validation losses as JSON.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
 from pathlib import Path
 
 import torch
@@ -90,16 +90,21 @@ def validation_loss(model: GPT, ids: Tensor, length: int, batch: int = 64) -> fl
     return total / (len(ids) - 1)
 
 
-def train(run: RunConfig, training: Tensor, validation: Tensor, vocabulary: int) -> dict[str, float]:
-    """Train and return the validation losses by iteration."""
+def train(run: RunConfig, training: Tensor, validation: Tensor, vocabulary: int, kept: Path) -> dict[str, float]:
+    """Train and return the validation losses by iteration; continue from the state in the file `kept`, if it exists."""
     model, length, batch = GPT(run, vocabulary), run.data.seq_length, run.global_batch_size
     matrices = [weight for weight in model.parameters() if weight.dim() > 1]
     others = [weight for weight in model.parameters() if weight.dim() < 2]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     betas, decay = (run.optimizer.adam_beta1, run.optimizer.adam_beta2), run.optimizer.weight_decay
     optimizer = torch.optim.AdamW(groups, betas=betas, weight_decay=decay, fused=True)
-    losses = {}
-    for iteration in range(run.train_iters):
+    first, losses = 0, dict[str, float]()
+    if kept.exists():
+        weights, moments, random, first, losses = torch.load(kept, weights_only=True)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
+        torch.set_rng_state(random)
+    for iteration in range(first, run.train_iters):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run, iteration)
         starts = torch.randint(len(training) - length, (batch, 1))
@@ -110,6 +115,11 @@ def train(run: RunConfig, training: Tensor, validation: Tensor, vocabulary: int)
         optimizer.zero_grad(set_to_none=True)
         if (iteration + 1) % run.train.eval_interval == 0 or iteration + 1 == run.train_iters:
             losses[str(iteration + 1)] = validation_loss(model, validation, length)
+        if run.checkpoint.save_interval and (iteration + 1) % run.checkpoint.save_interval == 0:
+            partial = kept.with_suffix(".partial")
+            state = (model.state_dict(), optimizer.state_dict(), torch.get_rng_state(), iteration + 1, losses)
+            torch.save(state, partial)
+            partial.replace(kept)
     return losses
 
 
@@ -119,14 +129,14 @@ def main() -> None:
     parser.add_argument("train_text", type=Path)
     parser.add_argument("valid_text", type=Path)
     parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
+    parser.add_argument("--state", type=Path, default=Path("state.pt"), help="file that a killed run continues from")
+    options, flags = parser.parse_known_args()
     texts = [path.read_bytes().decode() for path in (options.train_text, options.valid_text)]
     number_of = {character: number for number, character in enumerate(sorted(set(texts[0])))}
     ids = [torch.tensor([number_of[character] for character in text]) for text in texts]
     torch.manual_seed(options.seed)
-    began = time.perf_counter()
-    losses = train(load(["--config", options.recipe], {}, files=False), *ids, len(number_of))
-    print(json.dumps({"losses": losses, "seconds": time.perf_counter() - began}))
+    losses = train(load(["--config", options.recipe, *flags], {}, files=False), *ids, len(number_of), options.state)
+    print(json.dumps({"losses": losses}))
 
 
 if __name__ == "__main__":

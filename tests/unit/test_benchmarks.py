@@ -54,6 +54,11 @@ def test_the_table_of_the_benchmarks_is_that_of_the_results() -> None:
     )
 
 
+def test_the_table_of_what_is_learnt_is_that_of_the_results() -> None:
+    written = (ROOT / "docs/results/learning.md").read_text(encoding="utf-8")
+    assert module("learn").page(module("parts").read_results("learning")) == written, "run benchmarks/learn.py --pages"
+
+
 def test_both_readmes_quote_the_same() -> None:
     quotes = [
         [match.groups() for match in module("table")._QUOTE.finditer((ROOT / file).read_text(encoding="utf-8"))]
@@ -241,3 +246,49 @@ def test_uniform_requests_share_no_prefix() -> None:
     assert {(len(prompt), count) for prompt, count in asked} == {(64, 64)}
     assert len({tuple(prompt[:2]) for prompt, _ in asked}) == 8
     assert asked[0][0][:2] != module("generate").requests(8, 4, uniform=True)[0][0][:2]
+
+
+# --- what is learnt -----------------------------------------------------------------------------------------------
+
+
+def test_means_of_seeds_are_compared_in_standard_errors() -> None:
+    learn = module("learn")
+    losses = {learn.OURS: [1.0, 2.0, 3.0], learn.PEER: [3.0, 4.0, 5.0]}
+    found = {
+        f"{who} {seed}": {"who": who, "seed": seed, "loss": loss}
+        for who, values in losses.items()
+        for seed, loss in enumerate(values)
+    }
+    assert learn.mean_and_error(learn.losses_of(found, learn.PEER)) == (4.0, pytest.approx(3**-0.5))
+    text = learn.verdict(found)
+    assert "-2.0000" in text and f"{2 / (2 / 3) ** 0.5:.1f} standard errors" in text
+    assert "too few" in learn.verdict({name: result for name, result in found.items() if result["seed"] == 0})
+
+
+def test_the_loop_beside_the_recipe_continues_where_it_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from megalith.config import load
+
+    peer, ids = module("characters"), torch.arange(400) % 7
+    small = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "2", "--train-iters", "6"]
+    intervals = ["--eval-interval", "3", "--save-interval", "3", "--lr-warmup-iters", "2"]
+    recipe = str(ROOT / "recipes" / "shakespeare-char-cpu.toml")
+    run = load(["--config", recipe, *small, *intervals], {}, files=False)
+    rate = peer.learning_rate
+
+    def rate_until_killed(run: Any, iteration: int) -> float:
+        if iteration == 5:
+            raise KeyboardInterrupt
+        return float(rate(run, iteration))
+
+    torch.manual_seed(1)
+    whole = peer.train(run, ids, ids[:200], 7, tmp_path / "whole.pt")
+    torch.manual_seed(1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(peer, "learning_rate", rate_until_killed)
+        peer.train(run, ids, ids[:200], 7, tmp_path / "parts.pt")
+    assert peer.train(run, ids, ids[:200], 7, tmp_path / "parts.pt") == whole
+    assert [*whole] == ["3", "6"] and whole["6"] < whole["3"] < 2.1
