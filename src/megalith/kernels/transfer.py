@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalith.device import is_cuda
+from megalith.device import is_host
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a host tensor on a device, to a GPU through pinned memory; `x` itself if it is there."""
-    return x.pin_memory().to(device, non_blocking=True) if is_cuda(device) else x.to(device)
+    """Return a copy of a host tensor on an accelerator, through pinned memory; on the host `x` itself."""
+    return x.to(device) if is_host(device) else x.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy:
@@ -22,7 +22,7 @@ class HostCopy:
 
     def __init__(self, x: Tensor) -> None:
         self._copy, self._done = x, None
-        if is_cuda(x.device):
+        if not is_host(x.device):
             self._copy, self._done = x.to("cpu", non_blocking=True), torch.Event(x.device)  # to pinned memory
             self._done.record()
 

@@ -35,6 +35,7 @@ from megalith.layout import shard_range
 from megalith.nn.moe.balance import Peers
 from megalith.nn.moe.dispatch import LOCAL_DISPATCHER, DispatchedTokens, Dispatcher
 from megalith.nn.moe.permutation import Order, from_experts, order_by_expert, to_experts
+from megalith.nn.moe.routing import count_choices
 from megalith.nn.region import SOLO
 from megalith.parallel.tensor import SequenceParallel
 
@@ -76,10 +77,11 @@ class AllToAll(_ExpertParallelDispatcher):
         axis, here = self._axis, self.local_experts(experts)
         ranks_TK = experts_TK // len(here)  # a dropped choice has index axis.size, after the last rank
         again_TK = (ranks_TK.unsqueeze(2) == ranks_TK.unsqueeze(1)).tril(-1).any(2)
-        leaving = order_by_expert(ranks_TK.masked_fill(again_TK, axis.size), axis.size)
-        going = leaving.counts_E
-        counts_R = torch.tensor(going, device=x_TD.device)
-        coming: list[int] = comm.all_to_all(counts_R, axis, split_dim=0, concat_dim=0).tolist()
+        chosen_TK = ranks_TK.masked_fill(again_TK, axis.size)
+        going_R = count_choices(chosen_TK.flatten(), axis.size + 1)[: axis.size]
+        coming_R = comm.all_to_all(going_R, axis, split_dim=0, concat_dim=0)
+        going, coming = torch.stack((going_R, coming_R)).tolist()
+        leaving = order_by_expert(chosen_TK, axis.size, going)
         numbers_RK = comm.all_to_all_rows(experts_TK.index_select(0, leaving.token_N), axis, going, coming)
         weights_RK = comm.exchange_rows(to_experts(weights_TK, leaving), axis, going, coming)
         rows_RD = comm.exchange_rows(to_experts(x_TD, leaving), axis, going, coming)

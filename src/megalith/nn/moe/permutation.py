@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.nn.moe.routing import count_choices
+
 
 @dataclass(frozen=True)
 class Order:
@@ -42,15 +44,16 @@ class Order:
         return values_TK.flatten().index_select(0, self.slot_N)
 
 
-def order_by_expert(experts_TK: Tensor, experts: int) -> Order:
+def order_by_expert(experts_TK: Tensor, experts: int, counts_E: list[int] | None = None) -> Order:
     """Sort the choices [T, K] by expert, tokens of one expert in their own order.
 
-    A choice of an expert beyond the last, number `experts`, is dropped.
+    A choice of an expert beyond the last, number `experts`, is dropped. The host waits for the device to read how many
+    tokens each expert gets, unless it is told by `counts_E`.
     """
     tokens, chosen = experts_TK.shape
     flat = experts_TK.flatten()
     slots = flat.sort(stable=True).indices
-    counts = torch.bincount(flat, minlength=experts + 1).tolist()[:experts]
+    counts = count_choices(flat, experts + 1).tolist()[:experts] if counts_E is None else counts_E
     rows = sum(counts)
     row_of_slot = torch.empty_like(slots)
     row_of_slot[slots] = torch.arange(slots.numel(), device=slots.device)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from megalith.nn.moe.balance import Auxiliary, Peers, balancing_scores, switch_loss, z_loss
-from megalith.nn.moe.routing import Choice, RoutingRule, choose, quantile_offsets
+from megalith.nn.moe.routing import Choice, RoutingRule, choose, count_choices, quantile_offsets
 from megalith.nn.placement import Placement, Replicated
 from megalith.nn.precision import FactoryKwargs, product_dtype_on
 from megalith.nn.region import Region
@@ -130,7 +130,7 @@ class Router(nn.Module):
             return choice
         if not self.auxiliary.again:
             self._count_offsets(logits_TE)
-            self.load_E += torch.bincount(choice.experts_TK.flatten(), minlength=settings.rule.experts)
+            self.load_E += count_choices(choice.experts_TK.flatten(), settings.rule.experts)
         if not settings.balancing:
             return choice
         weights_TK = self._balanced(choice, logits_TE, x_SBD.shape[0])

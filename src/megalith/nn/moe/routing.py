@@ -194,6 +194,11 @@ def capacity(tokens: int, rule: RoutingRule) -> int:
     return math.ceil(tokens * rule.top_k / rule.experts * rule.capacity_factor)
 
 
+def count_choices(experts_N: Tensor, experts: int) -> Tensor:
+    """Return how often each expert is chosen, [E]; torch.bincount would make the host wait for the largest number."""
+    return experts_N.new_zeros(experts).scatter_add_(0, experts_N, torch.ones_like(experts_N))
+
+
 def within_capacity(choice: Choice, rule: RoutingRule) -> Tensor:
     """Return which choices [T, K] fit the capacity: the greatest weights, or the first tokens, also in a tie."""
     experts_TK, weights_TK = choice.experts_TK, choice.weights_TK.detach()
@@ -204,7 +209,7 @@ def within_capacity(choice: Choice, rule: RoutingRule) -> Tensor:
     if not rule.drop_by_position:
         order = weights_TK.flatten().sort(descending=True, stable=True).indices
     order = order[flat[order].sort(stable=True).indices]  # by expert, in the order of preference
-    counts = torch.bincount(flat, minlength=rule.experts)
+    counts = count_choices(flat, rule.experts)
     rank = torch.arange(flat.numel(), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
     kept = torch.empty_like(flat, dtype=torch.bool)
     kept[order] = rank < room
