@@ -781,16 +781,11 @@ def batches_of(case: Case, replica: int, steps: int) -> Iterator[MicroBatch]:
     return _with_documents(batches) if case.data == "documents" else batches
 
 
-def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
-    """Train in the layout of the case; what this rank saw and holds. In fp64, or in the precision of the flags."""
-    if case.compiled:
-        torch._dynamo.reset()  # else the layers of an earlier case count against its limit of compilations
+def state_of(case: Case, flags: str = "", steps: int = STEPS, device: str = "cpu") -> tuple[RunConfig, TrainState]:
+    """A run of the case before its first step. In fp64, or in the precision of the flags."""
     config, model = case.config(flags), MODELS[case.model]
-    context = (
-        ParallelContext.create(case.layout, torch.device("cpu"))
-        if case.layout.world_size > 1
-        else ParallelContext.solo()
-    )
+    here = torch.device(device)
+    context = ParallelContext.create(case.layout, here) if case.layout.world_size > 1 else ParallelContext.solo(here)
     streams = RandomStreams(1, context)
     dtype = None if flags else torch.float64
     chunks = build_chunks(config, model.vocab_size, context, streams.own, dtype=dtype)
@@ -804,7 +799,15 @@ def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
         None if decoupled is None else LearningRateSchedule(decoupled, decoupled, total, "constant"),
     )
     deferred = defer_weight_gradients(config, chunks, optimizer)
-    state = TrainState(chunks, optimizer, streams, schedule, context=context, deferred=deferred)
+    return config, TrainState(chunks, optimizer, streams, schedule, context=context, deferred=deferred)
+
+
+def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
+    """Train in the layout of the case; what this rank saw and holds."""
+    if case.compiled:
+        torch._dynamo.reset()  # else the layers of an earlier case count against its limit of compilations
+    config, state = state_of(case, flags, steps)
+    context = state.context
     batches = batches_of(case, context.dp.index, steps)
     gradients, results, tokens = None, [], []
     for _ in range(steps):

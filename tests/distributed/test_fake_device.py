@@ -1,0 +1,157 @@
+"""Whole training steps and serving on an accelerator that there is none of (`tests/fake_device.py`).
+
+No tensor of the CPU meets one of the device, in an operator or in a collective; every collective gets contiguous
+memory; the losses are those of the CPU; and the host waits for the device once a step, when it reads what the step
+found. No GPU and no compiler is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from tests.devices import H100, RTX_4090, V100
+
+from megalith.device import Capability
+from megalith.layout import Layout
+from megalith.models.gpt import GPT
+from megalith.serve.engine import Engine, Limits
+from megalith.serve.model_runner import ModelRunner
+from megalith.serve.request import Request, Sampling
+from megalith.train.results import StepResult
+from megalith.train.step import train_step
+
+from .. import fake_device
+from ..unit.serve.models import STYLES, Letters, collect, model_of, tokens_of
+from .conftest import Ranks
+from .test_parity import Case, batches_of, state_of
+
+pytestmark = pytest.mark.skipif(bool(fake_device.missing()), reason=fake_device.missing())
+
+STEPS, MICRO_BATCHES = 2, 2
+KV = "--kv-channels 8"  # a size of heads that flash attention takes
+BF16, FP16 = f"--bf16 {KV}", f"--fp16 --initial-loss-scale 4096 {KV}"
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+READ_ONCE = ["copy to the host at train/step.py"]
+
+
+def steps_of(case: Case, flags: str, device: str = "cpu") -> Iterator[tuple[StepResult, fake_device.Record]]:
+    """A few steps, and what the device would have done in each."""
+    config, state = state_of(case, flags, device=device)
+    batches, per_replica = batches_of(case, state.context.dp.index, STEPS), MICRO_BATCHES // case.layout.dp
+    for _ in range(STEPS):
+        loaded = list(islice(batches, per_replica))
+        with fake_device.recorded() as record:
+            result = train_step(state, iter(loaded), per_replica, pipeline_schedule=config.pipeline_schedule)
+        yield result, record
+    for chunk in state.chunks:
+        assert {weight.device.type for weight in chunk.parameters()} == {torch.device(device).type}
+
+
+def found_on_the_device(case: Case, flags: str, able: Capability) -> dict[str, Any]:
+    """What a rank found in a few steps on the device."""
+    device = fake_device.install(able)
+    fake_device.check_collectives()
+    found = list(steps_of(case, flags, str(device)))
+    return {
+        "losses": [result.loss for result, _ in found],
+        "applied": all(result.applied for result, _ in found),
+        "waits": [[wait.rsplit(":", 1)[0] for wait in record.waits] for _, record in found],
+        "launches": [dict(record.launches) for _, record in found],
+        "collectives": [dict(record.collectives) for _, record in found],
+    }
+
+
+@cache
+def losses_on_the_cpu(model: str, data: str, flags: str) -> list[float]:
+    """The losses of one process."""
+    return [result.loss for result, _ in steps_of(Case(Layout(), model, data=data), flags)]
+
+
+_TP, _PP, _CP, _DP = Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout(dp=2)
+CASES = {
+    "gpt2": (Case(Layout(), recompute="parts-core_attn+mlp+layernorm"), f"{BF16} {DROPOUT}", H100),
+    "llama": (Case(Layout(), "llama"), BF16, H100),
+    "recomputed": (Case(Layout(), "llama", recompute="uniform-2"), BF16, RTX_4090),
+    "llama on Volta": (Case(Layout(), "llama"), f"{FP16} --log-num-zeros-in-grad", V100),
+    "gpt2 on Volta": (Case(Layout()), f"{FP16} {DROPOUT}", V100),
+    "fp64": (Case(Layout(), "llama"), "", RTX_4090),
+    "sinks": (Case(Layout(), "sinks"), f"{BF16} --use-precision-aware-optimizer --exp-avg-dtype bf16", H100),
+    "gates": (
+        Case(Layout(), "gates", recompute="block-2"),
+        f"{BF16} --use-precision-aware-optimizer --main-params-dtype fp16",
+        H100,
+    ),
+    "latent": (Case(Layout(), "latent"), "--bf16", H100),
+    "prediction": (Case(Layout(), "prediction"), BF16, H100),
+    "documents": (Case(Layout(), "llama", data="documents"), BF16, H100),
+    "t5": (Case(Layout(), "t5-relative", data="spans"), f"{BF16} {DROPOUT}", H100),
+    "bert": (Case(Layout(), "bert", data="pairs"), BF16, H100),
+    "muon": (Case(Layout(), "muon"), BF16, H100),
+    "soap": (Case(Layout(), "soap"), "", H100),
+    "per token": (Case(Layout(), "per-token"), BF16, H100),
+    "experts": (Case(Layout(), "mixture"), BF16, H100),
+    "TP": (Case(_TP), BF16, H100),
+    "TP, SP": (Case(_TP, "llama", sequence_parallel=True), BF16, H100),
+    "TP, SP, dropout": (Case(_TP, sequence_parallel=True), f"{FP16} {DROPOUT}", V100),
+    "PP": (Case(_PP), BF16, H100),
+    "PP, virtual stages": (Case(_PP, "llama", virtual_stages=2), FP16, V100),
+    "PP, zero bubble": (Case(_PP, "llama", schedule="zb-h1"), BF16, H100),
+    "CP": (Case(_CP, "llama"), BF16, H100),
+    "CP, all to all": (Case(_CP, "llama", exchange="a2a"), FP16, V100),
+    "CP, documents": (Case(_CP, data="documents"), BF16, H100),
+    "DP": (Case(_DP), BF16, RTX_4090),
+    "ZeRO-1": (Case(_DP, "llama", zero1=True), BF16, RTX_4090),
+    "ZeRO-2": (Case(_DP, fsdp="zero2"), BF16, H100),
+    "ZeRO-3": (Case(_DP, "llama", fsdp="zero3"), BF16, H100),
+    "EP": (Case(Layout(dp=2, ep=2), "mixture", dispatcher="alltoall", zero1=True), BF16, H100),
+    "EP, all-gather": (Case(Layout(dp=2, ep=2), "mixture"), FP16, V100),
+}
+_ROWS, _SENT = (f"copy to the host at {place}" for place in ("nn/moe/permutation.py", "parallel/experts.py"))
+READS_OF_EXPERTS = {"experts": [_ROWS] * 6, "EP": [_SENT, _ROWS] * 3, "EP, all-gather": [_ROWS] * 3}
+"""How many rows each expert gets decides shapes: read in each of the 3 MoE layers for each micro-batch of the rank."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step(name: str, ranks: Ranks) -> None:
+    case, flags, able = CASES[name]
+    reference = KV if KV in flags else "--log-num-zeros-in-grad" if flags else ""  # with any flag in fp32, else in fp64
+    wanted = losses_on_the_cpu(case.model, case.data, reference)
+    for found in ranks.run(case.layout.world_size, found_on_the_device, case, flags, able):
+        assert found["applied"]
+        assert found["losses"] == pytest.approx(wanted, rel=0.1 if DROPOUT in flags else 2e-2 if flags else 1e-9)
+        assert all(map(bool, found["collectives"])) is (case.layout.world_size > 1)
+        for waits in found["waits"]:
+            assert waits[-1:] == READ_ONCE and waits[:-1] == READS_OF_EXPERTS.get(name, [])
+
+
+def _on_both() -> None:
+    device = fake_device.install(H100)
+    torch.ones(2, 2, device=device) @ torch.ones(2, 2)
+
+
+def test_a_tensor_on_the_cpu_would_be_found(ranks: Ranks) -> None:
+    with pytest.raises(pytest.fail.Exception, match="DeviceMismatch"):
+        ranks.run(1, _on_both)
+
+
+def _answers(style: str, device: str, dtype: torch.dtype) -> list[list[int]]:
+    model = GPT(STYLES[style], 32, dtype=dtype, device=torch.device(device))
+    model.load_state_dict(model_of(style).state_dict())
+    engine = Engine(ModelRunner(model, 64, 4), Letters(), Limits(max_num_seqs=4))
+    prompts = [(0, 1, 0, 1, 5), (7,) * 9, (3, 4), (9, 8, 7, 6, 5, 4, 3, 2, 1)]
+    requests = [Request(prompt, 8, sampling=Sampling(temperature=0.0), stop_ids=()) for prompt in prompts]
+    return [tokens_of(events) for events in collect(engine, requests)]
+
+
+def answers_of_the_device(style: str, able: Capability, dtype: torch.dtype) -> list[list[int]]:
+    return _answers(style, str(fake_device.install(able)), dtype)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_answers_are_those_of_the_cpu(style: str, ranks: Ranks) -> None:
+    assert ranks.run(1, answers_of_the_device, style, H100, torch.float64) == [_answers(style, "cpu", torch.float64)]
