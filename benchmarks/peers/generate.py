@@ -18,6 +18,8 @@ import argparse
 import asyncio
 import json
 import os
+import selectors
+import socket
 import subprocess
 import sys
 import threading
@@ -63,32 +65,50 @@ class Server:
         self._process.wait()
 
 
-async def stream(port: int, asked: Asked) -> list[float]:
-    """Stream `/v1/completions`; return when each token came."""
+def completion_request(port: int, asked: Asked) -> bytes:
+    """Return the bytes of a request that streams `/v1/completions`."""
     prompt, count = asked
     body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True}
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
+    return f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data
+
+
+async def stream(port: int, asked: Asked) -> list[float]:
+    """Stream `/v1/completions`; return when each token came."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(completion_request(port, asked))
     times, rest = list[float](), b""
     while received := await reader.read(1 << 16):
         *lines, rest = (rest + received).split(b"\n")
         tokens = sum(line.startswith(b'data: {"') and b'"finish_reason":null' in line for line in lines)
         times += [time.perf_counter()] * tokens
     writer.close()
-    assert len(times) == count, f"{len(times)} of {count} tokens came"
+    assert len(times) == asked[1], f"{len(times)} of {asked[1]} tokens came"
     return times
 
 
 def http(folder: Path, precision: str, device: str = "cpu") -> Callable[[Sequence[Asked]], int]:
-    """`megalith serve`, asked over HTTP."""
+    """`megalith serve`, asked over HTTP by plain sockets: what a client computes, it takes from the server's cores."""
     port = Server(folder, precision, "--device", device).port
 
-    async def ask(asked: Sequence[Asked]) -> int:
-        return sum(map(len, await asyncio.gather(*(stream(port, one) for one in asked))))
+    def ask(asked: Sequence[Asked]) -> int:
+        received: dict[socket.socket, list[bytes]] = {}
+        with selectors.DefaultSelector() as waiting:
+            for one in asked:
+                connection = socket.create_connection(("127.0.0.1", port))
+                connection.sendall(completion_request(port, one))
+                waiting.register(connection, selectors.EVENT_READ, received.setdefault(connection, []))
+            while waiting.get_map():
+                for key, _ in waiting.select():
+                    data = key.fileobj.recv(1 << 16)
+                    key.data.append(data)
+                    if not data:
+                        waiting.unregister(key.fileobj)
+                        key.fileobj.close()
+        return sum(b"".join(parts).count(b'"finish_reason":null') for parts in received.values())
 
-    return lambda asked: asyncio.run(ask(asked))
+    return ask
 
 
 def engine(folder: Path, precision: str, device: str = "cpu") -> Callable[[Sequence[Asked]], int]:
