@@ -21,7 +21,7 @@ _RUNNER = Path(__file__).with_name("runner.py")
 _WITHOUT_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_", "OMPI_", "PMI_", "MEGALITH_")
 _WITH_A_PARSER = (
     *("megalith quickstart", "megalith preprocess", "megalith data", "megalith generate", "megalith serve"),
-    *("megalith evaluate", "megalith checkpoint", "megalith schedule"),
+    *("megalith evaluate", "megalith checkpoint", "megalith schedule", "megalith compare"),
     *("tools/checkpoint_util.py", "tools/checkpoint/convert.py", "tools/run_text_generation_server.py"),
     *("tools/preprocess_data.py", "tasks/main.py"),
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megalith.cli.arguments import CommandParser
 from megalith.errors import ConfigError, DataError
-from megalith.report import read_history, render_page
+from megalith.report import find_run, read_history, render_page, run_name
 
 
 def _parser() -> CommandParser:
@@ -30,25 +30,23 @@ def run(argv: Sequence[str]) -> int:
         parser.print_help()
         return 0
     options = parser.parse_args(list(argv))
-    folder = _run_folder(Path(options.run))
+    folder = find_run(Path(options.run))
     history = read_history(folder)
     if not history.num_steps and not history.events:
         raise DataError(f"{folder / 'metrics.jsonl'} has no readable record")
     output = Path(options.output) if options.output else folder / "report.html"
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
-    name = folder.resolve().parent.name if folder.name == "run" else folder.resolve().name
-    try:
-        temporary.write_text(render_page(history, name), encoding="utf-8")
-        temporary.replace(output)
-    except OSError as error:
-        raise ConfigError(f"{output}: cannot be written: {error.strerror}; choose another path with -o FILE") from error
+    write_page(output, render_page(history, run_name(folder)), "-o")
     print(f"{output}: {history.num_steps:,} steps, {len(history.events):,} events")
     return 0
 
 
-def _run_folder(path: Path) -> Path:
-    """Return the folder that holds metrics.jsonl; DataError if there is none."""
-    for folder in (path, path / "run", path.parent if path.name == "metrics.jsonl" else path):
-        if (folder / "metrics.jsonl").is_file():
-            return folder
-    raise DataError(f"{path}: there is no metrics.jsonl in it, nor in {path / 'run'}; give the folder of --save")
+def write_page(output: Path, text: str, flag: str) -> None:
+    """Write a page whole or not at all; ConfigError names the flag that chooses another path."""
+    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(output)
+    except OSError as error:
+        raise ConfigError(
+            f"{output}: cannot be written: {error.strerror}; choose another path with {flag} FILE"
+        ) from error

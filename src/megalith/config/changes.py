@@ -100,7 +100,7 @@ def changes_since(saved: Mapping[str, Any], run: RunConfig) -> list[Change]:
         if was != now:
             if setting.flag != setting.positive_flag:  # the flag switches off what is on by default
                 was, now = not was, not now
-            changes.append(Change(setting.flag, _words(was), _words(now), effect_of(setting)))
+            changes.append(Change(setting.flag, value_text(was), value_text(now), effect_of(setting)))
     return changes
 
 
@@ -124,7 +124,8 @@ def _is_megatron_argument(setting: Setting) -> bool:
     return setting.group in ("schedule", "optimizer") or setting.name in _OF_MEGATRON
 
 
-def _words(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """Return the value of a setting as one line of text; "-" for none."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, list):

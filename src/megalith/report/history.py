@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megalith.errors import DataError
+
+TOKENS = "tokens of a step"
 # Key of a step record -> name of the curve.
 STEP_CURVES = {
     "loss": "training loss",
@@ -21,6 +24,7 @@ STEP_CURVES = {
     "loss_scale": "loss scale",
     "params_norm": "norm of the parameters",
     "seconds": "seconds of a step",
+    "num_tokens": TOKENS,
 }
 WINDOW_CURVES = {"tokens_per_second": "tokens per second", "teraflops": "TFLOP/s of a device"}
 MEMORY = ("reserved_bytes", "resident_bytes", "max_resident_bytes")
@@ -132,6 +136,19 @@ class History:
         if name not in self.curves:
             self.curves[name] = Curve()
         self.curves[name].add(iteration, value)
+
+
+def find_run(path: Path) -> Path:
+    """Return the folder with metrics.jsonl, of a save folder, a run folder or the file; DataError if absent."""
+    for folder in (path, path / "run", path.parent if path.name == "metrics.jsonl" else path):
+        if (folder / "metrics.jsonl").is_file():
+            return folder
+    raise DataError(f"{path}: there is no metrics.jsonl in it, nor in {path / 'run'}; give the folder of --save")
+
+
+def run_name(folder: Path) -> str:
+    """Return the name of a run folder: that of the save folder around it, if there is one."""
+    return folder.resolve().parent.name if folder.name == "run" else folder.resolve().name
 
 
 def read_history(folder: Path) -> History:

@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from megalith.config.run import all_settings
-from megalith.report.history import Curve, Event, History, downsample
+from megalith.report.history import TOKENS, Curve, Event, History, downsample
 
 _MOST_MARKS = 60  # more would cover the curve
 _MOST_EVENTS = 400
@@ -29,13 +29,10 @@ Points = Sequence[tuple[float, float]]
 def render_page(history: History, name: str) -> str:
     """Return the page as HTML; `name` is its title."""
     losses = {kind: history.curves[key] for key, kind in _CLASSES.items() if key in history.curves}
-    others = {key: curve for key, curve in history.curves.items() if key not in _CLASSES and curve.points}
-    marks, style = _marks(history.events), (files("megalith.report") / "page.css").read_text(encoding="utf-8")
+    left_out = (*_CLASSES, TOKENS)
+    others = {key: curve for key, curve in history.curves.items() if key not in left_out and curve.points}
+    marks = _marks(history.events)
     parts = [
-        "<!doctype html>",
-        '<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
-        f"<title>{html.escape(name)}</title><style>{style}</style>",
-        f"<h1>{html.escape(name)}</h1>",
         _facts(history),
         "<h2>Loss</h2>",
         chart(losses, marks),
@@ -49,7 +46,19 @@ def render_page(history: History, name: str) -> str:
         _events(history),
         _configuration(history.config),
     ]
-    return "\n".join(part for part in parts if part) + "\n"
+    return document(name, parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """Return a page of these parts of HTML, with the style of all pages."""
+    style = (files("megalith.report") / "page.css").read_text(encoding="utf-8")
+    head = [
+        "<!doctype html>",
+        '<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
+        f"<title>{html.escape(title)}</title><style>{style}</style>",
+        f"<h1>{html.escape(title)}</h1>",
+    ]
+    return "\n".join(part for part in (*head, *parts) if part) + "\n"
 
 
 def _facts(history: History) -> str:
