@@ -298,8 +298,9 @@ def _tune_threads(runner: ModelRunner, decoder_prompt: DecoderPrompt | None) -> 
 def _warm_up(trained: Trained, engine: Engine) -> None:
     """Generate one token, so that lazy initialization delays no client and a broken model is found at start-up."""
     from megalith.serve.request import Finished, Request, Sampling
+    from megalith.tokenizers.protocol import end_ids
 
-    for event in engine.run(Request(trained.tokenizer.end_ids or (0,), 1, Sampling(temperature=1.0))):
+    for event in engine.run(Request(end_ids(trained.tokenizer) or (0,), 1, Sampling(temperature=1.0))):
         if isinstance(event, Finished) and event.reason == "error":
             raise CheckpointError(event.message)
 

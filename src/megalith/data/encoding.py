@@ -15,6 +15,7 @@ from megalith.data.sources import BadDocument, ChunkDocuments, Payload
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.fast_bpe import SURE_IDS, ArrayEncoder, array_encoder
+from megalith.tokenizers.protocol import require_eod
 
 _BYTES_PER_TOKEN = 2  # initial estimate; a text with more tokens makes the buffer grow
 
@@ -115,7 +116,7 @@ class ChunkEncoder:
         tokenizer = tokenizer or build_tokenizer(settings.tokenizer)
         self._encode = array_encoder(tokenizer, settings.expected_bytes)
         self._dtype = smallest_dtype(tokenizer.vocab_size)
-        self._eod = tokenizer.require_eod("--append-eod") if settings.append_eod else None
+        self._eod = require_eod(tokenizer, "--append-eod") if settings.append_eod else None
         self._splitter = settings.sentences.splitter() if settings.sentences else None
 
     def encode(self, payload: Payload) -> EncodedChunk:

@@ -23,6 +23,7 @@ from megalith.data.index_cache import Arrays, CachedIndex, IndexSpec
 from megalith.data.samples import SplitSpec
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
+from megalith.tokenizers.protocol import require_eod
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class GPTDataset:
         self.documents_of_split = spec.documents(len(documents.lengths))
         self._documents, self._options, self._spec = documents, options, spec
         by_eod = "--eod-mask-loss, --reset-position-ids or --reset-attention-mask"
-        self._eod = tokenizer.require_eod(by_eod) if options.needs_eod else -1
+        self._eod = require_eod(tokenizer, by_eod) if options.needs_eod else -1
         self._vocab_size = tokenizer.vocab_size
         # Padding with the end-of-document id would mask the loss of every document end, as Megatron before 2026 did.
         self._pad = -1 if tokenizer.pad is None or tokenizer.pad == tokenizer.eod else tokenizer.pad

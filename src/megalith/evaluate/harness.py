@@ -35,6 +35,7 @@ from megalith.serve.engine import Engine, Limits
 from megalith.serve.model_runner import RankRunner, blocks_for, runner_of
 from megalith.serve.request import Finished, Request, Sampling, Token
 from megalith.serve.runner import Runner
+from megalith.tokenizers.protocol import require_eod
 
 _log = logging.getLogger("megalith.evaluate")
 
@@ -119,7 +120,7 @@ class MegalithLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return self._trained.tokenizer.require_eod("lm-eval")
+        return require_eod(self._trained.tokenizer, "lm-eval")
 
     @property
     def max_length(self) -> int:

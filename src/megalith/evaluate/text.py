@@ -38,6 +38,7 @@ from megalith.data.sources import JSONL, format_of
 from megalith.errors import DataError
 from megalith.evaluate.score import Ids, Sample, Score, Scorer
 from megalith.tokenizers import Tokenizer
+from megalith.tokenizers.protocol import end_ids
 
 Detokenizer = Callable[[str], str]
 
@@ -346,8 +347,8 @@ def measure_text(path: Path, scorer: Scorer, tokenizer: Tokenizer, windows: Wind
     texts = read_documents(path)
     whole = [text for text in texts if text]
     encoded = tokenizer.encode_batch(whole)
-    documents = [[*tokenizer.end_ids, *ids] for ids in encoded]
-    unpredicted = [] if tokenizer.end_ids else [tokenizer.decode(ids[:1]) for ids in encoded]
+    documents = [[*end_ids(tokenizer), *ids] for ids in encoded]
+    unpredicted = [] if end_ids(tokenizer) else [tokenizer.decode(ids[:1]) for ids in encoded]
     words = sum(len(text.split()) for text in whole)
     listener.counted(words, sum(len(ids) - 1 for ids in documents))
     logprobs = score_texts(scorer, documents, windows, listener.batch)

@@ -37,6 +37,7 @@ from megalith.serve.scheduler import (
     padded_to_blocks,
 )
 from megalith.tokenizers import Tokenizer
+from megalith.tokenizers.protocol import end_ids
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,9 @@ class Engine:
             raise QueueFullError(f"queue full: {waiting} of at most {self.limits.max_waiting} sequences waiting")
         self._last_request_id += 1
         handle = RequestHandle(self._last_request_id, request, request.prompt if self.decoder_prompt is None else ())
-        end_ids = self.tokenizer.end_ids if self.decoder_prompt is None else (self.decoder_prompt.end,)
-        stop_ids = end_ids if request.stop_ids is None else request.stop_ids
+        stop_ids = request.stop_ids
+        if stop_ids is None:
+            stop_ids = end_ids(self.tokenizer) if self.decoder_prompt is None else (self.decoder_prompt.end,)
         sequence = self._make_sequence(request, num_branches)
         all_stop_ids = frozenset((*stop_ids, *request.extra_stop_ids))
         sequence.owner = state = _RequestState(handle, all_stop_ids, len(sequence.tokens))

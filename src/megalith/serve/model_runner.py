@@ -25,6 +25,7 @@ from megalith.serve.cache import CacheView, EncoderCacheView, PagedKVCache
 from megalith.serve.runner import Batch, Chunk, Runner
 from megalith.serve.scheduler import padded_to_blocks
 from megalith.tokenizers import Tokenizer
+from megalith.tokenizers.protocol import require_eod
 
 BLOCK_SIZE = 16
 
@@ -357,7 +358,7 @@ def decoder_prompt_of(model: LanguageModel, tokenizer: Tokenizer) -> DecoderProm
     if not model.config.family.encoder_decoder:
         return None
     end = tokenizer.special.get("eos")
-    return DecoderPrompt(decoder_start_token(tokenizer), tokenizer.require_eod("T5") if end is None else end)
+    return DecoderPrompt(decoder_start_token(tokenizer), require_eod(tokenizer, "T5") if end is None else end)
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:

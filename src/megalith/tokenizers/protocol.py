@@ -34,21 +34,7 @@ class Tokenizer(ABC):
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Return the ids of all special tokens except `extra_ids`, which answers may contain."""
-        return frozenset((*self.end_ids, *self.special.values()))
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """Return the ids that end a document: one, or none."""
-        return () if self.eod is None else (self.eod,)
-
-    def require_eod(self, purpose: str) -> int:
-        """Return the id that ends a document. Raises DataError naming the purpose if there is none."""
-        if self.eod is None:
-            raise DataError(
-                f"{purpose} needs an end-of-document token, which this {self._megatron_class} lacks; preprocess made "
-                "without --vocab-file but with --append-eod has one"
-            )
-        return self.eod
+        return frozenset((*end_ids(self), *self.special.values()))
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -106,6 +92,21 @@ class Tokenizer(ABC):
     def _hashes(self) -> dict[str, str]:
         """Hash the files, for the fingerprint."""
         return file_hashes(self.files())
+
+
+def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids that end a document: one, or none."""
+    return () if tokenizer.eod is None else (tokenizer.eod,)
+
+
+def require_eod(tokenizer: Tokenizer, purpose: str) -> int:
+    """Return the id that ends a document. Raises DataError naming the purpose if there is none."""
+    if tokenizer.eod is None:
+        raise DataError(
+            f"{purpose} needs an end-of-document token, which this {type(tokenizer).__name__} lacks; preprocess made "
+            "without --vocab-file but with --append-eod has one"
+        )
+    return tokenizer.eod
 
 
 def require_text(text: str) -> str:

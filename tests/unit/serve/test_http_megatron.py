@@ -10,7 +10,7 @@ import pytest
 
 from megalith.serve.http.settings import Defaults
 
-from .http_client import EOD, Served, served
+from .http_client import EOD, LetterTokenizer, Served, served
 
 GREEDY = {"top_k": 1}
 
@@ -68,6 +68,16 @@ def test_no_tokens_only_score_the_prompt() -> None:
 def test_a_beginning_of_text_is_the_end_of_a_document() -> None:
     _, found = put({"prompts": [""], "tokens_to_generate": 2, "add_BOS": True, **GREEDY})
     assert found["text"] == ["<end>ab"]
+
+
+def test_without_an_end_of_document_texts_have_no_beginning_and_end_at_their_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LetterTokenizer, "eod", None)
+    status, found = put({"prompts": ["a"], "tokens_to_generate": 2, "add_BOS": True, **GREEDY})
+    assert (status, found["error"]["param"]) == (400, "add_BOS")
+    _, found = put({"prompts": ["yz"], "tokens_to_generate": 3, **GREEDY})
+    assert len(found["segments"][0]) == 5
 
 
 def test_an_end_of_line_ends_a_text_in_place_of_the_documents_end() -> None:

@@ -12,6 +12,7 @@ from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.build import with_files_in
 from megalith.tokenizers.character import character_vocabulary
+from megalith.tokenizers.protocol import end_ids, require_eod
 
 TEXT = "Änderung\n中文 naïve 🙂\te\u0301"
 
@@ -39,12 +40,12 @@ def test_ids_are_the_code_points_in_order(tmp_path: Path) -> None:
 
 def test_a_document_ends_only_where_the_vocabulary_has_an_end(tmp_path: Path) -> None:
     without, ending = tokenizer_of(tmp_path), tokenizer_of(tmp_path, with_eod=True)
-    assert (without.eod, without.special_ids, without.end_ids) == (None, frozenset(), ())
-    assert ending.eod == ending.vocab_size - 1 == without.vocab_size and ending.end_ids == (ending.eod,)
-    assert ending.decode([ending.eod]) == "<|endoftext|>"
+    assert (without.eod, without.special_ids, end_ids(without)) == (None, frozenset(), ())
+    assert ending.eod == ending.vocab_size - 1 == without.vocab_size and end_ids(ending) == (ending.eod,)
+    assert ending.decode(end_ids(ending)) == "<|endoftext|>"
     with pytest.raises(DataError, match="--append-eod"):
-        without.require_eod("--append-eod")
-    assert ending.require_eod("--append-eod") == ending.eod
+        require_eod(without, "--append-eod")
+    assert require_eod(ending, "--append-eod") == ending.eod
 
 
 def test_the_end_of_a_document_is_plain_text_in_a_text(tmp_path: Path) -> None:

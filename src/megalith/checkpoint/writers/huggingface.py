@@ -260,6 +260,8 @@ def _further_files(
     files = {name: path.read_bytes() for name, path in files_of_tokenizer(found).items()}
     if not files:
         notes.append("the checkpoint has no files of a tokenizer; copy those that belong to it into the folder")
+    elif card.get("class") == "CharacterTokenizer":
+        notes.append("transformers has no tokenizer of characters; vocab.json has the id of each")
     elif "merges.txt" in files and not {"tokenizer.json", _TOKENIZER_CONFIG} & set(files):
         files |= _of_byte_pairs(found, config)
     elif "vocab.txt" in files and not {"tokenizer.json", _TOKENIZER_CONFIG} & set(files):

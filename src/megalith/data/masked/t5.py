@@ -25,6 +25,7 @@ from megalith.data.masked.dataset import MaskedDataset, MaskedDatasetFactory, Ma
 from megalith.data.samples import SplitSpec
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer
+from megalith.tokenizers.protocol import require_eod
 
 _ROOM = 2  # tokens of the encoder's sequence that Megatron reserves
 NO_LABEL = -1
@@ -54,7 +55,7 @@ class T5Dataset(MaskedDataset):
             raise ConfigError("the tokenizer has no padding token, which T5's samples need")
         special = tokenizer.special
         self._begin, self._pad = decoder_start_token(tokenizer), tokenizer.pad
-        self._end = special["eos"] if "eos" in special else tokenizer.require_eod("T5")
+        self._end = special["eos"] if "eos" in special else require_eod(tokenizer, "T5")
         self._unmaskable = [special[role] for role in ("cls", "sep") if role in special]
         super().__init__(
             documents,

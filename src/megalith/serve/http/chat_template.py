@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
+from megalith.tokenizers.protocol import end_ids
 
 _CONFIG, _TEMPLATE, _GENERATION = "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
 _SPECIAL = "special_tokens_map.json"
@@ -91,8 +92,8 @@ def stop_ids_beside(tokenizer: Tokenizer, template: ChatTemplate | None = None) 
     ends = [ends] if isinstance(ends, int) else ends
     if not isinstance(ends, list) or not all(isinstance(end, int) and 0 <= end < tokenizer.vocab_size for end in ends):
         ends = []
-    found = tuple(dict.fromkeys([*tokenizer.end_ids, *ends, *_ends_of_turn(tokenizer, template)]))
-    return None if found == tokenizer.end_ids else found
+    found = tuple(dict.fromkeys([*end_ids(tokenizer), *ends, *_ends_of_turn(tokenizer, template)]))
+    return None if found == end_ids(tokenizer) else found
 
 
 def _ends_of_turn(tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:

@@ -20,6 +20,7 @@ from megalith.serve.http.settings import Defaults
 from megalith.serve.request import Beams, Event, Finished, PromptLogprobs, Request, Sampling, Token
 from megalith.serve.worker import Answer
 from megalith.tokenizers import Tokenizer
+from megalith.tokenizers.protocol import end_ids
 
 MAX_PROMPTS = 128
 DEFAULT_STOP_TOKEN = 50256  # the end of a text in GPT-2's vocabulary
@@ -185,7 +186,7 @@ async def _requests(service: Service, body: ApiRequest, defaults: Defaults) -> l
     answers = service.encoder_input is not None
     if answers and body.add_BOS:
         raise refusal("add_BOS", "the model answers the prompt, which begins no document")
-    beginning = service.tokenizer.end_ids if body.add_BOS else ()
+    beginning = end_ids(service.tokenizer) if body.add_BOS else ()
     if body.add_BOS and not beginning:
         raise refusal("add_BOS", "the tokenizer has no end-of-document token")
     prompts = [beginning + await service.encode(text, "prompts") for text in body.prompts]
@@ -250,7 +251,7 @@ def _stop_ids(tokenizer: Tokenizer, body: ApiRequest) -> tuple[int, ...] | None:
         if not known and body.stop_token != DEFAULT_STOP_TOKEN:
             rule = f"stop_token {body.stop_token} is not below the vocabulary size {tokenizer.vocab_size}"
             raise ApiError(400, rule, "stop_token", "invalid_value")
-        return (body.stop_token,) if known else tokenizer.end_ids
+        return (body.stop_token,) if known else end_ids(tokenizer)
     if body.stop_on_double_eol:
         ends = [_only_id(tokenizer, "\n\n")]
     elif body.stop_on_eol:
