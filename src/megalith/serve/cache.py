@@ -114,6 +114,8 @@ class CacheView:
         ]
         if len(new_rows) == 1:
             self._prepare_single_token(cache, new_rows[0])
+        elif len(new_rows) == len(self.spans) and not cache.groups_decoding:
+            self._prepare_decoding(cache)
 
     def _prepare_single_token(self, cache: PagedKVCache, row: int) -> None:
         """Make the views of all layers at once, for one new token of a sequence in consecutive blocks."""
@@ -124,6 +126,15 @@ class CacheView:
             held = [buffer[:, None, :, rows].unbind(0) for buffer in buffers]
             for layer, *views in zip(self.layers, *new, *held, strict=True):
                 layer.single_token_views = tuple(views)
+
+    def _prepare_decoding(self, cache: PagedKVCache) -> None:
+        """Make the views of all layers at once, for one new token of each sequence, all in consecutive blocks."""
+        rows = [span.rows for span in self.spans if isinstance(span.rows, slice)]
+        if len(rows) == len(self.spans) and product_dtype(cache.keys) == cache.keys.dtype:
+            buffers = (cache.keys, cache.values)
+            held = [zip(*(buffer[:, None, :, own].unbind(0) for buffer in buffers), strict=True) for own in rows]
+            for layer, *views in zip(self.layers, *held, strict=True):
+                layer.decoding_views = views
 
     def decoding(self, reach: int) -> list[DecodingGroup]:
         """Return the groups of sequences with one new token, which sees `reach` keys at most; cached over layers."""
@@ -224,6 +235,7 @@ class LayerCacheView:
         self.single_token_views: tuple[Tensor, Tensor, Tensor, Tensor] | None = (
             None  # `CacheView._prepare_single_token`
         )
+        self.decoding_views: list[tuple[Tensor, Tensor]] = []  # `CacheView._prepare_decoding`: of each span
 
     def attend(self, q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
         """Attend (`nn.cache.LayerCache.attend`); B is 1."""
@@ -233,6 +245,8 @@ class LayerCacheView:
         q_THK = q_SBHK.squeeze(1)
         for buffer, new in ((self.keys, k_SBGK), (self.values, v_SBGK)):
             buffer[:, view.rows] = new.squeeze(1).transpose(0, 1)
+        if self.decoding_views and rule.sees_all(view.length):
+            return self._attend_each(q_SBHK, rule.scale_of(q_SBHK.shape[3]))
         if len(view.spans) == 1:
             return self._attend(q_THK, view.spans[0], rule).unsqueeze(1)
         reach = rule.reach(1, view.length)
@@ -260,6 +274,16 @@ class LayerCacheView:
         heads, groups, size = q_11HK.shape[2], k_1GSK.shape[1], q_11HK.shape[3]
         q_1GQK = q_11HK.view(1, groups, heads // groups, size)
         return scaled_dot_product_attention(q_1GQK, k_1GSK, v_1GSK, scale=scale).reshape(1, 1, heads, size)
+
+    def _attend_each(self, q_S1HK: Tensor, scale: float) -> Tensor:
+        """Attend from one token of each sequence; the queries of a group, as in `_attend_one`, become positions."""
+        (number, _, heads, size), groups = q_S1HK.shape, self.keys.shape[0]
+        q_S1GQK = q_S1HK.view(number, 1, groups, heads // groups, size)
+        found = [
+            scaled_dot_product_attention(q, k, v, scale=scale)
+            for q, (k, v) in zip(q_S1GQK.unbind(0), self.decoding_views, strict=True)
+        ]
+        return torch.cat(found).reshape(number, 1, heads, size)
 
     def _attend(self, q_QHK: Tensor, span: _Span, rule: AttentionRule) -> Tensor:
         """Attend causally from the last Q positions of a sequence. [Q, H, K] -> [Q, H, K]."""
