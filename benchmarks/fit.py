@@ -1,6 +1,6 @@
 """How much memory the most loaded GPU of a run needs, counted by running a step of it without data or devices.
 
-    python benchmarks/fit.py --config recipes/gpt3-1.3b-4x24gb.toml [FLAGS OF megalith train]
+    python benchmarks/fit.py --config recipes/gpt3-1.3b-4gpu.toml --gpus 4 [FLAGS OF megalith train]
 
 Each stage of the pipeline is built on torch's meta device, whose tensors have shapes and no memory, with the layout and
 the capability of the card that the run is for, and without the other ranks: collectives return what they are given. The

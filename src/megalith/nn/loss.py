@@ -13,6 +13,9 @@ the operations on them are the fastest there are for CPUs. Elsewhere each operat
 softmax kernels do in one pass what are six: for a logit in half precision both passes of the loss move 20 bytes, or 36
 where torch's softmax cannot read its dtype and write fp32, instead of 82. To form the gradient in the forward pass, for
 C tokens at a time, would store no logits but read and write dW for each C: 8 D / C bytes a logit, more than it saves.
+It would also have to know the weight of each token in the loss, which the caller applies (its mask, the number of
+tokens of all ranks, the loss scale). `torch.nn.functional.linear_cross_entropy` of torch 2.13 forms it so, returns dW
+whole instead of adding it to the gradients in fp32, and has no divided vocabulary.
 
 With label smoothing a the target distribution gives a / (V - 1) to every other token. With s = a V / (V - 1)
 

@@ -14,6 +14,7 @@ from megalith.cli import train_start
 from megalith.config import load
 from megalith.device import DESCRIBED, Capability
 from megalith.errors import ConfigError
+from megalith.models import attention_kernels
 from megalith.models.attention_kernels import describe_attention
 
 BASE = (
@@ -82,6 +83,24 @@ def test_torch_is_asked_which_kernel_it_takes() -> None:
     assert describe_attention(model, torch.float32, cpu) == "MATH"
     model = load(f"{BASE} --attention-backend unfused".split(), {}, files=False).model
     assert describe_attention(model, torch.float32, cpu) == "unfused"
+
+
+@pytest.mark.parametrize("flags", ["--window-size 5,0", "--softmax-type learnable"])
+@pytest.mark.parametrize("in_one_call", [True, False])
+def test_the_kernel_of_windows_and_sinks_is_said(
+    flags: str, in_one_call: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(f"{BASE} --attention-dropout 0 {flags}".split(), {}, files=False).model
+    wanted = {"window": "window" in flags, "sink": "softmax" in flags}
+
+    def has_varlen(q: torch.Tensor, **asked: bool) -> bool:
+        assert asked == wanted
+        return in_one_call
+
+    monkeypatch.setattr(attention_kernels, "has_varlen", has_varlen)
+    plain, _, special = describe_attention(model, torch.float32, torch.device("cpu")).partition(", ")
+    assert plain == "FLASH_ATTENTION"  # of the CPU here
+    assert ("blocks of queries" in special) != in_one_call
 
 
 def _start(monkeypatch: pytest.MonkeyPatch, able: Capability, flags: str, *, peers: bool = True) -> list[str]:
