@@ -17,7 +17,8 @@ import json
 import re
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,14 @@ class Live(TorchDispatchMode):
     def _free(self, size: int) -> None:
         self.now -= size
 
+    @contextmanager
+    def held(self, size: int) -> Iterator[None]:
+        """Count further bytes within the block."""
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        yield
+        self.now -= size
+
 
 def context_of(run: RunConfig, rank: int) -> ParallelContext:
     """Return the context of a rank without process groups."""
@@ -190,24 +199,28 @@ def _passes(
     shape = (run.train.micro_batch_size, run.data.seq_length)
     ids = {name: torch.zeros(shape, dtype=torch.int64, device=META) for name in ("tokens", "labels", "position_ids")}
     batch = {**ids, "loss_mask": torch.ones(shape, device=META)}
-    runner = MicroBatchRunner(chunks, iter([batch] * (ahead + 1)), context, num_micro_batches=number)
+    run_here = min(ahead, 1 + len(chunks))  # the others keep what the last of these does
+    runner = MicroBatchRunner(chunks, iter([batch] * (run_here + 1)), context, num_micro_batches=number)
     optimizer.zero_grad(number)
     for chunk in chunks:
         chunk.train()
-    outputs, before = [], live.now
-    for micro_batch in range(ahead):
-        chunk, hidden = micro_batch % len(chunks), None
+    outputs, kept = [], 0
+    for micro_batch in range(run_here):
+        before, chunk, hidden = live.now, micro_batch % len(chunks), None
         if not chunks[chunk].stage.is_first:
             size, dtype = runner.activation_shape(micro_batch)
             hidden = torch.empty(size, dtype=dtype, device=META, requires_grad=True)
         outputs.append(runner.forward(chunk, micro_batch, hidden))
-        if micro_batch == 0:
-            kept = live.now - before
+        kept = live.now - before
+    with live.held((ahead - run_here) * kept):
+        _differentiate(outputs.pop(0))
     while outputs:
-        output = outputs.pop(0)
-        output.backward(None if output.dim() == 0 else torch.empty_like(output))
-        del output
+        _differentiate(outputs.pop(0))
     return kept
+
+
+def _differentiate(output: Tensor) -> None:
+    output.backward(None if output.dim() == 0 else torch.empty_like(output))
 
 
 def needed(path: Path, *, vocab_size: int = 50304) -> tuple[int, list[Need]]:
