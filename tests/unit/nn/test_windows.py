@@ -190,3 +190,17 @@ def test_no_mask_of_all_queries_and_keys(able: Capability | None, name: str, mon
 
 def test_which_gpus_take_windows_and_sinks_in_one_call() -> None:
     assert [able.has_windowed_flash for able in (V100, H100, MI300)] == [False, True, False]
+
+
+@pytest.mark.parametrize("able", [V100, H100], ids=lambda able: able.name)
+def test_compiled_blocks_have_them_in_their_graph(able: Capability, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced in both passes without a break; nothing is compiled, so that no compiler is needed."""
+    monkeypatch.setitem(DESCRIBED, META, able)
+    torch._dynamo.reset()
+    shapes = [(2 * QUERIES, 1, heads, 8) for heads in (4, 2, 2)]
+    inputs = [torch.zeros(shape, dtype=torch.float16, device=META, requires_grad=True) for shape in shapes]
+    graph = torch.compile(attend_by_device, backend="aot_eager", fullgraph=True)
+    context, *gradients = _both_passes(graph, inputs, RULES["both"])
+    assert [gradient.shape for gradient in gradients] == [*(x.shape for x in inputs), SINK.shape]
+    assert context.shape == inputs[0].shape
+    torch._dynamo.reset()
