@@ -13,8 +13,10 @@ from megalith.device import is_host
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a host tensor on an accelerator, through pinned memory; on the host `x` itself."""
-    return x.to(device) if is_host(device) else x.pin_memory().to(device, non_blocking=True)
+    """Return a copy of a host tensor on an accelerator, through pinned memory; `x` itself if it is on the device."""
+    if is_host(device) or not is_host(x.device):
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy:
