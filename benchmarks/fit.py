@@ -202,8 +202,8 @@ def _passes(
     run_here = min(ahead, 1 + len(chunks))  # the others keep what the last of these does
     runner = MicroBatchRunner(chunks, iter([batch] * (run_here + 1)), context, num_micro_batches=number)
     optimizer.zero_grad(number)
-    for chunk in chunks:
-        chunk.train()
+    for model in chunks:
+        model.train()
     outputs, kept = [], 0
     for micro_batch in range(run_here):
         before, chunk, hidden = live.now, micro_batch % len(chunks), None
