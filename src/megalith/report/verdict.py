@@ -68,10 +68,10 @@ def judge(base: Experiment, other: Experiment, measure: Measure, tests: int = 1)
     sides, level = (base.losses(measure), other.losses(measure)), LEVEL / tests
     value, known = mean(sides[1]) - mean(sides[0]), [variance(side) for side in sides if len(side) > 1]
     if len(known) < len(sides):
-        spreads = known or [(part * mean(sides[0])) ** 2 for part in _USUAL_SPREADS]
+        squares = known or [(part * mean(sides[0])) ** 2 for part in _USUAL_SPREADS]
         needed = ", ".join(
-            f"{_count(seeds_needed(value, (spread, spread), level))} if seeds spread by {spread**0.5:.4f}"
-            for spread in spreads
+            f"{_count(seeds_needed(value, (square, square), level))} if seeds spread by {square**0.5:.4f}"
+            for square in squares
         )
         return Verdict(
             f"{value:+.4f} {measure}. No verdict: with one seed on a side its noise is unknown. "
@@ -128,10 +128,10 @@ def tables(experiments: Sequence[Experiment], measure: Measure) -> list[Table]:
 
 def _losses(experiment: Experiment, measure: Measure) -> list[str]:
     losses = experiment.losses(measure)
-    spread = f" ± {stdev(losses):.4f}" if len(losses) > 1 else ""
+    deviation = f" ± {stdev(losses):.4f}" if len(losses) > 1 else ""
     training = _loss(mean(experiment.losses(Measure(validation=False))))
     spent = [_amount(axis, experiment.total(axis)) for axis in AXES[1:]]
-    return [experiment.name, str(len(losses)), f"{_loss(mean(losses))}{spread}", training, *spent]
+    return [experiment.name, str(len(losses)), f"{_loss(mean(losses))}{deviation}", training, *spent]
 
 
 def _reached(experiments: Sequence[Experiment], measure: Measure) -> list[list[str]]:
