@@ -1,4 +1,4 @@
-"""`megalith compare` on runs of `megalith train`: two learning rates with two seeds each, and one against itself."""
+"""`megalith compare` on runs of `megalith train`: two learning rates with three seeds each, and one against itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def runs(warm: WarmProcess, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     folder = tmp_path_factory.mktemp("runs")
     model, saved = on_text(folder, MODEL), dict[str, list[str]]()
     for lr in ("1e-2", "1e-4"):
-        for seed in (1, 2):
+        for seed in (1, 2, 3):
             save = folder / f"lr{lr}-s{seed}"
             words = [*model, *COMMON, "--lr", lr, "--min-lr", 0, "--seed", seed, "--save", save]
             outcome = warm.run(words, folder)
@@ -47,12 +47,12 @@ def test_two_learning_rates_are_told_apart(
     assert main(["compare", *folders, "--html", str(tmp_path / "page.html")]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
-    assert re.search(r"^--lr +0.0001 +0.01$", text, re.MULTILINE), text
+    assert re.search(r"^--lr +0.0001 +0.01 *$", text, re.MULTILINE), text
     assert (tmp_path / "page.html").read_text().count("<svg") == 8
 
 
 def test_equal_runs_are_not_told_apart_nor_is_one_seed(runs: dict[str, list[str]]) -> None:
-    first, second = ([read_run(Path(folder), folder)] for folder in runs["1e-2"])
+    first, second = ([read_run(Path(folder), folder)] for folder in runs["1e-2"][:2])
     (base,), (other,) = group_runs(first), group_runs(second)
     assert judge(base, other, Measure()).differs is None
     assert not group_runs([*first, *second])[1:]

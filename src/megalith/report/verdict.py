@@ -145,7 +145,8 @@ def _reached(experiments: Sequence[Experiment], measure: Measure) -> list[list[s
         better, worse = sorted((other, base), key=lambda each: float(final[each.name][-1]))
         loss = float(final[worse.name][-1])
         spent = {axis: better.spent_until(axis, loss, measure) for axis in AXES}
-        cells = [f"{_amount(axis, value)} ({worse.total(axis) / value:.2f}x)" for axis, value in spent.items()]
+        bound = "≤ " if final[better.name][0] <= loss else ""  # it was below at the first evaluation
+        cells = [f"{bound}{_amount(axis, value)} ({worse.total(axis) / value:.2f}x)" for axis, value in spent.items()]
         rows.append([f"{better.name} ({worse.name})", _loss(loss), *cells])
     return rows
 
