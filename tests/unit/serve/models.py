@@ -84,6 +84,7 @@ class Letters:
 
     vocab_size = VOCABULARY
     eod = VOCABULARY - 1
+    end_ids = (eod,)
     pad = None
 
     def encode(self, text: str) -> list[int]:
