@@ -25,7 +25,7 @@ from megalith.cli.arguments import (
     layout_settings,
     load_model,
 )
-from megalith.cli.threads import configure_rank
+from megalith.cli.threads import configure_rank, spins_for
 from megalith.config import RunConfig
 from megalith.config.environment import first_of_machine
 from megalith.config.tokenizer_flags import imported_by, tokenizer_of_flags
@@ -196,7 +196,7 @@ def _serve(launch: _ServerOptions) -> int:
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"{' and '.join(missing)} are not installed: {install_command('serve')}")
-    place, threads = configure_rank(os.environ)
+    place, threads = configure_rank(os.environ, spins_for(launch.flags.checkpoint))
     listener = None
     try:
         config = _configure(launch)
