@@ -126,7 +126,8 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
             losses = losses_of(found, who)
             mean, error = mean_and_error(losses)
             each = ", ".join(f"{loss:.3f}" for loss in losses)
-            lines.append(f"| {machine} | {who} | {len(losses)} | {mean:.4f} | {error:.4f} | {each} |")
+            shown = " | ".join("" if math.isnan(value) else f"{value:.4f}" for value in (mean, error))
+            lines.append(f"| {machine} | {who} | {len(losses)} | {shown} | {each} |")
     lines += ["", *(f"{machine}: {verdict(result['found'])}" for machine, result in results.items())]
     return PAGE.read_text(encoding="utf-8").partition(MARK)[0] + MARK + "\n" + "\n".join(lines) + "\n"
 
