@@ -46,6 +46,7 @@ from megalith.parallel.data import (
 EXPERTS = "experts"  # first word of the kind of a bucket of experts
 
 SCRATCH_ELEMENTS = 1 << 22  # of a product that is rounded before it is added: 8 MiB of bf16, within the cache of a CPU
+SCRATCH_ELEMENTS_ON_DEVICE = 1 << 24  # 32 MiB: one product for all but the largest weights
 ALIGNMENT = 64  # elements at whose multiples the owned range of a bucket starts: whole cache lines, wide loads
 
 
@@ -88,6 +89,7 @@ class GradientBuffers:
         self._writes = _WriteCounter(self.layout, dict(named), self._start) if self._num_replicas > 1 else None
         self._pending: list[AsyncHandle] = []
         self._scratch = torch.empty(0, device=device)
+        self._scratch_elements = SCRATCH_ELEMENTS if is_host(device) else SCRATCH_ELEMENTS_ON_DEVICE
         for _, parameter in named:
             parameter.register_post_accumulate_grad_hook(_weak_hook(self._accept_autograd_grad))
 
@@ -208,7 +210,7 @@ class GradientBuffers:
     def _add_rounded(self, buffer: Tensor, first: bool, grad_TO: Tensor, x_TI: Tensor) -> None:
         dtype = product_dtype(grad_TO)
         x = x_TI.to(dtype)
-        rows = max(1, SCRATCH_ELEMENTS // x.shape[1])
+        rows = max(1, self._scratch_elements // x.shape[1])
         for start in range(0, buffer.shape[0], rows):
             part = buffer[start : start + rows]
             product = torch.mm(grad_TO[:, start : start + rows].to(dtype).t(), x, out=self._scratch_for(part, dtype))
@@ -220,7 +222,7 @@ class GradientBuffers:
 
     def _scratch_for(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         if self._scratch.dtype != dtype or self._scratch.numel() < part.numel():
-            self._scratch = torch.empty(max(part.numel(), SCRATCH_ELEMENTS), dtype=dtype, device=part.device)
+            self._scratch = torch.empty(max(part.numel(), self._scratch_elements), dtype=dtype, device=part.device)
         return self._scratch[: part.numel()].view_as(part)
 
     def accumulate_embedding(self, parameter: Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:

@@ -75,8 +75,8 @@ def choose_tokens(logits_BV: Tensor, rows: Sequence[SamplingInput]) -> list[Samp
 def _max_logits(logits_BV: Tensor) -> tuple[list[float], list[int]]:
     """Return the maximum of each row, NaN if it has one, and its token, the first of equals."""
     if not is_host(logits_BV.device):
-        values, places = logits_BV.max(-1)
-        return values.tolist(), places.tolist()
+        values, places = torch.stack([found.double() for found in logits_BV.max(-1)]).tolist()  # one wait for both
+        return values, [int(place) for place in places]
     # torch's search for a place on a CPU takes 10 times as long as numpy's, to which NaN is the largest too.
     found = logits_BV.numpy()
     places = found.argmax(-1)
