@@ -27,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megalith.config import ModelConfig
 from megalith.device import is_host
+from megalith.kernels.transfer import to_device
 from megalith.nn.attend import PLAIN, AttentionRule, Mask, attend_fused, by_queries, sdpa
 from megalith.nn.cross_attention import CrossAttention
 from megalith.nn.precision import product_dtype
@@ -100,12 +101,12 @@ class CacheView:
             end = begin + stop - start
             self.spans.append(_Span(begin, end, stop - padded, rows, encoder_rows))
             begin = end
-        self.positions_S = torch.tensor(positions, device=device)
+        self.positions_S = to_device(torch.tensor(positions), device)
         self.length = max(span.length for span in self.spans)
         # One stretch of rows is written through a view, any other set of rows by index.
         together = new_rows[-1] - new_rows[0] == len(new_rows) - 1 and len(self.spans) == 1
         stretch = slice(new_rows[0], new_rows[-1] + 1)
-        self.rows: slice | Tensor = stretch if together else torch.tensor(new_rows, device=device)
+        self.rows: slice | Tensor = stretch if together else to_device(torch.tensor(new_rows), device)
         self.masks: dict[tuple[int, int], Tensor] = {}
         self.groups_decoding = cache.groups_decoding and len(self.spans) > 1
         self._decoding: dict[int, list[DecodingGroup]] = {}
@@ -188,8 +189,8 @@ class DecodingGroup:
             held = torch.arange(own.start, own.stop) if isinstance(own, slice) else own.cpu()
             rows[:length], rows[length:] = held, held[0]
         mask_NL = torch.arange(longest) < lengths[:, None]
-        self.tokens_N = torch.tensor([span.begin for span in spans]).to(device)
-        self.rows, self.mask_N11L = rows_NL.flatten().to(device), mask_NL[:, None, None].to(device)
+        self.tokens_N = to_device(torch.tensor([span.begin for span in spans]), device)
+        self.rows, self.mask_N11L = to_device(rows_NL.flatten(), device), to_device(mask_NL[:, None, None], device)
 
     def attend(self, q_THK: Tensor, keys_GRK: Tensor, values_GRK: Tensor, scale: float) -> Tensor:
         """Return the attention of the new tokens to the keys of their sequences, [N, H, K]."""
@@ -223,7 +224,7 @@ def _rows_of(blocks: Sequence[int], size: int, length: int, device: torch.device
     first = blocks[0]
     if blocks[-1] - first == len(blocks) - 1 and all(block == first + i for i, block in enumerate(blocks)):
         return slice(first * size, first * size + length)
-    starts = torch.tensor(blocks, device=device)[:, None] * size
+    starts = to_device(torch.tensor(blocks), device)[:, None] * size
     return (starts + torch.arange(size, device=device)).flatten()[:length]
 
 

@@ -15,6 +15,7 @@ from megalith.distributed import comm, p2p
 from megalith.distributed.context import ParallelContext
 from megalith.errors import DataError, LayoutError, PeerError
 from megalith.kernels.cpu.products import Product, packed_product
+from megalith.kernels.transfer import to_device
 from megalith.models.frozen import frozen
 from megalith.models.language_model import GenerativeModel, LanguageModel
 from megalith.models.plain import PlainModel
@@ -105,7 +106,7 @@ class ModelRunner(Runner):
         """
         with torch.inference_mode():
             tokens = [token for chunk in batch.chunks for token in decoder_tokens(chunk, self.block_size)]
-            tokens_1S, view = torch.tensor([tokens], device=self.model.device), self.cache.begin(batch)
+            tokens_1S, view = to_device(torch.tensor([tokens]), self.model.device), self.cache.begin(batch)
             options: dict[str, Any] = {"layers": self._layers} if self._layers is not None else {}
             if self._cross_attentions:
                 options = {"encoded": self._encode_new(batch, view)}
