@@ -89,6 +89,7 @@ class Record:
     Attributes:
         launches: kernels and copies, by operator.
         bytes: read and written by these, each tensor once for each.
+        work: bytes and FLOPs of each launch.
         waits: operators that make the host wait, with the place in the package.
         collectives: by name.
     """
@@ -96,10 +97,26 @@ class Record:
     launches: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
     waits: list[str] = field(default_factory=list)
+    work: list[tuple[int, int]] = field(default_factory=list)
     collectives: Counter[str] = field(default_factory=Counter)
 
 
 _RECORDS: list[Record] = []
+_SHAPES_ONLY = False
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Compute nothing: results have shapes, and memory that is not written, so that sizes of a real model cost nothing.
+
+    What the host reads is 0.
+    """
+    global _SHAPES_ONLY
+    _SHAPES_ONLY = True
+    try:
+        yield
+    finally:
+        _SHAPES_ONLY = False
 
 
 @contextlib.contextmanager
@@ -120,18 +137,39 @@ def _place() -> str:
     return f"{frame.f_code.co_filename[len(PACKAGE) + 1 :]}:{frame.f_lineno}" if frame is not None else "a test"
 
 
+_BY_INDEX = {"gather", "index_select", "index", "scatter_", "_index_put_impl_", "embedding"}
+
+
 def _bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
-def _launched(name: str, *values: Any) -> None:
+def _launched(name: str, given: list[Any], found: Any) -> None:
     if _RECORDS:
-        read = _bytes(values)
+        moved, flops = _bytes(given) + _bytes(found), _flops(name, given)
+        if name.split(".")[0] in _BY_INDEX:  # of what they read or write in there are only some places
+            moved = 2 * _bytes(found) or 2 * _bytes(given[1:])
         for record in _RECORDS:
             record.launches[name] += 1
-            record.bytes[name] += read
+            record.bytes[name] += moved
+            record.work.append((moved, flops))
+
+
+def _flops(name: str, given: list[Any]) -> int:
+    """Return the FLOPs of a matrix product or attention (all of its square), else 0."""
+    packet = getattr(torch.ops.aten, name.split(".")[0])
+    shapes = [value for value in given if isinstance(value, Tensor)]
+    if packet in (torch.ops.aten.mm, torch.ops.aten.bmm):
+        return 2 * shapes[0].numel() * shapes[1].shape[-1]
+    if packet in (torch.ops.aten.addmm, torch.ops.aten.addmm_, torch.ops.aten.baddbmm):
+        return 2 * shapes[1].numel() * shapes[2].shape[-1]
+    if "attention" in name:
+        backward = "backward" in name
+        q, k = shapes[int(backward) : int(backward) + 2]
+        return (10 if backward else 4) * q.numel() * k.shape[-2]
+    return 0
 
 
 def _waited(what: str) -> None:
@@ -161,7 +199,7 @@ def _seen_from_host(value: Any, strangers: list[Tensor]) -> Any:
     """Return arguments as the CPU's kernels take them; `strangers` are the tensors that were the CPU's already."""
     if isinstance(value, Tensor):
         if value.device.type == NAME:
-            return _moved(value, _CPU)
+            return _shape(value) if _SHAPES_ONLY else _moved(value, _CPU)
         strangers.append(value)
     elif isinstance(value, (list, tuple)):
         return [_seen_from_host(one, strangers) for one in value]
@@ -170,8 +208,14 @@ def _seen_from_host(value: Any, strangers: list[Tensor]) -> Any:
     return value
 
 
+def _shape(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
 def _put_on_device(value: Any) -> Any:
     if isinstance(value, Tensor):
+        if value.device.type == "meta":
+            value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
         return on_device(value)
     return type(value)(map(_put_on_device, value)) if type(value) in (list, tuple) else value
 
@@ -209,12 +253,14 @@ def _kernel(op: Any) -> Callable[..., Any]:
             named[word] = torch.empty(0, dtype=kwargs[word].dtype)
         # torch passes a number that it had made a tensor of as a number again
         numbers = any(isinstance(mine[place], (int, float)) for place in tensors if place < len(mine))
-        found = (packet if numbers else op)(*mine, **named)
+        needless = _SHAPES_ONLY and not grows and (True in returns or not returns)
+        found = None if needless else 0 if _SHAPES_ONLY and reads else (packet if numbers else op)(*mine, **named)
         for word in grows:
             kwargs[word].resize_(named[word].shape)
-            _moved(kwargs[word], _CPU).copy_(named[word])
+            if not _SHAPES_ONLY:
+                _moved(kwargs[word], _CPU).copy_(named[word])
         if _RECORDS and full not in ALLOCATIONS:
-            _launched(full, mine, list(named.values()), () if written else found)
+            _launched(full, [*mine, *named.values()], () if written else found)
         if not returns:
             return None
         if True in returns:
@@ -230,15 +276,24 @@ def _copy(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
         host, way = (src, "to the device") if is_here(self) else (self, "to the host")
         if not (non_blocking and getattr(host, "pinned", False)):
             _waited(f"copy {way}")
-    _launched("copy_", self, src)
-    on_host(self).copy_(on_host(src))
+    _launched("copy_", [self, src], None)
+    if not _SHAPES_ONLY:
+        on_host(self).copy_(on_host(src))
+    elif not is_here(self):
+        self.zero_()
     return self
 
 
 def _to_copy(self: Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:
     options = {name: value for name, value in options.items() if value is not None and name != "pin_memory"}
-    made = torch.ops.aten._to_copy(on_host(self), **options)
-    _launched("_to_copy", self, made)
+    made = torch.ops.aten._to_copy(_shape(self) if _SHAPES_ONLY else on_host(self), **options)
+    _launched("_to_copy", [self], made)
+    if _SHAPES_ONLY:
+        made = (torch.zeros if device is not None and device.type == "cpu" else torch.empty)(
+            made.shape, dtype=made.dtype
+        )
+    if not is_here(self) and not (non_blocking and getattr(self, "pinned", False)):
+        _waited("copy to the device")
     if device is not None and device.type == "cpu":
         if non_blocking:
             made.pinned = True
@@ -394,13 +449,19 @@ def _efficient_backward(
     return *found, bias
 
 
-def _parts(offsets: Tensor) -> list[slice]:
-    places = offsets.tolist()
-    return [slice(start, stop) for start, stop in zip(places, places[1:], strict=False)]
+def _documents(q: Tensor, k: Tensor, offsets: tuple[Tensor | None, Tensor | None]) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield where the queries, the keys and the lse of each document are, of packed [T, H, K] or of [B, S, H, K]."""
+    if offsets[0] is None or offsets[1] is None:
+        yield from ((number, number, number) for number in range(q.shape[0]))
+        return
+    queries, keys = (places.tolist() for places in offsets if places is not None)
+    for number in range(len(queries) - 1):
+        rows, held = (slice(*ends[number : number + 2]) for ends in (queries, keys))
+        yield rows, held, (slice(None), rows)
 
 
-def _packed(x: Tensor) -> Tensor:
-    return x.transpose(0, 1)[None]
+def _by_head(x_SHK: Tensor) -> Tensor:
+    return x_SHK.transpose(0, 1)[None]
 
 
 def _window(options: dict[str, Any]) -> int:
@@ -411,11 +472,11 @@ def _window(options: dict[str, Any]) -> int:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float | None = None, **more: Any) -> Any:
     offsets, keys, _, _, dropout, causal, _ = rest
     seed, none = _seed(), torch.empty(0)
-    out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
-    for rows, held in zip(_parts(offsets), _parts(keys), strict=True):
-        each = (_packed(q[rows]), _packed(k[held]), _packed(v[held]))
+    out, lse = torch.empty_like(q), torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3])
+    for rows, held, place in _documents(q, k, (offsets, keys)):
+        each = (_by_head(q[rows]), _by_head(k[held]), _by_head(v[held]))
         context, part = _attend(*each, None, causal, scale, dropout, seed, _window(more))
-        out[rows], lse[:, rows] = context[0].transpose(0, 1), part[0]
+        out[rows], lse[place] = context[0].transpose(0, 1), part[0]
     return out, lse, seed, none, none.clone()
 
 
@@ -424,12 +485,12 @@ def _varlen_backward(
 ) -> Any:
     offsets, keys, _, _, dropout, causal, seed, _ = rest
     found = [torch.empty_like(x) for x in (q, k, v)]
-    for rows, held in zip(_parts(offsets), _parts(keys), strict=True):
-        each = (_packed(grad[rows]), _packed(q[rows]), _packed(k[held]), _packed(v[held]), _packed(out[rows]))
-        scale = more.get("scale")
-        parts = _attend_backward(*each, lse[None, :, rows], None, causal, scale, dropout, seed, _window(more))
-        for whole, part, place in zip(found, parts[:3], (rows, held, held), strict=True):
-            whole[place] = part[0].transpose(0, 1)
+    for rows, held, place in _documents(q, k, (offsets, keys)):
+        each = (_by_head(grad[rows]), _by_head(q[rows]), _by_head(k[held]), _by_head(v[held]), _by_head(out[rows]))
+        scale, own = more.get("scale"), lse[place][None]
+        parts = _attend_backward(*each, own, None, causal, scale, dropout, seed, _window(more))
+        for whole, part, to in zip(found, parts[:3], (rows, held, held), strict=True):
+            whole[to] = part[0].transpose(0, 1)
     return tuple(found)
 
 
@@ -465,12 +526,36 @@ _OF_CUDA = {
 }
 
 
+def _flash_shapes(given: list[Any]) -> Any:
+    q, none = given[0], torch.empty(0)
+    out = q.transpose(1, 2).contiguous().transpose(1, 2)
+    lse = torch.empty(q.shape[:3], device="meta")
+    return out, lse, none, none.clone(), q.shape[2], given[1].shape[2], torch.empty(2), none.clone(), none.clone()
+
+
+_SHAPES: dict[str, Callable[[list[Any]], Any]] = {
+    "_scaled_dot_product_flash_attention": _flash_shapes,
+    "_scaled_dot_product_flash_attention_backward": lambda given: tuple(map(torch.empty_like, given[1:4])),
+    "_scaled_dot_product_efficient_attention": lambda given: (
+        *_flash_shapes(given)[:2],
+        torch.empty(2),
+        torch.empty(2),
+    ),
+    "_scaled_dot_product_efficient_attention_backward": lambda given: (*map(torch.empty_like, given[1:4]), None),
+    "_fused_rms_norm": lambda given: (
+        torch.empty_like(given[0]),
+        torch.empty(*given[0].shape[:-1], 1, device="meta"),
+    ),
+    "_fused_rms_norm_backward": lambda given: (torch.empty_like(given[1]), torch.empty_like(given[4])),
+}
+
+
 def _computed(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         strangers: list[Tensor] = []
         mine = [_seen_from_host(value, strangers) for value in args]
         _check_devices(name, strangers)
-        found = compute(*mine, **kwargs)
+        found = _SHAPES[name](mine) if _SHAPES_ONLY else compute(*mine, **kwargs)
         _launched(name, mine, found)
         return _put_on_device(found)
 
@@ -605,6 +690,9 @@ def _register() -> None:
     for name, function in own.items():
         library.impl(name, function, "PrivateUse1")
     library.impl("scaled_dot_product_attention", _sdpa, "AutogradPrivateUse1")
+    for name in ("log_softmax.int_out", "softmax.int_out"):  # CUDA's read half precision and write fp32
+        for key in ("PrivateUse1", "AutogradPrivateUse1"):
+            library.impl(name, _kernel(_overload(name)), key)
     _LIBRARIES.append(library)
     _patch_what_python_cannot_register()
 
