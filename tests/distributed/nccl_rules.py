@@ -37,7 +37,7 @@ import random
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -208,20 +208,20 @@ class _Play:
         moved = False
         for rank, head in heads.items():
             for part in [part for part in head.left if part.sends]:
-                moved |= self._deliver(rank, part, head, heads.get(part.peer))  # type: ignore[arg-type]
+                moved |= self._deliver(rank, part, head, heads)
         for rank in [rank for rank, head in heads.items() if not head.left]:
             self._end(communicator, rank)
         return moved
 
-    def _deliver(self, source: int, part: Part, sender: _Started, receiver: _Started | None) -> bool:
-        waiting = [other for other in (receiver.left if receiver else []) if other.peer == source and not other.sends]
-        if receiver is None or not waiting:
-            return False
-        assert part.peer is not None
-        compare({source: part, part.peer: waiting[0]})
-        sender.left.remove(part)
-        receiver.left.remove(waiting[0])
-        return True
+    def _deliver(self, source: int, part: Part, sender: _Started, heads: Mapping[int, _Started]) -> bool:
+        for rank, receiver in heads.items():
+            waiting = [other for other in receiver.left if other.peer == source and not other.sends]
+            if rank == part.peer and waiting:
+                compare({source: part, rank: waiting[0]})
+                sender.left.remove(part)
+                receiver.left.remove(waiting[0])
+                return True
+        return False
 
     def _end(self, communicator: int, rank: int) -> None:
         self._complete[rank].add(self._queues[communicator, rank].popleft().issue.number)

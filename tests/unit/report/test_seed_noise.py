@@ -98,7 +98,7 @@ def test_planted_effects_are_found_with_the_stated_power(seeds: tuple[int, int],
 def test_the_seeds_that_are_needed_have_the_power_and_one_fewer_has_not() -> None:
     variances = (1e-4, 4e-4)
     needed = seeds_needed(0.02, variances)
-    assert needed is not None
+    assert needed == 12
     assert power_of(0.02, variances, (needed, needed)) >= 0.8 > power_of(0.02, variances, (needed - 1, needed - 1))
     assert seeds_needed(0.0, variances) is None
     assert seeds_needed(1e-5, variances) is None

@@ -47,8 +47,8 @@ class Order:
 def order_by_expert(experts_TK: Tensor, experts: int, counts_E: list[int] | None = None) -> Order:
     """Sort the choices [T, K] by expert, tokens of one expert in their own order.
 
-    A choice of an expert beyond the last, number `experts`, is dropped. The host waits for the device to read how many
-    tokens each expert gets, unless it is told by `counts_E`.
+    A choice of an expert beyond the last, number `experts`, is dropped. `counts_E` are the numbers of tokens of the
+    experts; where they are left out, the host waits for the device to read them.
     """
     tokens, chosen = experts_TK.shape
     flat = experts_TK.flatten()
