@@ -46,7 +46,8 @@ class CharacterTokenizer(Tokenizer):
         line, character = text.count("\n", 0, at) + 1, text[at]
         raise DataError(
             f"line {line} of the text: the character {character!r} (U+{ord(character):04X}) is not in --vocab-file "
-            f"{self._path}, which has {self.vocab_size} tokens; add it there, or make the vocabulary from all texts"
+            f"{self._path}, which has {self.vocab_size} tokens; leave it out of the text, or train with a vocabulary "
+            "made from all texts"
         )
 
     def decode(self, ids: Sequence[int]) -> str:
