@@ -26,7 +26,7 @@ from megalith.checkpoint import DirectoryStore
 from megalith.checkpoint.formats.megatron_names import parse_name
 from megalith.checkpoint.formats.torch_dist import LocalTensor, read_optimizer_common, weight_chunks
 from megalith.checkpoint.global_parameters import GlobalParameters, parallel_layout
-from megalith.config.load import load
+from megalith.config.build import load
 from megalith.config.saved_args import megatron_args
 
 from ..e2e.warm import free_port

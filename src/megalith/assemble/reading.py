@@ -13,7 +13,7 @@ from megalith.checkpoint.sources.source import damaged
 from megalith.checkpoint.store.store import nothing_in
 from megalith.config import ModelConfig, RunConfig, all_settings, from_values
 from megalith.config.families import Objective
-from megalith.config.megatron_args import model_from_args
+from megalith.config.from_args import model_from_args
 from megalith.errors import CheckpointError, ConfigError, NewerFormatError, OtherModelError
 from megalith.registry import EMPTY, Registry
 

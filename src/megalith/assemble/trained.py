@@ -18,8 +18,8 @@ from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, model_chunks
 from megalith.checkpoint.sources.source import listing, with_remedy
 from megalith.checkpoint.store.store import nothing_in
 from megalith.config import ModelConfig
+from megalith.config.from_args import changed_sources, model_from_args, precision_from_args, tokenizer_from_args
 from megalith.config.groups import TokenizerConfig
-from megalith.config.megatron_args import changed_sources, model_from_args, precision_from_args, tokenizer_from_args
 from megalith.device import capability_of, is_host
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError, LayoutError

@@ -45,7 +45,7 @@ from megalith.checkpoint.sources.source import Source, damaged
 from megalith.checkpoint.store.store import RELEASE, TRACKER_FILE, locate, manifest_fields_of
 from megalith.checkpoint.writers.torch_dist import no_check, rng_keys, write_torch, write_torch_dist
 from megalith.config import ModelConfig
-from megalith.config.megatron_args import refuse_registered_parts
+from megalith.config.from_args import refuse_registered_parts
 from megalith.errors import CheckpointError, ConfigError, LayoutError
 from megalith.layout import Layout
 from megalith.registry import EMPTY, Registry

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from megalith.checkpoint.formats.megatron_names import parse_name
 from megalith.checkpoint.formats.torch_dist import Stacking, stacking_of
 from megalith.config import ModelConfig
-from megalith.config.megatron_args import model_from_args, parallel_from_args
+from megalith.config.from_args import model_from_args, parallel_from_args
 from megalith.errors import CheckpointError, LayoutError
 from megalith.layout import Stages, shard_range, split_layers
 from megalith.models.families import model_class

@@ -330,7 +330,7 @@ def _print_list(head: str, lines: list[str], shown: int | None) -> None:
 
 def _architecture(args: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the architecture settings that the args determine."""
-    from megalith.config.megatron_args import model_from_args
+    from megalith.config.from_args import model_from_args
     from megalith.config.saved_args import REGISTERED
     from megalith.errors import CheckpointError
     from megalith.train.checkpoint_fit import ARCHITECTURE, architecture

@@ -226,7 +226,7 @@ def convert_instead(config: RunConfig) -> int:
 
 def _check_architecture(config: RunConfig, args: Mapping[str, Any], found: Path) -> None:
     """Raise CheckpointError if the checkpoint's architecture differs from the command line's."""
-    from megalith.config.megatron_args import model_from_args
+    from megalith.config.from_args import model_from_args
     from megalith.train.checkpoint_fit import ARCHITECTURE, architecture
 
     was, now = architecture(model_from_args(args, config.registry)), architecture(config.model)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from megalith.cli.arguments import CommandParser, closest_flag
 from megalith.config import TokenizerConfig
-from megalith.config.known import known_flags
 from megalith.config.tokenizer_flags import add_import_flag, add_tokenizer_flags, read_tokenizer_flags
 from megalith.config.values import local_name
 from megalith.data.encoding import SentenceSettings
@@ -46,12 +45,6 @@ class OtherFlag:
     refused: bool = False  # whether it is an error, because ignoring it would change the result
 
 
-def _training_flag(name: str) -> OtherFlag:
-    """Return a tokenizer flag with the note or refusal that it has in training."""
-    known = known_flags()[name]
-    return OtherFlag(known.arity, known.why or known.refusal, refused=not known.why)
-
-
 OTHER_FLAGS = {
     "--dataset-impl": OtherFlag("1", "obsolete; datasets are always memory-mapped"),
     "--chunk-size": OtherFlag("1", "obsolete; work is divided by size"),
@@ -63,12 +56,27 @@ OTHER_FLAGS = {
     "--workers-to-check": OtherFlag("+", _NO_WORKER_SEARCH, refused=True),
     "--max-documents": OtherFlag("1", f"belongs to --find-optimal-num-workers; {_NO_WORKER_SEARCH}", refused=True),
     "--performance-dir": OtherFlag("1", f"belongs to --find-optimal-num-workers; {_NO_WORKER_SEARCH}", refused=True),
-    **{name: _training_flag(name) for name in _TOKENIZER_FLAGS},
 }
 
 
-def make_parser() -> CommandParser:
-    """Build the parser. Numbers stay strings, so that `parse` reports all invalid ones at once."""
+def _other_flags(words: Sequence[str]) -> dict[str, OtherFlag]:
+    """Return `OTHER_FLAGS` and the tokenizer flags among `words`, with the note or refusal that they have in training.
+
+    The long table of the latter is read only if there are any.
+    """
+    there = {word.partition("=")[0] for word in words}
+    if there.isdisjoint(_TOKENIZER_FLAGS):
+        return OTHER_FLAGS
+    from megalith.config.known import known_flags
+
+    known = [known_flags()[name] for name in _TOKENIZER_FLAGS if name in there]
+    return OTHER_FLAGS | {
+        flag.flag: OtherFlag(flag.arity, flag.why or flag.refusal, refused=not flag.why) for flag in known
+    }
+
+
+def make_parser(words: Sequence[str] = ()) -> CommandParser:
+    """Build the parser for the arguments `words`. Numbers stay strings, so that `parse` reports all invalid ones."""
     parser = CommandParser(
         prog="megalith preprocess",
         description="Tokenize text to PREFIX_text_document.bin and .idx. The same command resumes a run that was "
@@ -82,7 +90,7 @@ def make_parser() -> CommandParser:
     _add_run_flags(parser)
     add_import_flag(parser)
     add_tokenizer_flags(parser)
-    for name, flag in OTHER_FLAGS.items():
+    for name, flag in _other_flags(words).items():
         nargs: dict[str, Any] = {"action": "store_true"} if flag.values == "0" else {}
         parser.add_argument(name, help=argparse.SUPPRESS, **(nargs or ({"nargs": "+"} if flag.values == "+" else {})))
     return parser
@@ -176,13 +184,11 @@ class CommandLine(NamedTuple):
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, files: bool = True) -> CommandLine:
     """Parse a command line; `environ` may hold the launcher's share and NLTK_DATA. ConfigError lists all errors."""
     environ = os.environ if environ is None else environ
-    parser = make_parser()
-    given, unknown = parser.parse_known_args([_with_hyphens(word) for word in argv])
-    violations = [
-        _unknown(word, parser) for word in unknown if word.startswith("--") or not unknown[0].startswith("--")
-    ]
+    words = [_with_hyphens(word) for word in argv]
+    given, unknown = make_parser(words).parse_known_args(words)
+    violations = [_unknown(word) for word in unknown if word.startswith("--") or not unknown[0].startswith("--")]
     notes: list[str] = []
-    for name, flag in OTHER_FLAGS.items():
+    for name, flag in _other_flags(words).items():
         value = getattr(given, _dest(name))
         if value not in (None, False):
             (violations if flag.refused else notes).append(f"{name}: {flag.reason}")
@@ -312,8 +318,8 @@ def _unescape(text: str | None) -> str | None:
     return text.replace(r"\r", "\r").replace(r"\n", "\n").replace(r"\t", "\t")
 
 
-def _unknown(word: str, parser: CommandParser) -> str:
-    guess = closest_flag(word, parser)
+def _unknown(word: str) -> str:
+    guess = closest_flag(word, make_parser(_TOKENIZER_FLAGS))
     hint = f"; did you mean {guess}?" if guess else ""
     return f"unknown {'flag' if word.startswith('-') else 'word'} {word}{hint}"
 

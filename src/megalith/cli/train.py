@@ -26,9 +26,9 @@ from megalith.cli.checkpoint_convert import convert_instead
 from megalith.cli.launch import command_line, starts_ranks, supervise
 from megalith.cli.threads import divide_cores, limit_spinning, suppress_native_traces
 from megalith.config import RunConfig, load
+from megalith.config.build import imported
 from megalith.config.command_line import given_settings, without_settings
 from megalith.config.environment import first_of_machine
-from megalith.config.load import imported
 from megalith.config.render import common_flags_text, flags_text
 from megalith.config.run import all_settings
 from megalith.errors import ConfigError, MegalithError

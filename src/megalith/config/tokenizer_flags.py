@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megalith.config import TokenizerConfig, all_settings
 from megalith.config.fields import Setting, settings_of
-from megalith.config.run import resolved
+from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.values import BadValue, out_of_range, value_from_words
 from megalith.errors import ConfigError
 from megalith.registry import EMPTY, IMPORT_FLAG, Registered, Registry, collect
@@ -34,8 +33,12 @@ def read_tokenizer_flags(options: argparse.Namespace, problems: list[str]) -> di
     """Return the given tokenizer settings by name; append errors to `problems`."""
     values = {}
     registry = imported_by(options)
-    known = all_settings(registry)
-    for setting in map(known.__getitem__, TOKENIZER_SETTINGS):
+    settings = settings_of("tokenizer", TokenizerConfig)
+    if registry is not EMPTY:
+        from megalith.config.run import all_settings, resolved
+
+        settings = tuple(map(all_settings(registry).__getitem__, TOKENIZER_SETTINGS))
+    for setting in settings:
         found = getattr(options, setting.name)
         if found is None:
             continue
@@ -48,7 +51,7 @@ def read_tokenizer_flags(options: argparse.Namespace, problems: list[str]) -> di
         if wrong:
             problems.append(f"{setting.positive_flag} {' '.join(words)}: {wrong}")
         values[setting.name] = value
-    return resolved(values, registry, {})
+    return values if registry is EMPTY else resolved(values, registry, {})
 
 
 def add_import_flag(parser: argparse.ArgumentParser) -> None:

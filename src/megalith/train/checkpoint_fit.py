@@ -12,7 +12,7 @@ import torch
 
 from megalith.checkpoint import DirectoryStore
 from megalith.config import ModelConfig, RunConfig
-from megalith.config.megatron_args import MODEL_SETTINGS, changed_sources, model_from_args
+from megalith.config.from_args import MODEL_SETTINGS, changed_sources, model_from_args
 from megalith.config.run import all_settings
 from megalith.errors import CheckpointError
 from megalith.nn.precision import product_dtype_on

@@ -11,7 +11,7 @@ import pytest
 
 from megalith.assemble.data import build_loaders, compare_tokenizers, run_sizes
 from megalith.config import RunConfig
-from megalith.config.load import from_values
+from megalith.config.build import from_values
 from megalith.data.build import Datasets
 from megalith.data.gpt_dataset import GPTDataset
 from megalith.errors import ConfigError, DataError

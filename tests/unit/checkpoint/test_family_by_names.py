@@ -15,7 +15,7 @@ from megalith.checkpoint.formats.megatron_names import with_family
 from megalith.checkpoint.formats.torch_dist import model_chunks, stacking_of
 from megalith.config import ModelConfig, PrecisionConfig, TokenizerConfig
 from megalith.config.families import FAMILIES, Family
-from megalith.config.megatron_args import model_from_args
+from megalith.config.from_args import model_from_args
 from megalith.config.saved_args import weights_args
 from megalith.models.families import model_class
 from megalith.models.initialise import initialise

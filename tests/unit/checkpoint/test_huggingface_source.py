@@ -19,7 +19,7 @@ from megalith.checkpoint.formats.torch_dist import model_chunks, stacking_of
 from megalith.checkpoint.sources.huggingface import HuggingFaceSource
 from megalith.checkpoint.sources.source import open_source
 from megalith.config import ModelConfig
-from megalith.config.megatron_args import model_from_args
+from megalith.config.from_args import model_from_args
 from megalith.errors import CheckpointError
 from megalith.models.gpt import GPT
 from megalith.models.language_model import named_placements

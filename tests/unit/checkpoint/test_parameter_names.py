@@ -29,7 +29,7 @@ from megalith.checkpoint.formats.torch_dist import Stacking, dense, is_always_fp
 from megalith.checkpoint.sources.adapters import Upcycled, Upcycling, args_of, has_vocabulary_rows
 from megalith.checkpoint.sources.bucket_space import registration_order
 from megalith.config import ModelConfig
-from megalith.config.megatron_args import model_from_args
+from megalith.config.from_args import model_from_args
 from megalith.errors import ConfigError
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise, initialise_as_megatron_cpu

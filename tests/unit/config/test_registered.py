@@ -14,10 +14,10 @@ import pytest
 
 from megalith.assemble.schedule import build_schedule
 from megalith.config import RunConfig, from_values, load, megatron_args
+from megalith.config.build import imported
 from megalith.config.changes import changes_since
 from megalith.config.fields import settings_of
-from megalith.config.load import imported
-from megalith.config.megatron_args import model_from_args, refuse_registered_parts
+from megalith.config.from_args import model_from_args, refuse_registered_parts
 from megalith.config.render import recipe_text
 from megalith.errors import CheckpointError, ConfigError
 from megalith.registry import EMPTY, Entry, Registered, Registry, collect, mark

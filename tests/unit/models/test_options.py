@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalith.config import ModelConfig, load
-from megalith.config.megatron_args import model_from_args
+from megalith.config.from_args import model_from_args
 from megalith.config.saved_args import megatron_args
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise

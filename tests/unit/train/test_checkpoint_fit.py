@@ -10,7 +10,7 @@ import torch
 
 from megalith.checkpoint.content import LoadedContent
 from megalith.config import RunConfig
-from megalith.config.load import from_values
+from megalith.config.build import from_values
 from megalith.config.saved_args import megatron_args
 from megalith.errors import CheckpointError
 from megalith.train.checkpoint_fit import FoundCheckpoint, Identity, check_fits

@@ -36,7 +36,7 @@ from megalith.checkpoint.sources.huggingface import (
 from megalith.checkpoint.sources.source import Contents, Source, damaged, short
 from megalith.checkpoint.store.store import locate
 from megalith.config import ModelConfig
-from megalith.config.megatron_args import refuse_registered_parts
+from megalith.config.from_args import refuse_registered_parts
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.huggingface import DTYPES, config_of_model, family_for
 from megalith.models.huggingface_family import Family

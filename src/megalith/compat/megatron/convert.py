@@ -27,7 +27,7 @@ from megalith.compat.megatron import console_lines
 from megalith.compat.megatron.tasks import ToolParser
 from megalith.config import all_settings
 from megalith.config.families import FAMILIES
-from megalith.config.megatron_args import model_from_args, refuse_registered_parts
+from megalith.config.from_args import model_from_args, refuse_registered_parts
 from megalith.config.values import local_path
 from megalith.errors import ConfigError
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from megalith.config import all_settings
 from megalith.config.command_line import read_command_line
-from megalith.config.megatron_args import model_from_args
+from megalith.config.from_args import model_from_args
 from megalith.config.reading import Reading
 from megalith.config.tokenizer_flags import TOKENIZER_SETTINGS, tokenizer_from
 from megalith.config.values import local_path

@@ -4,11 +4,12 @@ Field names are Megatron's own names. Derived numbers are properties, computed a
 nothing when they are constructed: `rules` does, over all of them at once.
 """
 
-from megalith.config.groups.data import DataConfig, TokenizerConfig
+from megalith.config.groups.data import DataConfig
 from megalith.config.groups.model import ModelConfig
 from megalith.config.groups.output import CheckpointConfig, LogConfig
 from megalith.config.groups.parallel import LaunchConfig, ParallelConfig
 from megalith.config.groups.training import OptimizerConfig, PrecisionConfig, ScheduleConfig, TrainConfig
+from megalith.config.tokenizer import TokenizerConfig
 
 __all__ = [
     "CheckpointConfig",

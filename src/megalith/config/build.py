@@ -11,7 +11,7 @@ from megalith.config.command_line import read_command_line
 from megalith.config.environment import read_launch, tasks_without_srun
 from megalith.config.families import FAMILIES
 from megalith.config.fields import Setting
-from megalith.config.megatron_args import settings_from
+from megalith.config.from_args import settings_from
 from megalith.config.reading import Reading, read_recipe
 from megalith.config.rules import FILE_RULES, NOTICES, RULES
 from megalith.config.rules.rule import Draft, UnusableError, unreadable
