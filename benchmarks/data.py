@@ -96,10 +96,9 @@ def _tiktoken(vocabulary: Vocabulary) -> Encode:
     import tiktoken
 
     from megalith.tokenizers.byte_level import read_byte_pair_vocabulary
-    from megalith.tokenizers.gpt2_bpe import tokens_by_rank
 
-    tokens = tokens_by_rank(read_byte_pair_vocabulary(vocabulary.vocab_file, vocabulary.merge_file))
-    ranks = {token: rank for rank, token in enumerate(tokens)}
+    read = read_byte_pair_vocabulary(vocabulary.vocab_file, vocabulary.merge_file)
+    ranks = {token: rank for rank, token in enumerate(read.tokens_by_rank)}
     pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
     made = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     return lambda texts: [made.encode_to_numpy(text, disallowed_special=()) for text in texts]

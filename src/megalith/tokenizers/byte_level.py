@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import compress
+from functools import cached_property
+from itertools import accumulate, compress, pairwise
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ BYTE_OF_CHARACTER: dict[str, int] = _byte_characters()
 
 # For str.translate: maps the byte alphabet to Latin-1, and other Latin-1 characters out of it.
 _LATIN_1 = dict.fromkeys(range(_NUM_BYTES), 0xFFFF) | {ord(letter): byte for letter, byte in BYTE_OF_CHARACTER.items()}
+_BYTE_OF_CODE = np.zeros(max(map(ord, BYTE_OF_CHARACTER)) + 2, np.uint8)  # by code point; 0 for any other character
+_BYTE_OF_CODE[list(map(ord, BYTE_OF_CHARACTER))] = list(BYTE_OF_CHARACTER.values())
 
 
 def bytes_of(token: str) -> bytes:
@@ -62,6 +66,20 @@ class BytePairVocabulary:
     ids: dict[str, int]
     merges: list[tuple[str, str]]
     merge_ids: NDArray[np.int64]
+
+    @cached_property
+    def ids_by_rank(self) -> NDArray[np.int64]:
+        """Ids in order of creation: the 256 bytes by id, then the result of each merge."""
+        return np.concatenate([sorted(map(self.ids.__getitem__, BYTE_OF_CHARACTER)), self.merge_ids[:, 2]])
+
+    @cached_property
+    def tokens_by_rank(self) -> list[bytes]:
+        """Bytes of the tokens in order of creation; of no use if a merge has a character that is no byte's."""
+        tokens = sorted(BYTE_OF_CHARACTER, key=self.ids.__getitem__)
+        tokens += [left + right for left, right in self.merges]
+        codes = np.frombuffer("".join(tokens).encode("utf-32-le", "surrogatepass"), "<u4")
+        content = _BYTE_OF_CODE[np.minimum(codes, len(_BYTE_OF_CODE) - 1)].tobytes()
+        return [content[begin:end] for begin, end in pairwise(accumulate(map(len, tokens), initial=0))]
 
 
 def read_byte_pair_vocabulary(vocab_file: str, merge_file: str) -> BytePairVocabulary:
@@ -89,7 +107,7 @@ def _parse_vocab(file: str, text: str) -> dict[str, int]:
         ids = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is cut short or damaged: {error}; {_AGAIN}") from error
-    if not isinstance(ids, dict) or not all(type(number) is int for number in ids.values()):
+    if not isinstance(ids, dict) or not {int}.issuperset(map(type, ids.values())):
         raise DataError(f"{file} is not a vocab.json: expected one JSON object of token: id; {_AGAIN}")
     return ids
 
@@ -97,11 +115,11 @@ def _parse_vocab(file: str, text: str) -> dict[str, int]:
 def _parse_merges(file: str, text: str) -> list[tuple[str, str]]:
     lines = text.rstrip().split("\n")
     first = 1 if lines[0].startswith("#version") else 0
-    pairs = [line.split() for line in lines[first:]]
-    for number, pair in enumerate(pairs, start=first):
-        if len(pair) != 2:
-            raise DataError(f"{file}, line {number + 1}: expected two tokens, found {lines[number][:60]!r}; {_AGAIN}")
-    return [(left, right) for left, right in pairs]
+    pairs: list[Any] = list(map(tuple, map(str.split, lines[first:])))
+    if not {2}.issuperset(map(len, pairs)):
+        number = next(number for number, pair in enumerate(pairs, start=first) if len(pair) != 2)
+        raise DataError(f"{file}, line {number + 1}: expected two tokens, found {lines[number][:60]!r}; {_AGAIN}")
+    return pairs
 
 
 def _check_vocab(file: str, ids: dict[str, int]) -> None:
@@ -118,9 +136,10 @@ def _merge_ids(
     vocab_file: str, merge_file: str, ids: dict[str, int], merges: list[tuple[str, str]]
 ) -> NDArray[np.int64]:
     """Return `BytePairVocabulary.merge_ids`. Raises DataError if the files do not belong together."""
-    columns = [left for left, _ in merges], [right for _, right in merges], [left + right for left, right in merges]
+    lefts, rights = zip(*merges, strict=True) if merges else ((), ())
+    columns = lefts, rights, tuple(map(add, lefts, rights))
     try:
-        found = np.array([list(map(ids.__getitem__, tokens)) for tokens in columns], np.int64).T
+        found = np.stack([np.fromiter(map(ids.__getitem__, tokens), np.int64) for tokens in columns], axis=1)
     except KeyError as error:
         absent = error.args[0]
         number = next(number for number, row in enumerate(zip(*columns, strict=True), start=1) if absent in row)
@@ -132,7 +151,7 @@ def _merge_ids(
     is_unmade = np.ones(len(ids), np.bool_)
     is_unmade[found[:, 2]] = False
     is_unmade[list(map(ids.__getitem__, BYTE_OF_CHARACTER))] = False
-    unmade = _plain_tokens(compress(ids, is_unmade[list(ids.values())]))
+    unmade = _plain_tokens(compress(ids, is_unmade[np.fromiter(ids.values(), np.int64)].tolist()))
     if unmade:
         raise DataError(
             f"{merge_file} is cut short or does not belong to {vocab_file}: none of its {len(merges)} merges makes "

@@ -190,8 +190,13 @@ def _resident_bytes() -> int:
         return 0
 
 
-def _as_tokenizer_json(vocabulary: BytePairVocabulary) -> str:
+def _as_tokenizer_json(vocabulary: BytePairVocabulary) -> str | bytes:
     """Return the tokenizer.json of this vocabulary as the library `tokenizers` writes it, without importing it."""
     model = {"type": "BPE", "vocab": vocabulary.ids, "merges": vocabulary.merges}
     split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    return json.dumps({"version": "1.0", "added_tokens": [], "pre_tokenizer": split, "model": model})
+    content = {"version": "1.0", "added_tokens": [], "pre_tokenizer": split, "model": model}
+    try:
+        written: bytes = importlib.import_module("orjson").dumps(content)  # of the same extra, and 7 times as fast
+    except ImportError:
+        return json.dumps(content)
+    return written

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megalith.tokenizers.byte_level import (
-    BYTE_OF_CHARACTER,
     END_OF_TEXT,
     BytePairVocabulary,
     byte_level_tokenizer,
@@ -89,24 +87,13 @@ class GPT2BPETokenizer(Tokenizer):
 
 def _ranked_encoder(vocabulary: BytePairVocabulary) -> Encoder | None:
     """Return an encoder that merges by rank; None if that is not proved exact for this vocabulary."""
-    single, merge_ids = sorted(map(vocabulary.ids.__getitem__, BYTE_OF_CHARACTER)), vocabulary.merge_ids
-    ids = np.concatenate([single, merge_ids[:, 2]])
+    ids = vocabulary.ids_by_rank
     rank_of = np.full(len(vocabulary.ids), len(ids))  # of a token that no merge makes, which `ranks_decide` rejects
     rank_of[ids] = np.arange(len(ids))
-    tokens = tokens_by_rank(vocabulary)
     # bincount, because unique imports numpy.ma
-    if np.bincount(ids).max() == 1 and ranks_decide(tokens, rank_of[merge_ids[:, :2]]):
-        return _tiktoken_encoder(tokens, ids.tolist())
-    return None
-
-
-def tokens_by_rank(vocabulary: BytePairVocabulary) -> list[bytes]:
-    """Return the bytes of the tokens in order of creation: the 256 bytes by id, then the result of each merge."""
-    tokens = sorted(BYTE_OF_CHARACTER, key=vocabulary.ids.__getitem__)
-    tokens += [left + right for left, right in vocabulary.merges]
-    content = bytes_of("".join(tokens))  # a character of the alphabet is a byte
-    ends = accumulate(map(len, tokens), initial=0)
-    return [content[begin:end] for begin, end in pairwise(ends)]
+    if np.bincount(ids).max() > 1 or not ranks_decide(vocabulary.tokens_by_rank, rank_of[vocabulary.merge_ids[:, :2]]):
+        return None
+    return _tiktoken_encoder(vocabulary.tokens_by_rank, ids.tolist())
 
 
 def ranks_decide(tokens: Sequence[bytes], splits: ArrayLike) -> bool:
@@ -125,18 +112,18 @@ def ranks_decide(tokens: Sequence[bytes], splits: ArrayLike) -> bool:
     pairs = np.asarray(splits, np.int64).reshape(-1, 2)
     num_bytes = len(tokens) - len(pairs)
     first, second = np.concatenate([np.arange(num_bytes)[:, None].repeat(2, axis=1), pairs]).T
-    left, right, limit = first[num_bytes:], second[num_bytes:], np.arange(num_bytes, len(tokens))
-    if (np.maximum(left, right) >= limit).any():
+    left, right = first[num_bytes:], second[num_bytes:]
+    if (np.maximum(left, right) >= np.arange(num_bytes, len(tokens))).any():
         return False
     joined_rank = _rank_of_pairs(tokens)
     while len(left):
-        if (joined_rank(left, right) < limit).any():
-            return False
         undecided = np.maximum(left, right) >= num_bytes
-        left, right, limit = left[undecided], right[undecided], limit[undecided]
+        left, right = left[undecided], right[undecided]
         is_left_later = left > right
         limit = np.where(is_left_later, left, right + 1)
         left, right = np.where(is_left_later, second[left], left), np.where(is_left_later, right, first[right])
+        if (joined_rank(left, right) < limit).any():
+            return False
     return True
 
 
