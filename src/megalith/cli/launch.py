@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megalith.cli.importing import collections_paused
 from megalith.cli.threads import divide_cores, limit_spinning, suppress_native_traces
 from megalith.config import RunConfig
 from megalith.config.data_sources import data_sources
@@ -161,7 +162,7 @@ def _import_for_ranks(config: RunConfig) -> bool:
     limit_spinning(ranks, "10000")
     suppress_native_traces(launch)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which starts its threads when it is loaded
-    with suppress(ImportError):  # the ranks report it
+    with collections_paused(), suppress(ImportError):  # the ranks report it
         for name in (*_IMPORTED_BY_RANKS, *_imported_for(config)):
             importlib.import_module(name)
     os.environ.clear()

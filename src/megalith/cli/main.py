@@ -18,6 +18,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 
 from megalith import __version__
+from megalith.cli.importing import collections_paused
 from megalith.errors import ConfigError, DeviceError, MegalithError
 from megalith.train.streams import drop, warn
 
@@ -107,7 +108,9 @@ def _run(name: str, argv: list[str]) -> int:
         guesses = difflib.get_close_matches(name, commands, n=1)
         hint = f"did you mean `megalith {guesses[0]}`?" if guesses else f"commands: {', '.join(commands)}"
         raise ConfigError(f"megalith has no command {name}; {hint}")
-    exit_code: int = importlib.import_module(_module(name)).run(argv)
+    with collections_paused():
+        command = importlib.import_module(_module(name))
+    exit_code: int = command.run(argv)
     return exit_code
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalith.cli.checkpoint_convert import convert_instead
+from megalith.cli.importing import collections_paused
 from megalith.cli.launch import command_line, starts_ranks, supervise
 from megalith.cli.threads import divide_cores, limit_spinning, suppress_native_traces
 from megalith.config import RunConfig, load
@@ -140,17 +141,18 @@ def _stop_with_parent() -> None:
 def _train(
     config: RunConfig, argv: Sequence[str], stop: StopSignals, acknowledge: _Acknowledgement, began: float, threads: str
 ) -> int:
-    from megalith.assemble.model import choose_device
-    from megalith.assemble.ranks import build_watchdog, join_ranks
-    from megalith.assemble.training import build_run
-    from megalith.checkpoint import DirectoryStore
-    from megalith.checkpoint.rank_group import RankGroup
-    from megalith.cli.train_hooks import build_hooks, dump_groups, open_rank_log, open_run_folder, run_folder
-    from megalith.cli.train_start import StartConsole
-    from megalith.distributed import comm
-    from megalith.train.loop import train
-    from megalith.train.results import Hooks
-    from megalith.train.timers import WaitClock
+    with collections_paused():
+        from megalith.assemble.model import choose_device
+        from megalith.assemble.ranks import build_watchdog, join_ranks
+        from megalith.assemble.training import build_run
+        from megalith.checkpoint import DirectoryStore
+        from megalith.checkpoint.rank_group import RankGroup
+        from megalith.cli.train_hooks import build_hooks, dump_groups, open_rank_log, open_run_folder, run_folder
+        from megalith.cli.train_start import StartConsole
+        from megalith.distributed import comm
+        from megalith.train.loop import train
+        from megalith.train.results import Hooks
+        from megalith.train.timers import WaitClock
 
     with ExitStack() as stack:
         watchdog = build_watchdog(config, trains=True)
