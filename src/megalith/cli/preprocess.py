@@ -22,10 +22,11 @@ from megalith.data.sources import END_OF_TEXT_SEPARATOR, FORMATS, Limits, Source
 from megalith.errors import ConfigError
 from megalith.train.streams import warn
 
-_TOKENIZER_FLAGS = (
-    *("--trust-remote-code", "--tokenizer-metadata", "--tokenizer-sentencepiece-legacy", "--use-gigatoken"),
-    *("--no-tokenizer-sentencepiece-ignore-extra-whitespaces", "--tokenizer-hf-no-use-fast"),
-)
+_TOKENIZER_FLAGS = {  # and how many values each takes; the table of training's flags, which is long, has the reasons
+    **dict.fromkeys(("--trust-remote-code", "--tokenizer-sentencepiece-legacy", "--use-gigatoken"), "0"),
+    **dict.fromkeys(("--no-tokenizer-sentencepiece-ignore-extra-whitespaces", "--tokenizer-hf-no-use-fast"), "0"),
+    "--tokenizer-metadata": "1",
+}
 _MODEL_ONLY = "applies to the model; the data is the same for any value"
 _NO_WORKER_SEARCH = "no search is needed: the default of --workers is the number of cores, the optimum"
 _INTEGER_FLAGS = ("--workers", "--partitions", "--log-interval", "--max-document-bytes", "--max-expansion")
@@ -59,24 +60,16 @@ OTHER_FLAGS = {
 }
 
 
-def _other_flags(words: Sequence[str]) -> dict[str, OtherFlag]:
-    """Return `OTHER_FLAGS` and the tokenizer flags among `words`, with the note or refusal that they have in training.
-
-    The long table of the latter is read only if there are any.
-    """
-    there = {word.partition("=")[0] for word in words}
-    if there.isdisjoint(_TOKENIZER_FLAGS):
-        return OTHER_FLAGS
+def _training_flag(name: str) -> OtherFlag:
+    """Return a tokenizer flag with the note or refusal that it has in training."""
     from megalith.config.known import known_flags
 
-    known = [known_flags()[name] for name in _TOKENIZER_FLAGS if name in there]
-    return OTHER_FLAGS | {
-        flag.flag: OtherFlag(flag.arity, flag.why or flag.refusal, refused=not flag.why) for flag in known
-    }
+    known = known_flags()[name]
+    return OtherFlag(known.arity, known.why or known.refusal, refused=not known.why)
 
 
-def make_parser(words: Sequence[str] = ()) -> CommandParser:
-    """Build the parser for the arguments `words`. Numbers stay strings, so that `parse` reports all invalid ones."""
+def make_parser() -> CommandParser:
+    """Build the parser. Numbers stay strings, so that `parse` reports all invalid ones at once."""
     parser = CommandParser(
         prog="megalith preprocess",
         description="Tokenize text to PREFIX_text_document.bin and .idx. The same command resumes a run that was "
@@ -90,9 +83,9 @@ def make_parser(words: Sequence[str] = ()) -> CommandParser:
     _add_run_flags(parser)
     add_import_flag(parser)
     add_tokenizer_flags(parser)
-    for name, flag in _other_flags(words).items():
-        nargs: dict[str, Any] = {"action": "store_true"} if flag.values == "0" else {}
-        parser.add_argument(name, help=argparse.SUPPRESS, **(nargs or ({"nargs": "+"} if flag.values == "+" else {})))
+    for name, values in ({name: flag.values for name, flag in OTHER_FLAGS.items()} | _TOKENIZER_FLAGS).items():
+        nargs: dict[str, Any] = {"action": "store_true"} if values == "0" else {}
+        parser.add_argument(name, help=argparse.SUPPRESS, **(nargs or ({"nargs": "+"} if values == "+" else {})))
     return parser
 
 
@@ -184,13 +177,15 @@ class CommandLine(NamedTuple):
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, files: bool = True) -> CommandLine:
     """Parse a command line; `environ` may hold the launcher's share and NLTK_DATA. ConfigError lists all errors."""
     environ = os.environ if environ is None else environ
-    words = [_with_hyphens(word) for word in argv]
-    given, unknown = make_parser(words).parse_known_args(words)
-    violations = [_unknown(word) for word in unknown if word.startswith("--") or not unknown[0].startswith("--")]
+    parser = make_parser()
+    given, unknown = parser.parse_known_args([_with_hyphens(word) for word in argv])
+    violations = [
+        _unknown(word, parser) for word in unknown if word.startswith("--") or not unknown[0].startswith("--")
+    ]
     notes: list[str] = []
-    for name, flag in _other_flags(words).items():
-        value = getattr(given, _dest(name))
-        if value not in (None, False):
+    for name in (*OTHER_FLAGS, *_TOKENIZER_FLAGS):
+        if getattr(given, _dest(name)) not in (None, False):
+            flag = OTHER_FLAGS.get(name) or _training_flag(name)
             (violations if flag.refused else notes).append(f"{name}: {flag.reason}")
     numbers = {name: _positive_int(name, getattr(given, _dest(name)), violations) for name in _INTEGER_FLAGS}
     if given.bad_lines not in ("stop", "skip"):
@@ -318,8 +313,8 @@ def _unescape(text: str | None) -> str | None:
     return text.replace(r"\r", "\r").replace(r"\n", "\n").replace(r"\t", "\t")
 
 
-def _unknown(word: str) -> str:
-    guess = closest_flag(word, make_parser(_TOKENIZER_FLAGS))
+def _unknown(word: str, parser: CommandParser) -> str:
+    guess = closest_flag(word, parser)
     hint = f"; did you mean {guess}?" if guess else ""
     return f"unknown {'flag' if word.startswith('-') else 'word'} {word}{hint}"
 
