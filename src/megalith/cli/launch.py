@@ -159,7 +159,7 @@ def _import_for_ranks(config: RunConfig) -> bool:
     ranks, given = config.launch.nproc or 1, dict(os.environ)
     launch = replace(config.launch, launcher="megalith", world_size=ranks, local_world_size=ranks)
     divide_cores(launch)  # OpenMP reads the variables when it is loaded
-    limit_spinning(ranks, "10000")
+    limit_spinning(ranks)
     suppress_native_traces(launch)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which starts its threads when it is loaded
     with collections_paused(), suppress(ImportError):  # the ranks report it

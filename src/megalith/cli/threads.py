@@ -14,10 +14,10 @@ _SHORT_SPINS, _LONG_SPINS = "10000", "300000"
 _LARGE_CHECKPOINT = 384 << 20  # bytes
 
 
-def configure_rank(environ: Mapping[str, str], spins: str = _SHORT_SPINS) -> tuple[LaunchConfig, str]:
+def configure_rank(environ: Mapping[str, str], spins: str = _LONG_SPINS) -> tuple[LaunchConfig, str]:
     """Configure threads and logging of this rank before torch is imported; return its launch and a note on threads.
 
-    `spins` is how long idle threads spin; the cores may also serve an event loop and clients.
+    `spins` is how long idle threads spin; those of a server also have an event loop and clients to leave room for.
     """
     place = read_launch(environ)
     world_size = place.get("WORLD_SIZE", "1")
@@ -47,11 +47,12 @@ def spins_for(checkpoint: Path) -> str:
     return _LONG_SPINS if largest >= _LARGE_CHECKPOINT else _SHORT_SPINS
 
 
-def limit_spinning(ranks: int, spins: str) -> None:
+def limit_spinning(ranks: int, spins: str = _LONG_SPINS) -> None:
     """Set how long idle OpenMP threads spin before they sleep; must run before torch is imported.
 
     libgomp spins 300,000 times by default. Where ranks share cores, or other programs use them, threads that spin keep
-    those from running that they wait for; threads that sleep take long to wake.
+    those from running that they wait for; threads that sleep take long to wake: a training step of one process takes 5
+    to 8 % longer (benchmarks/results/README.md).
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", spins if ranks == 1 else "1000")

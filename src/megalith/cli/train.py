@@ -95,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
         if launched:
             _stop_with_parent()
         threads = divide_cores(config.launch)
-        limit_spinning(config.launch.local_world_size or 1, "10000")
+        limit_spinning(config.launch.local_world_size or 1)
         suppress_native_traces(config.launch)
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2)  # print the Python stack on a crash in native code
