@@ -10,12 +10,10 @@ For hidden states h [T, D], output weight W [V, D] and targets t [T]:
 The plain formulation holds the logits, their fp32 copy, their log-softmax and the gradient of each; here one
 [T, V] buffer serves all of them, and the fp32 work is done on a few rows at a time. On a CPU these fit the cache, and
 the operations on them are the fastest there are for CPUs. Elsewhere each operation is a pass over memory, and torch's
-softmax kernels do in one pass what are six: for a logit in half precision both passes of the loss move 20 bytes, or 36
-where torch's softmax cannot read its dtype and write fp32, instead of 82. To form the gradient in the forward pass, for
-C tokens at a time, would store no logits but read and write dW for each C: 8 D / C bytes a logit, more than it saves.
-It would also have to know the weight of each token in the loss, which the caller applies (its mask, the number of
-tokens of all ranks, the loss scale). `torch.nn.functional.linear_cross_entropy` of torch 2.13 forms it so, returns dW
-whole instead of adding it to the gradients in fp32, and has no divided vocabulary.
+softmax kernels do in one pass what are six: for a logit in half precision both passes of the loss move 18 bytes, or 34
+where torch's softmax cannot read its dtype and write fp32, instead of 82. What concerns one logit of a token is done
+for all tokens at once, so that a pass over a chunk is two launches. Why the gradient is not formed in the forward
+pass, without storing the logits: docs/decisions/0017-logits-are-stored.md.
 
 With label smoothing a the target distribution gives a / (V - 1) to every other token. With s = a V / (V - 1)
 
@@ -69,26 +67,29 @@ def _exp(x: Tensor) -> Tensor:
     return x.mul_(math.log2(math.e)).exp2_()
 
 
-def _log_sum_exp(logits_TV: Tensor, rows_T: Tensor, *, with_sum: bool = False) -> tuple[Tensor, Tensor | None]:
+def _log_sum_exp(
+    logits_TV: Tensor, rows_T: Tensor, chosen_T: Tensor, *, with_sum: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the log-sum-exp of each row, [T, V] -> [T] in at least fp32, and with `with_sum` the sum of each row.
 
-    It is the difference of any logit and its logarithmic probability; `rows_T` says which.
+    `rows_T` says which logit of each row is `chosen_T`. The fused softmax returns its logarithmic probability too, of
+    which the log-sum-exp is the difference.
     """
-    work, fused = at_least_fp32(logits_TV.dtype), _has_fused_softmax(logits_TV)
+    work = at_least_fp32(logits_TV.dtype)
     result = torch.empty(logits_TV.shape[0], dtype=work, device=logits_TV.device)
+    if _has_fused_softmax(logits_TV):
+        for rows, chunk in _in_chunks(logits_TV, work):
+            torch.log_softmax(logits_TV[rows], dim=-1, dtype=work, out=chunk)
+            torch.gather(chunk, 1, rows_T[rows, None], out=result[rows, None])
+        return chosen_T - result, logits_TV.sum(dim=-1, dtype=work) if with_sum else None, result
     sums = torch.empty_like(result) if with_sum else None
     for rows, chunk in _in_chunks(logits_TV, work):
-        logits = logits_TV[rows] if fused else chunk.copy_(logits_TV[rows])
+        chunk.copy_(logits_TV[rows])
         if sums is not None:
-            sums[rows] = logits.sum(dim=-1, dtype=work)
-        if fused:
-            torch.log_softmax(logits, dim=-1, dtype=work, out=chunk)
-            one = rows_T[rows, None]
-            result[rows] = (logits.gather(1, one) - chunk.gather(1, one)).squeeze(1)
-        else:
-            peak = chunk.amax(dim=-1, keepdim=True)
-            result[rows] = _exp(chunk.sub_(peak)).sum(dim=-1).log_() + peak.squeeze(-1)
-    return result, sums
+            sums[rows] = chunk.sum(dim=-1)
+        peak = chunk.amax(dim=-1, keepdim=True)
+        result[rows] = _exp(chunk.sub_(peak)).sum(dim=-1).log_() + peak.squeeze(-1)
+    return result, sums, None
 
 
 def _has_fused_softmax(logits: Tensor) -> bool:
@@ -104,16 +105,13 @@ def _of_all_ranks(log_sum_T: Tensor, chosen_T: Tensor, region: Region) -> tuple[
 
 
 def _logits_gradient(
-    logits_TV: Tensor, own_T: Tensor, log_sum_T: Tensor, rows_T: Tensor, held_T: Tensor, grad_T: Tensor, each: float
+    logits_TV: Tensor, log_sum_T: Tensor, rows_T: Tensor, held_T: Tensor, grad_T: Tensor, each: float
 ) -> None:
     """Overwrite the logits with (softmax - held x onehot - each) * grad.
 
-    `own` is the log-sum-exp of the logits here, `log_sum` that of the whole vocabulary; `held` is the weight of the
-    target where it is among them, else 0; `each` that of every token.
+    `log_sum` is the log-sum-exp of the whole vocabulary; `held` is the weight of the target where it is among these
+    logits, else 0; `each` that of every token.
     """
-    if _has_fused_softmax(logits_TV):
-        _fused_logits_gradient(logits_TV, own_T, log_sum_T, rows_T, held_T, grad_T, each)
-        return
     for rows, chunk in _in_chunks(logits_TV, log_sum_T.dtype):
         _exp(chunk.copy_(logits_TV[rows]).sub_(log_sum_T[rows, None]))
         if each:
@@ -123,18 +121,25 @@ def _logits_gradient(
 
 
 def _fused_logits_gradient(
-    logits_TV: Tensor, own_T: Tensor, log_sum_T: Tensor, rows_T: Tensor, held_T: Tensor, grad_T: Tensor, each: float
+    logits_TV: Tensor,
+    log_share_T: Tensor,
+    log_probability_T: Tensor,
+    rows_T: Tensor,
+    held_T: Tensor,
+    grad_T: Tensor,
+    each: float,
 ) -> None:
-    """Compute `_logits_gradient` from the softmax over the logits here, times their share of the whole vocabulary."""
-    scale_T, grad_T = torch.exp(own_T - log_sum_T) * grad_T, grad_T.to(log_sum_T.dtype)
-    for rows, chunk in _in_chunks(logits_TV, log_sum_T.dtype):
+    """Compute `_logits_gradient` from the softmax over the logits here, which have a share of the whole vocabulary.
+
+    What concerns one logit of each token is done for all tokens at once, from its probability here.
+    """
+    scale_T, each_T = torch.exp(log_share_T) * grad_T, -each * grad_T
+    for rows, chunk in _in_chunks(logits_TV, scale_T.dtype):
         torch.softmax(logits_TV[rows], dim=-1, dtype=chunk.dtype, out=chunk)
-        if each:
-            chunk.mul_(scale_T[rows, None]).sub_(each * grad_T[rows, None])
-        one, scale = rows_T[rows, None], 1.0 if each else scale_T[rows, None]
-        target = chunk.gather(1, one) * scale - (held_T * grad_T)[rows, None]  # in fp32: the difference may be small
-        torch.mul(chunk, scale, out=logits_TV[rows])
-        logits_TV[rows].scatter_(1, one, target.to(logits_TV.dtype))
+        torch.addcmul(each_T[rows, None], chunk, scale_T[rows, None], out=logits_TV[rows])
+    # in at least fp32: the difference may be small
+    target_T = torch.exp(log_probability_T) * scale_T - held_T * grad_T + each_T
+    logits_TV.scatter_(1, rows_T[:, None], target_T[:, None].to(logits_TV.dtype))
 
 
 class LogitsBuffer:
@@ -194,14 +199,15 @@ class _VocabularyLoss(torch.autograd.Function):
         elsewhere |= without_T
         # Megatron: the smoothed loss is (1 - s) * loss + s * mean over the vocabulary, s = smoothing * V / (V - 1).
         uniform_share = smoothing * vocab_size / max(1, vocab_size - 1)
-        own_log_sum, own_sum = _log_sum_exp(logits, rows, with_sum=smoothing > 0.0)
+        own_chosen = logits.gather(1, rows[:, None]).squeeze(1)
+        own_log_sum, own_sum, probability = _log_sum_exp(logits, rows, own_chosen, with_sum=smoothing > 0.0)
         held = (~elsewhere).to(own_log_sum.dtype) * (1.0 - uniform_share)
-        own_chosen = logits.gather(1, rows[:, None]).squeeze(1) * held
+        own_chosen = own_chosen * held
         if own_sum is not None:
             own_chosen += own_sum * (uniform_share / vocab_size)
         log_sum, chosen = _of_all_ranks(own_log_sum, own_chosen, region)
         if differentiated:
-            ctx.save_for_backward(hidden, weight_VD, rows, held, own_log_sum, log_sum)
+            ctx.save_for_backward(hidden, weight_VD, rows, held, own_log_sum, log_sum, probability)
             ctx.logits, ctx.sink, ctx.buffer, ctx.region = logits, sink, buffer, region
             ctx.each = uniform_share / vocab_size
         else:
@@ -210,11 +216,15 @@ class _VocabularyLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        hidden, weight, rows, held, own, log_sum = ctx.saved_tensors
+        hidden, weight, rows, held, own, log_sum, probability = ctx.saved_tensors
         logits, ctx.logits = ctx.logits, None
         assert logits is not None, "the vocabulary loss was differentiated twice; its logits are overwritten once"
         arriving = ctx.region.gather(hidden)
-        _logits_gradient(logits, own, log_sum, rows, held, grads[0].reshape(-1), ctx.each)
+        grad = grads[0].reshape(-1).to(log_sum.dtype)
+        if probability is None:
+            _logits_gradient(logits, log_sum, rows, held, grad, ctx.each)
+        else:
+            _fused_logits_gradient(logits, own - log_sum, probability, rows, held, grad, ctx.each)
         dtype = product_dtype(hidden)
         dh = torch.mm(logits.to(dtype), weight.to(dtype)).to(hidden.dtype)
         leaving = ctx.region.reduce(dh.view(*grads[0].shape, hidden.shape[-1]))

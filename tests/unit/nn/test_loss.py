@@ -119,8 +119,28 @@ def test_the_gradient_of_a_part_of_the_vocabulary(
     log_sum = whole.double().logsumexp(-1)
     exact = here.double().sub(log_sum[:, None]).exp().sub(each)
     exact[torch.arange(7), rows] -= held
-    own, _ = loss._log_sum_exp(here, rows)
+    own, _, log_probability = loss._log_sum_exp(here, rows, here.gather(1, rows[:, None]).squeeze(1), with_sum=False)
     torch.testing.assert_close(own.double(), here.double().logsumexp(-1), rtol=0, atol=least)
-    work = own.dtype
-    loss._logits_gradient(here, own, log_sum.to(work), rows, held.to(work), grad.to(work), each)
+    total, *of_tokens = (x.to(own.dtype) for x in (log_sum, held, grad))
+    if log_probability is None:
+        loss._logits_gradient(here, total, rows, *of_tokens, each)
+    else:
+        loss._fused_logits_gradient(here, own - total, log_probability, rows, *of_tokens, each)
     torch.testing.assert_close(here.double(), exact * grad[:, None], rtol=rounding, atol=least)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_fused_form_is_exact_where_a_target_is_almost_certain(
+    monkeypatch: pytest.MonkeyPatch, smoothing: float
+) -> None:
+    """The gradient p - 1 of a target of probability p is as exact as fp32 has p, not as it has large logits."""
+    monkeypatch.setattr(loss, "_has_fused_softmax", lambda logits: True)
+    logits = torch.tensor([[12.0, 0.0, 0.0], [30.0, 16.0, 0.0]])
+    targets = torch.tensor([0, 0])
+    weight, hidden = nn.Parameter(torch.eye(3)), logits.clone().requires_grad_()
+    vocabulary_loss(hidden, weight, targets, None, LogitsBuffer(), smoothing=smoothing).sum().backward()
+    wide = logits.double().requires_grad_()
+    wanted = nn.functional.cross_entropy(wide, targets, reduction="sum", label_smoothing=smoothing * 3 / 2)
+    (reference,) = torch.autograd.grad(wanted, wide)
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad.double(), reference, rtol=0, atol=2**-22)
