@@ -30,7 +30,7 @@ unknown_extras := $(strip $(foreach extra,$(subst $(comma), ,$(EXTRAS)),$(if $(s
 $(if $(unknown_extras),$(error EXTRAS names $(unknown_extras), which pyproject.toml does not have))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install dev test test-full test-gpu campaign check format bench bench-scaling gpu docs wheelhouse release clean a-named-torch
+.PHONY: help quickstart install dev test test-full test-gpu campaign check format bench bench-scaling speedrun gpu docs wheelhouse release clean a-named-torch
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -68,6 +68,9 @@ bench: .venv/.installed-dev .venv/.tried-bench ## Measure the commands beside th
 
 bench-scaling: .venv/.installed-dev ## Measure how time and memory grow with the work, 25 minutes (docs/results/scaling.md)
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
+
+speedrun: .venv/.installed-dev ## Train to the loss of a known run by less arithmetic (ARGS='--text input.txt'; docs/results/learning.md)
+	$(BIN)/python benchmarks/speedrun.py $(ARGS)
 
 gpu: .venv/.installed-dev ## Test and measure on the GPUs of this machine, ten minutes; again to continue (docs/gpu.md)
 	$(BIN)/python benchmarks/gpu.py $(ARGS)

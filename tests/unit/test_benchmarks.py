@@ -292,3 +292,66 @@ def test_the_loop_beside_the_recipe_continues_where_it_was_killed(
         peer.train(run, ids, ids[:200], 7, tmp_path / "parts.pt")
     assert peer.train(run, ids, ids[:200], 7, tmp_path / "parts.pt") == whole
     assert [*whole] == ["3", "6"] and whole["6"] < whole["3"] < 2.1
+
+
+# --- the speedrun -------------------------------------------------------------------------------------------------
+
+
+def run_folder(folder: Path, losses: dict[int, float], seed: int = 1, flags: str = "--optimizer muon") -> Path:
+    """A run of 40 steps of 100 tokens, of 1 TFLOP and 2 seconds each."""
+    from megalith.config import load
+
+    small = (
+        "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --kv-channels 4 --ffn-hidden-size 32 --seq-length 10"
+    )
+    others = "--max-position-embeddings 10 --micro-batch-size 10 --train-iters 40 --lr 1e-3 --mock-data"
+    words = f"{small} {others} --tokenizer-type NullTokenizer --vocab-size 15 --seed {seed} {flags}"
+    (folder / "run").mkdir(parents=True)
+    (folder / "run" / "config.json").write_text(json.dumps(load(words.split(), {}, files=False).to_dict()))
+    events: list[dict[str, Any]] = [{"event": "start", "iteration": 0}]
+    for iteration in range(1, 41):
+        events.append({"event": "step", "iteration": iteration, "loss": 2.0, "num_tokens": 100, "seconds": 2.0})
+        if iteration in losses:
+            events.append(
+                {"event": "evaluation", "iteration": iteration, "split": "validation", "loss": losses[iteration]}
+            )
+    events.append({"event": "throughput", "iteration": 40, "tokens_per_second": 50.0, "teraflops": 0.5})
+    (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+def test_a_speedrun_counts_until_its_first_evaluation_at_the_target(tmp_path: Path) -> None:
+    speedrun = module("speedrun")
+    record = speedrun.record_of(run_folder(tmp_path / "a", {10: 1.6, 20: 1.47, 30: 1.4, 40: 1.45}), "it")
+    assert (record["reached"], record["iteration"], record["loss"]) == (True, 20, 1.47)
+    assert (record["tokens"], record["flops"], record["seconds"]) == (2000, 20e12, 40)
+    square = 4 * 8**3 + 2 * 8**3
+    wide = 4 * 8 * 8 * 32 + 2 * 8**3
+    assert record["muon_flops"] == pytest.approx(20 * 5 * 2 * (4 * square + 2 * wide), rel=1e-3)
+    missed = speedrun.record_of(run_folder(tmp_path / "b", {10: 1.6, 20: 1.5, 40: 1.7}, flags=""), "it")
+    assert (missed["reached"], missed["iteration"], missed["loss"], missed["muon_flops"]) == (False, 20, 1.5, 0)
+    with pytest.raises(ValueError, match="evaluation"):
+        speedrun.record_of(run_folder(tmp_path / "c", {}), "it")
+
+
+def test_seeds_of_a_speedrun_share_a_row_and_failures_stay(tmp_path: Path) -> None:
+    speedrun, runs = module("speedrun"), list[dict[str, Any]]()
+    for change, seed, losses in (("one", 1, 1.46), ("two", 1, 1.6), ("one", 2, 1.42), ("two", 1, 1.5)):
+        folder = run_folder(tmp_path / f"{change}-{seed}-{losses}", {40: losses}, seed)
+        runs = speedrun.add(runs, speedrun.record_of(folder, change))
+    assert [(run["change"], run["seed"], run["loss"]) for run in runs] == [
+        ("one", 1, 1.46),
+        ("one", 2, 1.42),
+        ("two", 1, 1.5),
+    ]
+    one, two = speedrun.table(runs)[2:4]
+    assert "1.4400 ± 0.0283 | 2 |" in one and "not reached" not in one
+    assert "1.5000, not reached | 1 |" in two
+    whole = {**runs[0], "change": speedrun.REFERENCE, "flops": 400e12}
+    assert "| 1/10.0 |" in speedrun.table([*runs, whole])[2]
+
+
+def test_the_table_of_the_speedrun_is_that_of_its_runs() -> None:
+    speedrun = module("speedrun")
+    written = (ROOT / "docs/results/learning.md").read_text(encoding="utf-8")
+    assert speedrun.page(written, speedrun.read_runs()) == written, "run benchmarks/speedrun.py --pages"
