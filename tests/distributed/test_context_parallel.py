@@ -14,7 +14,7 @@ from megalith.distributed import comm
 from megalith.distributed.context import Axis, ParallelContext
 from megalith.errors import LayoutError
 from megalith.layout import Layout, balanced_positions
-from megalith.nn.attend import PLAIN, attend_fused
+from megalith.nn.attend import PLAIN, AttentionRule, attend_fused
 from megalith.nn.attention import AttentionShape, ContextParallelAttention, LocalAttention, SelfAttention
 from megalith.nn.region import Solo
 from megalith.nn.rope import rotation
@@ -116,7 +116,7 @@ def test_each_step_of_the_ring_is_the_same_work_on_all_ranks_and_nothing_is_left
     positions = [[p for chunk in balanced_positions(length, parts, rank) for p in chunk] for rank in range(parts)]
     seen = set()
     for rank in range(parts):
-        blocks = ring_blocks(parts, rank, local)
+        blocks = [block for (block,) in ring_blocks(parts, rank, local)]
         assert [block.source for block in blocks] == [(rank - step) % parts for step in range(parts)]
         for block in blocks:
             queries, keys = positions[rank][block.queries], positions[block.source][block.keys]
@@ -125,6 +125,67 @@ def test_each_step_of_the_ring_is_the_same_work_on_all_ranks_and_nothing_is_left
             assert not seen.intersection(pairs)
             seen.update(pairs)
     assert seen == {(q, k) for q in range(length) for k in range(q + 1)}
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 8, 20, 60, 200])
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
+def test_what_lies_outside_of_a_window_is_not_computed(parts: int, window: int) -> None:
+    """Each pair of a query and a key in the window is in one block; distant chunks are in none."""
+    length, local, half = 16 * parts, 16, 8
+    positions = [[p for chunk in balanced_positions(length, parts, rank) for p in chunk] for rank in range(parts)]
+    seen = []
+    for rank in range(parts):
+        steps = ring_blocks(parts, rank, local, window)
+        assert len(steps) == parts
+        whole = [block for (block,) in ring_blocks(parts, rank, local)]
+        for step, blocks in enumerate(steps):
+            products = sum(len(positions[0][block.queries]) * len(positions[0][block.keys]) for block in blocks)
+            assert products <= len(positions[0][whole[step].queries]) * len(positions[0][whole[step].keys])
+            for block in blocks:
+                assert block.source == (rank - step) % parts
+                queries, keys = positions[rank][block.queries], positions[block.source][block.keys]
+                seen += [(q, k) for q in queries for k in keys if 0 <= q - k <= window]
+                assert all(any(0 <= q - k <= window for k in keys) for q in queries)
+        if window <= half and parts > 2:  # the two chunks of this rank, and the one before each
+            assert sum(map(len, steps)) <= 4 and sum(not blocks for blocks in steps) >= parts - 3
+    assert len(seen) == len(set(seen))
+    assert set(seen) == {(q, k) for q in range(length) for k in range(max(0, q - window), q + 1)}
+
+
+def _in_a_window(window: int) -> tuple[list[Tensor], list[int]]:
+    """Context, dq, dk, dv and the gradient of the sinks with a window; the calls of attention in each pass."""
+    axis, length, calls = _axis(), 64, list[str]()
+    mixer = RingAttention(axis)
+    q, k, v, grad = (mixer.shard(x, 0) for x in _whole(length, 2, torch.float64))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, _SINKS)]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("attend_part", "attend_part_backward"):
+            original = getattr(context_parallel, name)
+            patch.setattr(
+                context_parallel, name, lambda *a, _do=original, _name=name, **k: (calls.append(_name), _do(*a, **k))[1]
+            )
+        context = mixer.attend(*leaves[:3], 0.0, attend_fused, AttentionRule(window=window, sink_H=leaves[3]))
+        *gradients, sinks = torch.autograd.grad(context, leaves, grad)
+    found = [_gathered(x, axis, length) for x in (context, *gradients)]
+    return [*found, comm.all_reduce(sinks, axis)], [calls.count(name) for name in sorted(set(calls))]
+
+
+_SINKS = torch.linspace(-1, 1, HEADS, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("window", "calls"), [(3, 13), (8, 13), (30, None), (100, 16)])
+def test_a_window_of_the_ring_is_that_of_whole_sequences(ranks: Any, window: int, calls: int | None) -> None:
+    """Four ranks with a block in each step would be 16 calls; those of the first and last rank see fewer others."""
+    q, k, v, grad = _whole(64, 2, torch.float64)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, _SINKS)]
+    context = attend_fused(*leaves[:3], 0.0, AttentionRule(window=window, sink_H=leaves[3]))
+    wanted = [context.detach(), *torch.autograd.grad(context, leaves, grad)]
+    results = ranks.run(4, _in_a_window, window)
+    for ours, _ in results:
+        for mine, reference in zip(ours, wanted, strict=True):
+            assert (mine - reference).abs().max() <= 1e-10 * reference.abs().max()
+    for counts in zip(*(counts for _, counts in results), strict=True):
+        assert calls is None or sum(counts) == calls
 
 
 def test_a_length_that_does_not_divide_names_its_neighbours() -> None:

@@ -13,7 +13,8 @@ causal mask every rank then has the same work. With n = 2 (. masked, \\ the tria
 - `RingAttention` passes keys and values around the ring of ranks and merges block contexts by online softmax; each
   rank keeps its own chunks only, so that memory is 1/n. Liu et al. 2023, arXiv:2310.01889; the balance: Brandon et al.
   2023, arXiv:2311.09431. Volume sent by a rank, of one attention with T = S / n * B tokens per rank, groups G, head
-  size K: 2 (n - 1) T G K elements forward, twice that backward.
+  size K: 2 (n - 1) T G K elements forward, twice that backward. Under a sliding window what lies outside of it is not
+  computed, but still sent.
 - `UlyssesAttention` exchanges shards of the sequence for shards of the heads (all-to-all), attends with the ordinary
   kernel and exchanges back. Jacobs et al. 2023, arXiv:2309.14509. Volume: (n - 1) / n T (2 H + 2 G) K elements forward,
   the same backward.
@@ -24,6 +25,7 @@ Neither supports a KV cache.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +38,6 @@ from megalith.distributed.context import Axis
 from megalith.errors import LayoutError
 from megalith.kernels.dropout import Dropout
 from megalith.kernels.partial_attention import (
-    HiddenRows,
     add_sink,
     attend_part,
     attend_part_backward,
@@ -86,10 +87,12 @@ class Block:
     causal: bool
 
 
-def ring_blocks(parts: int, index: int, length: int) -> list[Block]:
-    """Return the ring steps of a rank with `length` positions, each with length^2 / 2 products of queries and keys.
+def ring_blocks(parts: int, index: int, length: int, window: int | None = None) -> list[list[Block]]:
+    """Return the blocks of each ring step of a rank with `length` positions.
 
-    The keys of the previous rank arrive after the first step, then those of the rank before that.
+    The keys of the previous rank arrive after the first step, then those of the rank before that. Without a window each
+    step has one block, of length^2 / 2 products of queries and keys; with one, what is farther away is left out, and
+    steps may have none.
     """
     everything, half = slice(0, length), length // 2
     blocks = [Block(index, everything, everything, causal=True)]
@@ -99,7 +102,33 @@ def ring_blocks(parts: int, index: int, length: int) -> list[Block]:
             blocks.append(Block(source, everything, slice(0, half), causal=False))
         else:  # all its keys lie between the two chunks of queries here
             blocks.append(Block(source, slice(half, length), everything, causal=False))
-    return blocks
+    if window is None:
+        return [[block] for block in blocks]
+    held = [balanced_positions(length * parts, parts, rank) for rank in range(parts)]
+    return [_within(block, held[index], held[block.source], window) for block in blocks]
+
+
+def _within(block: Block, queries: Sequence[range], keys: Sequence[range], window: int) -> list[Block]:
+    """Return a block without the queries and keys that lie too far apart; positions are those of both ranks."""
+    if block.causal:
+        if len(queries) == 1 or queries[1].start - window < queries[0].stop:
+            return [block]
+        half = len(queries[0])
+        return [replace(block, queries=part, keys=part) for part in (slice(0, half), slice(half, 2 * half))]
+    first, last = _position(queries, block.queries.start), _position(keys, block.keys.stop - 1)
+    near = slice(block.queries.start, min(block.queries.stop, _number_below(queries, last + window + 1)))
+    kept = slice(max(block.keys.start, _number_below(keys, first - window)), block.keys.stop)
+    return [replace(block, queries=near, keys=kept)] if near.start < near.stop and kept.start < kept.stop else []
+
+
+def _position(chunks: Sequence[range], number: int) -> int:
+    first = len(chunks[0])
+    return chunks[0][number] if number < first else chunks[1][number - first]
+
+
+def _number_below(chunks: Sequence[range], position: int) -> int:
+    """Return how many positions of the chunks are below this one."""
+    return sum(min(max(position - chunk.start, 0), len(chunk)) for chunk in chunks)
 
 
 def _heads_first(x_SBHK: Tensor) -> Tensor:
@@ -110,25 +139,33 @@ def _sequence_first(x_BHSK: Tensor) -> Tensor:
     return x_BHSK.permute(2, 0, 1, 3)
 
 
-def _block_mask(rule: AttentionRule, block: Block, axis: Axis, q: Tensor) -> HiddenRows | None:
-    """Return the mask of a block; None if `block.causal` suffices. Its rows are [Q, S], with documents [B, 1, Q, S]."""
-    length, device = q.shape[0] * axis.size, q.device
-    if not rule.limits(length) and rule.documents is None:
-        return None
-    queries = positions_of(length, axis.size, axis.index, device)[block.queries]
-    keys = positions_of(length, axis.size, block.source, device)[block.keys]
+def _seen(rule: AttentionRule, block: Block, axis: Axis, length: int, device: torch.device) -> dict[str, Any]:
+    """Return which keys the queries of a block see, as options of `attend_part`; `length` is of the whole sequence.
+
+    The rows of a mask are [Q, S], with documents [B, 1, Q, S].
+    """
+    window = rule.window if rule.limits(length) else None
+    if rule.documents is None:
+        queries, keys = (balanced_positions(length, axis.size, rank) for rank in (axis.index, block.source))
+        farthest = _position(queries, block.queries.stop - 1) - _position(keys, block.keys.start)
+        if window is None or farthest <= window:
+            return {"causal": block.causal}
+        if block.causal and farthest == block.queries.stop - block.queries.start - 1:  # without a gap
+            return {"causal": True, "window": window}
+    queries_S = positions_of(length, axis.size, axis.index, device)[block.queries]
+    keys_S = positions_of(length, axis.size, block.source, device)[block.keys]
 
     def hidden(rows: slice) -> Tensor:
-        distance = queries[rows, None] - keys
+        distance = queries_S[rows, None] - keys_S
         mask = distance < 0
-        if rule.window is not None:
-            mask |= distance > rule.window
+        if window is not None:
+            mask |= distance > window
         if rule.documents is None:
             return mask
         ids_BS = rule.documents.ids_BS
-        return mask | (ids_BS[:, None, queries[rows], None] != ids_BS[:, None, None, keys])
+        return mask | (ids_BS[:, None, queries_S[rows], None] != ids_BS[:, None, None, keys_S])
 
-    return hidden
+    return {"causal": block.causal, "hidden": hidden}
 
 
 class _RingAttentionFunction(torch.autograd.Function):
@@ -145,28 +182,29 @@ class _RingAttentionFunction(torch.autograd.Function):
         dropout: Dropout | None,
         rule: AttentionRule,
     ) -> Tensor:
-        blocks = ring_blocks(axis.size, axis.index, q.shape[0])
+        length = q.shape[0] * axis.size
+        steps = ring_blocks(axis.size, axis.index, q.shape[0], rule.window if rule.limits(length) else None)
         q_BHSK, wide = _heads_first(q.to(product_dtype(q))), at_least_fp32(q.dtype)
         context = torch.zeros_like(q_BHSK, dtype=wide)
         lse = torch.full(q_BHSK.shape[:3], -math.inf, dtype=wide, device=q.device)
         kv = torch.stack((k, v))
-        for step, block in enumerate(blocks):
+        for step, blocks in enumerate(steps):
             next_kv = comm.start_ring_shift(kv, axis) if step < axis.size - 1 else None
-            block_context, block_lse = attend_part(
-                q_BHSK[:, :, block.queries],
-                *map(_heads_first, kv[:, block.keys].to(q_BHSK.dtype)),
-                causal=block.causal,
-                hidden=_block_mask(rule, block, axis, q),
-                scale=rule.scale,
-                dropout=_block_dropout(dropout, axis, step),
-            )
-            merge_parts(context[:, :, block.queries], lse[:, :, block.queries], block_context, block_lse)
+            for number, block in enumerate(blocks):
+                block_context, block_lse = attend_part(
+                    q_BHSK[:, :, block.queries],
+                    *map(_heads_first, kv[:, block.keys].to(q_BHSK.dtype)),
+                    **_seen(rule, block, axis, length, q.device),
+                    scale=rule.scale,
+                    dropout=_block_dropout(dropout, axis, step, number),
+                )
+                merge_parts(context[:, :, block.queries], lse[:, :, block.queries], block_context, block_lse)
             kv = kv if next_kv is None else next_kv.wait()
         if sink is not None:
             add_sink(context, lse, sink)
         narrow = context.to(q.dtype)
         ctx.save_for_backward(q, k, v, narrow, lse, sink)
-        ctx.axis, ctx.dropout, ctx.blocks, ctx.rule = axis, dropout, blocks, rule
+        ctx.axis, ctx.dropout, ctx.steps, ctx.rule = axis, dropout, steps, rule
         return _sequence_first(narrow)
 
     @staticmethod
@@ -177,22 +215,25 @@ class _RingAttentionFunction(torch.autograd.Function):
         grad, q_BHSK, context = _heads_first(grads[0].to(dtype)), _heads_first(q.to(dtype)), context.to(dtype)
         dq, dkv = torch.zeros_like(q_BHSK, dtype=lse.dtype), torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
         kv, shifted = torch.stack((k, v)), None
-        for step, block in enumerate(ctx.blocks):
+        for step, blocks in enumerate(ctx.steps):
             next_kv = comm.start_ring_shift(kv, axis) if step < axis.size - 1 else None
-            block_dq, *block_dkv = attend_part_backward(
-                *(x[:, :, block.queries] for x in (grad, q_BHSK)),
-                *map(_heads_first, kv[:, block.keys].to(dtype)),
-                *(x[:, :, block.queries] for x in (context, lse)),
-                causal=block.causal,
-                hidden=_block_mask(ctx.rule, block, axis, q),
-                scale=ctx.rule.scale,
-                dropout=_block_dropout(ctx.dropout, axis, step),
-            )
-            dq[:, :, block.queries] += block_dq
+            found = []
+            for number, block in enumerate(blocks):
+                block_dq, *block_dkv = attend_part_backward(
+                    *(x[:, :, block.queries] for x in (grad, q_BHSK)),
+                    *map(_heads_first, kv[:, block.keys].to(dtype)),
+                    *(x[:, :, block.queries] for x in (context, lse)),
+                    **_seen(ctx.rule, block, axis, q.shape[0] * axis.size, q.device),
+                    scale=ctx.rule.scale,
+                    dropout=_block_dropout(ctx.dropout, axis, step, number),
+                )
+                dq[:, :, block.queries] += block_dq
+                found.append((block.keys, block_dkv))
             # The gradient of keys and values follows them around the ring, and is back at its rank after the last step.
             sums = dkv if step == 0 else torch.zeros_like(kv) if shifted is None else shifted.wait()
-            for grad_sum, block_grad in zip(sums, block_dkv, strict=True):
-                grad_sum[block.keys] += _sequence_first(block_grad)
+            for keys, block_dkv in found:
+                for grad_sum, block_grad in zip(sums, block_dkv, strict=True):
+                    grad_sum[keys] += _sequence_first(block_grad)
             if step > 0:
                 shifted = comm.start_ring_shift(sums, axis)
             kv = kv if next_kv is None else next_kv.wait()
@@ -202,8 +243,8 @@ class _RingAttentionFunction(torch.autograd.Function):
         return _sequence_first(dq).to(q.dtype), dk, dv, sink_gradient(sink, lse, context, grad), None, None, None
 
 
-def _block_dropout(dropout: Dropout | None, axis: Axis, step: int) -> Dropout | None:
-    return None if dropout is None else dropout.for_block(axis.index * axis.size + step)
+def _block_dropout(dropout: Dropout | None, axis: Axis, step: int, number: int) -> Dropout | None:
+    return None if dropout is None else dropout.for_block((number * axis.size + axis.index) * axis.size + step)
 
 
 class RingAttention(_BalancedPositions):
