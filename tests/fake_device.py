@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.attention.bias
 from torch import Tensor
 
 import megalith
@@ -314,17 +315,20 @@ def _resize(self: Tensor, size: Sequence[int], *, memory_format: Any = None) -> 
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float, window: int = -1) -> Tensor:
-    """Return the scores [B, H, Q, S] of queries [B, H, Q, K] and keys [B, G, S, K] in at least fp32."""
+    """Return the scores [B, H, Q, S] of queries [B, H, Q, K] and keys [B, G, S, K] in at least fp32.
+
+    The last query's own key is the last one.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = torch.matmul(q.to(wide), k.to(wide).mT) * scale
     if bias is not None:
         scores = scores + bias.to(wide)
-    ones = torch.ones(scores.shape[-2:], dtype=torch.bool)
+    ones, earlier = torch.ones(scores.shape[-2:], dtype=torch.bool), k.shape[2] - q.shape[2]
     if causal:
-        scores = scores.masked_fill(ones.triu(1), -math.inf)
+        scores = scores.masked_fill(ones.triu(earlier + 1), -math.inf)
     if window >= 0:
-        scores = scores.masked_fill(ones.tril(-window - 1), -math.inf)
+        scores = scores.masked_fill(ones.tril(earlier - window - 1), -math.inf)
     return scores
 
 
@@ -427,6 +431,16 @@ def _efficient(
     return out.transpose(1, 2).contiguous().transpose(1, 2), lse, seed, torch.zeros_like(seed)
 
 
+def _efficient_lower_right(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any, scale: float | None = None, **more: Any
+) -> Any:
+    """The memory-efficient kernel as `CausalBias` calls it, whose second form is aligned with the last key."""
+    *offsets_and_lengths, dropout, kind = rest[:6]
+    assert bias is None and kind == 2 and offsets_and_lengths == [None] * 4
+    context, *others = _efficient(*(x.transpose(1, 2) for x in (q, k, v)), None, False, dropout, True, scale=scale)
+    return context.transpose(1, 2), *others, q.shape[1], k.shape[1]
+
+
 def _efficient_backward(
     grad: Tensor,
     q: Tensor,
@@ -519,6 +533,7 @@ _OF_CUDA = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention": _efficient,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "_efficient_attention_forward": _efficient_lower_right,
     "_flash_attention_forward": _varlen,
     "_flash_attention_backward": _varlen_backward,
     "_fused_rms_norm": _rms_norm,
@@ -575,6 +590,7 @@ def _sdpa(
 ) -> Tensor:
     """Take the kernel that CUDA's SDPA takes: flash, memory-efficient, or else products of whole matrices."""
     aten, kernels = torch.ops.aten, capability_of(q.device).attention
+    assert not is_causal or q.shape[2] == k.shape[2], "SDPA aligns with the first key, the kernels with the last"
     half = q.dtype in (torch.float16, torch.bfloat16)
     found: Tensor
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -733,6 +749,10 @@ def _patch_what_python_cannot_register() -> None:
 
     def resized(storage: Any, size: int) -> Any:
         return storage if storage.device.type == NAME else resize(storage, size)
+
+    bias = torch.nn.attention.bias  # asks libraries of CUDA
+    bias.can_use_flash_attention = lambda params, debug=False: False
+    bias.can_use_efficient_attention = lambda params, debug=False: True
 
     torch.Generator, torch.Event = _Generator, _AnyEvent  # type: ignore[misc]
     Tensor.pin_memory, torch.UntypedStorage.resize_ = pinned, resized  # type: ignore[assignment,method-assign]

@@ -8,6 +8,7 @@ found. No GPU and no compiler is needed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -19,9 +20,12 @@ from tests.devices import H100, RTX_4090, V100
 from megalith.device import Capability
 from megalith.layout import Layout
 from megalith.models.gpt import GPT
+from megalith.nn.attend import AttentionRule
+from megalith.serve.cache import PagedKVCache
 from megalith.serve.engine import Engine, Limits
 from megalith.serve.model_runner import ModelRunner
 from megalith.serve.request import Request, Sampling
+from megalith.serve.runner import Batch, Chunk
 from megalith.train.results import StepResult
 from megalith.train.step import train_step
 
@@ -155,3 +159,57 @@ def answers_of_the_device(style: str, able: Capability, dtype: torch.dtype) -> l
 @pytest.mark.parametrize("style", STYLES)
 def test_answers_are_those_of_the_cpu(style: str, ranks: Ranks) -> None:
     assert ranks.run(1, answers_of_the_device, style, H100, torch.float64) == [_answers(style, "cpu", torch.float64)]
+
+
+# --- attention in serving ---
+
+HEADS, GROUPS, SIZE = 4, 2, 8
+RULES = {
+    "plain": AttentionRule(scale=0.3),
+    "window": AttentionRule(window=3),
+    "sinks": AttentionRule(sink_H=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "both": AttentionRule(scale=0.3, window=5, sink_H=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+}
+SERVED = [  # blocks of four tokens that do not follow each other: prompts, then a chunk beside two decoded tokens
+    Batch([Chunk([0] * 9, 0, [0, 3, 6]), Chunk([0] * 6, 0, [1, 4]), Chunk([0] * 7, 0, [2, 5])]),
+    Batch([Chunk([0] * 5, 9, [0, 3, 6, 8]), Chunk([0], 6, [1, 4]), Chunk([0], 7, [2, 5])]),
+]
+
+
+def _attended(rule: AttentionRule, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, fake_device.Record]:
+    """What the tokens of the second batch get, and what the device does for it."""
+    here, generator = torch.device(device), torch.Generator().manual_seed(1)
+    cache = PagedKVCache(1, 10, 4, GROUPS, SIZE, dtype=dtype, device=here)
+    rule = rule if rule.sink_H is None else replace(rule, sink_H=rule.sink_H.to(here, dtype))
+    for batch in SERVED:
+        tokens = sum(len(chunk.tokens) for chunk in batch.chunks)
+        drawn = [torch.randn(tokens, 1, heads, SIZE, generator=generator) for heads in (HEADS, GROUPS, GROUPS)]
+        q, k, v = (x.bfloat16().to(here, dtype) for x in drawn)
+        with fake_device.recorded() as record:
+            (layer,) = cache.begin(batch).layers
+            context = layer.attend(q, k, v, rule)
+    return context.to("cpu", torch.float32), record
+
+
+def attended_on_the_device(
+    rule: str, able: Capability, dtype: torch.dtype
+) -> tuple[torch.Tensor, list[str], list[str]]:
+    context, record = _attended(RULES[rule], str(fake_device.install(able)), dtype)
+    return context, record.waits, sorted(name for name in record.launches.elements() if "attention" in name)
+
+
+CHUNK, GROUP = "_flash_attention_forward", "_scaled_dot_product_efficient_attention"
+KERNELS = {"plain": ["_efficient_attention_forward", GROUP], "window": [GROUP] * 2, "sinks": [GROUP] * 2}
+
+
+@pytest.mark.parametrize(("able", "dtype"), [(H100, torch.bfloat16), (V100, torch.float16)], ids=["H100", "V100"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_chunk_and_decoding_sequences_are_one_call_each(
+    rule: str, able: Capability, dtype: torch.dtype, ranks: Ranks
+) -> None:
+    """A chunk needs no mask where a kernel aligns causality with the last key, and no copy waits for the device."""
+    ((context, waits, kernels),) = ranks.run(1, attended_on_the_device, rule, able, dtype)
+    assert waits == []
+    assert kernels == ([CHUNK, GROUP] if able is H100 else KERNELS.get(rule, [GROUP] * 2))
+    wanted, _ = _attended(RULES[rule], "cpu", torch.float32)
+    torch.testing.assert_close(context, wanted, rtol=0, atol=2**-7 if dtype == torch.bfloat16 else 2**-10)

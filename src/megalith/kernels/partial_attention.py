@@ -344,3 +344,17 @@ def attend_varlen(
     inputs = (_dense_heads(x) if offsets is None else x.contiguous() for x in (q, k, v))
     context: Tensor = _VarlenAttention.apply(*inputs, sink_H, offsets, longest, dropout, scale, window)
     return context
+
+
+def attend_last(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, sink_H: Tensor | None = None
+) -> Tensor:
+    """Attend causally from the last Q of S positions with `attend_varlen`'s kernel, which keeps nothing for gradients.
+
+    Shapes: [B, Q, H, K], 2 x [B, S, G, K] -> [B, Q, H, K]. The kernel aligns causality and window with the last key.
+    """
+    places = (None, None, q.shape[1], k.shape[1], 0.0)
+    context, lse, *_ = varlen_forward(*map(_dense_heads, (q, k, v)), *places, scale=scale, window=window)
+    if sink_H is not None:
+        add_sink(context.transpose(1, 2), lse, sink_H)
+    return context

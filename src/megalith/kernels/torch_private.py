@@ -56,7 +56,7 @@ def varlen_forward(
 
     `places` are the offsets of queries and keys, their maximum lengths, and the dropout probability. Without offsets
     q, k and v are whole sequences [B, S, H, K], else packed [T, H, K]; the lse is [B, H, S] or [H, T]. A query sees
-    `window` keys before its own.
+    `window` keys before its own; the last query's own key is the last one.
     """
     kernel = torch.ops.aten._flash_attention_forward
     return tuple(kernel(q, k, v, *places, True, False, scale=scale, window_size_left=window)[:4])

@@ -8,7 +8,8 @@ scheduler mostly gives a sequence consecutive blocks: its keys are then a view o
 gathered. Heads come before rows, so that the keys of a head are contiguous.
 
 On an accelerator, where starting a kernel costs more than gathering, the sequences of a batch that get one new token
-share one call (`DecodingGroup`); under a sliding window of the keys in it. On a CPU gathering took 1 to 4 times as long
+share one call (`DecodingGroup`); under a sliding window of the keys in it. A chunk of a prompt takes a kernel that
+aligns causality with the last key, where there is one, instead of a mask. On a CPU gathering took 1 to 4 times as long
 as the calls that it saves for sequences of 64 positions, and 2 to 10 times from 256 on.
 
 In an encoder-decoder model the first blocks of a sequence hold the keys and values of cross attention, one per token
@@ -22,11 +23,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from megalith.config import ModelConfig
-from megalith.device import is_host
+from megalith.device import capability_of, is_host
+from megalith.kernels.partial_attention import attend_last, has_varlen
 from megalith.kernels.transfer import to_device
 from megalith.nn.attend import PLAIN, AttentionRule, Mask, attend_fused, by_queries, sdpa
 from megalith.nn.cross_attention import CrossAttention
@@ -95,11 +98,10 @@ class CacheView:
             start = max(chunk.start, padded)
             positions += range(start - padded, stop - padded)
             new_rows += [chunk.blocks[p // size] * size + p % size for p in range(start, stop)]
-            rows = _rows_of(chunk.blocks[padded // size : -(-stop // size)], size, stop - padded, device)
-            encoder_blocks = chunk.blocks[: padded // size]
-            encoder_rows = _rows_of(encoder_blocks, size, chunk.encoder_length, device) if padded else None
+            rows = _rows_of(chunk.blocks[padded // size : -(-stop // size)], size, stop - padded)
+            encoder_rows = _rows_of(chunk.blocks[: padded // size], size, chunk.encoder_length) if padded else None
             end = begin + stop - start
-            self.spans.append(_Span(begin, end, stop - padded, rows, encoder_rows))
+            self.spans.append(_Span(begin, end, stop - padded, rows, _placed(encoder_rows, device), device))
             begin = end
         self.positions_S = to_device(torch.tensor(positions), device)
         self.length = max(span.length for span in self.spans)
@@ -144,10 +146,17 @@ class CacheView:
         return self._decoding[reach]
 
     def mask(self, new: int, length: int) -> Tensor:
-        """Return the causal mask [new, length] of the last `new` positions, True where visible; cached over layers."""
+        """Return the causal mask [new, length] of the last `new` positions, True where visible; cached over layers.
+
+        What CUDA's memory-efficient kernel takes instead of a mask has no memory.
+        """
+        device = self.positions_S.device
         if (new, length) not in self.masks:
-            ones = torch.ones(new, length, dtype=torch.bool, device=self.positions_S.device)
-            self.masks[new, length] = ones.tril(length - new)
+            if "efficient" in capability_of(device).attention:
+                self.masks[new, length] = causal_lower_right(new, length)
+            else:
+                ones = torch.ones(new, length, dtype=torch.bool, device=device)
+                self.masks[new, length] = ones.tril(length - new)
         return self.masks[new, length]
 
 
@@ -158,13 +167,25 @@ class _Span:
     begin: int
     end: int
     length: int  # of the sequence, new tokens included
-    rows: slice | Tensor
-    encoder_rows: slice | Tensor | None  # of its encoder input
+    rows: slice | Tensor  # on the host
+    encoder_rows: slice | Tensor | None  # of its encoder input, on the device
+    device: torch.device
+    placed: slice | Tensor | None = None  # `rows` on the device, once they were asked for
 
     def last_rows(self, number: int) -> slice | Tensor:
-        """Return the rows of the last keys."""
-        rows = self.rows
-        return slice(rows.stop - number, rows.stop) if isinstance(rows, slice) else rows[len(rows) - number :]
+        """Return the rows of the last keys, on the device."""
+        if self.placed is None:
+            self.placed = _placed(self.rows, self.device)
+        assert self.placed is not None
+        return self.placed if number == self.length else _last(self.placed, number)
+
+
+def _placed(rows: slice | Tensor | None, device: torch.device) -> slice | Tensor | None:
+    return to_device(rows, device) if isinstance(rows, Tensor) else rows
+
+
+def _last(rows: slice | Tensor, number: int) -> slice | Tensor:
+    return slice(rows.stop - number, rows.stop) if isinstance(rows, slice) else rows[len(rows) - number :]
 
 
 _ROWS_AT_ONCE = 1 << 17
@@ -185,14 +206,15 @@ class DecodingGroup:
         longest = int(lengths.max())
         rows_NL = torch.empty(len(spans), longest, dtype=torch.int64)
         for rows, span, length in zip(rows_NL, spans, lengths.tolist(), strict=True):
-            own = span.last_rows(length)
-            held = torch.arange(own.start, own.stop) if isinstance(own, slice) else own.cpu()
+            own = _last(span.rows, length)
+            held = torch.arange(own.start, own.stop) if isinstance(own, slice) else own
             rows[:length], rows[length:] = held, held[0]
         mask_NL = torch.arange(longest) < lengths[:, None]
         self.tokens_N = to_device(torch.tensor([span.begin for span in spans]), device)
         self.rows, self.mask_N11L = to_device(rows_NL.flatten(), device), to_device(mask_NL[:, None, None], device)
+        self._added: Tensor | None = None
 
-    def attend(self, q_THK: Tensor, keys_GRK: Tensor, values_GRK: Tensor, scale: float) -> Tensor:
+    def attend(self, q_THK: Tensor, keys_GRK: Tensor, values_GRK: Tensor, rule: AttentionRule) -> Tensor:
         """Return the attention of the new tokens to the keys of their sequences, [N, H, K]."""
         q_NHK, groups, dtype = q_THK[self.tokens_N], keys_GRK.shape[0], product_dtype(q_THK)
         (number, heads, size), longest = q_NHK.shape, self.mask_N11L.shape[-1]
@@ -201,8 +223,20 @@ class DecodingGroup:
             for x in (keys_GRK, values_GRK)
         )
         q_NGQK = q_NHK.to(dtype).view(number, groups, heads // groups, size)  # a group's queries see the same keys
-        found = scaled_dot_product_attention(q_NGQK, k_NGLK, v_NGLK, attn_mask=self.mask_N11L, scale=scale)
+        mask, scale = self.mask_N11L, rule.scale_of(size)
+        if rule.sink_H is not None:  # one more key, with a score of its own for each head, and no value
+            k_NGLK, v_NGLK = (nn.functional.pad(x, (0, 0, 0, 1)) for x in (k_NGLK, v_NGLK))
+            sink_NGQ1 = rule.sink_H.to(dtype).view(1, groups, -1, 1).expand(number, -1, -1, -1)
+            mask = torch.cat((self._scores(dtype).expand(-1, *q_NGQK.shape[1:3], -1), sink_NGQ1), dim=-1)
+        found = scaled_dot_product_attention(q_NGQK, k_NGLK, v_NGLK, attn_mask=mask, scale=scale)
         return found.reshape(number, heads, size).to(q_THK.dtype)
+
+    def _scores(self, dtype: torch.dtype) -> Tensor:
+        """Return the mask [N, 1, 1, L] as what is added to scores; the same tensor for all layers."""
+        if self._added is None:
+            zeros = torch.zeros_like(self.mask_N11L, dtype=dtype)
+            self._added = zeros.masked_fill_(~self.mask_N11L, -torch.inf)
+        return self._added
 
 
 def decoding_groups(spans: Sequence[_Span], device: torch.device, reach: int) -> list[DecodingGroup]:
@@ -219,13 +253,12 @@ def decoding_groups(spans: Sequence[_Span], device: torch.device, reach: int) ->
     return groups
 
 
-def _rows_of(blocks: Sequence[int], size: int, length: int, device: torch.device) -> slice | Tensor:
+def _rows_of(blocks: Sequence[int], size: int, length: int) -> slice | Tensor:
     """Return the first `length` rows of these blocks: a slice where the blocks are consecutive, else their indices."""
     first = blocks[0]
     if blocks[-1] - first == len(blocks) - 1 and all(block == first + i for i, block in enumerate(blocks)):
         return slice(first * size, first * size + length)
-    starts = to_device(torch.tensor(blocks), device)[:, None] * size
-    return (starts + torch.arange(size, device=device)).flatten()[:length]
+    return (torch.tensor(blocks)[:, None] * size + torch.arange(size)).flatten()[:length]
 
 
 class LayerCacheView:
@@ -251,7 +284,7 @@ class LayerCacheView:
         if len(view.spans) == 1:
             return self._attend(q_THK, view.spans[0], rule).unsqueeze(1)
         reach = rule.reach(1, view.length)
-        if view.groups_decoding and rule.sees_all(reach) and (groups := view.decoding(reach)):
+        if view.groups_decoding and rule.plain and (groups := view.decoding(reach)):
             return self._attend_together(q_THK, groups, rule).unsqueeze(1)
         found = [self._attend(q_THK[span.begin : span.end], span, rule) for span in view.spans]
         return torch.cat(found).unsqueeze(1)
@@ -260,7 +293,7 @@ class LayerCacheView:
         """Attend as `attend` does, with one call for each group of sequences that get one new token."""
         context_THK = torch.empty_like(q_THK)
         for group in groups:
-            context_THK[group.tokens_N] = group.attend(q_THK, self.keys, self.values, rule.scale_of(q_THK.shape[2]))
+            context_THK[group.tokens_N] = group.attend(q_THK, self.keys, self.values, rule)
         for span in self.view.spans:
             if span.end - span.begin > 1:
                 context_THK[span.begin : span.end] = self._attend(q_THK[span.begin : span.end], span, rule)
@@ -290,10 +323,14 @@ class LayerCacheView:
         """Attend causally from the last Q positions of a sequence. [Q, H, K] -> [Q, H, K]."""
         new, heads, size = q_QHK.shape
         length = span.length if rule.mask is not None else rule.reach(new, span.length)
-        k_GSK, v_GSK = self._keys_and_values(span.rows if length == span.length else span.last_rows(length))
+        k_GSK, v_GSK = self._keys_and_values(span.last_rows(length))
         if rule.mask is not None and rule.mask.bias_HQS is not None:
             bias_HQS = rule.mask.bias_HQS[:, span.begin : span.end, : span.length]
             rule = replace(rule, mask=Mask(None, bias_HQS))
+        if has_varlen(q_QHK, window=True) and rule.plain and not (rule.sees_all(length) and new in (1, length)):
+            inputs = (x[None] for x in (q_QHK, k_GSK.transpose(0, 1), v_GSK.transpose(0, 1)))
+            window = rule.window if rule.limits(length) else None
+            return attend_last(*inputs, scale=rule.scale_of(size), window=window, sink_H=rule.sink_H)[0]
         if not rule.sees_all(length):
             q, k, v = q_QHK[:, None], *(x.transpose(0, 1)[:, None] for x in (k_GSK, v_GSK))
             attend = attend_fused if rule.mask is not None else partial(by_queries, attend_fused)
