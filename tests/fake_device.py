@@ -643,6 +643,11 @@ class _Stream:
     def synchronize(self) -> None:
         _waited("Stream.synchronize")
 
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
 
 class _Module:
     """`torch.elsewhere`."""
@@ -738,9 +743,15 @@ class _AnyEvent(torch.Event):
         return _Event() if here else super().__new__(cls, device, **more)
 
 
+class _AnyStream(torch.Stream):
+    def __new__(cls, device: Any = None, **more: Any) -> Any:
+        here = device is not None and torch.device(device).type == NAME
+        return _Stream() if here else super().__new__(cls, device, **more)
+
+
 def _patch_what_python_cannot_register() -> None:
-    """Replace generators, events, pinned memory and the freeing of storages, which need hooks in C++."""
-    resize = torch.UntypedStorage.resize_
+    """Replace generators, events, streams, pinned memory and the freeing of storages, which need hooks in C++."""
+    resize, current_stream = torch.UntypedStorage.resize_, torch.accelerator.current_stream
 
     def pinned(x: Tensor, *device: Any) -> Tensor:
         copy = x.clone()
@@ -754,7 +765,12 @@ def _patch_what_python_cannot_register() -> None:
     bias.can_use_flash_attention = lambda params, debug=False: False
     bias.can_use_efficient_attention = lambda params, debug=False: True
 
-    torch.Generator, torch.Event = _Generator, _AnyEvent  # type: ignore[misc]
+    def stream_of(device: Any = None) -> Any:
+        here = isinstance(device, torch.device) and device.type == NAME
+        return _Stream() if here else current_stream(device)
+
+    torch.Generator, torch.Event, torch.Stream = _Generator, _AnyEvent, _AnyStream  # type: ignore[misc]
+    torch.accelerator.current_stream = stream_of
     Tensor.pin_memory, torch.UntypedStorage.resize_ = pinned, resized  # type: ignore[assignment,method-assign]
 
 

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.devices import H100, RTX_4090, V100
 
+from megalith.checkpoint import DirectoryStore
 from megalith.device import Capability
 from megalith.layout import Layout
 from megalith.models.gpt import GPT
@@ -26,6 +28,8 @@ from megalith.serve.engine import Engine, Limits
 from megalith.serve.model_runner import ModelRunner
 from megalith.serve.request import Request, Sampling
 from megalith.serve.runner import Batch, Chunk
+from megalith.train.checkpoint_fit import Identity
+from megalith.train.checkpoint_saver import AsyncSaver, CheckpointSaver
 from megalith.train.results import StepResult
 from megalith.train.step import train_step
 
@@ -33,6 +37,7 @@ from .. import fake_device
 from ..unit.serve.models import STYLES, Letters, collect, model_of, tokens_of
 from .conftest import Ranks
 from .test_parity import Case, batches_of, state_of
+from .test_train_checkpoint import plain_tensors
 
 pytestmark = pytest.mark.skipif(bool(fake_device.missing()), reason=fake_device.missing())
 
@@ -213,3 +218,39 @@ def test_a_chunk_and_decoding_sequences_are_one_call_each(
     assert kernels == ([CHUNK, GROUP] if able is H100 else KERNELS.get(rule, [GROUP] * 2))
     wanted, _ = _attended(RULES[rule], "cpu", torch.float32)
     torch.testing.assert_close(context, wanted, rtol=0, atol=2**-7 if dtype == torch.bfloat16 else 2**-10)
+
+
+# --- saves ---
+
+
+def saved_by_the_device(folder: str, able: Capability) -> tuple[list[str], list[str]]:
+    """Save a state at once, and again beside a step; where the host waited, but for threads that copy."""
+    device = fake_device.install(able)
+    case = Case(Layout(), "llama")
+    config, state = state_of(case, BF16, device=str(device))
+    batches = batches_of(case, 0, STEPS)
+    train_step(state, batches, MICRO_BATCHES)
+    at_once, beside = (
+        CheckpointSaver(DirectoryStore(f"{folder}/{name}", state.context), config, Identity({}, {}, {}))
+        for name in ("at once", "beside")
+    )
+    at_once.save(state)
+    saver = AsyncSaver(beside)
+    saver.reserve(state)
+    with fake_device.recorded() as record:
+        saver.schedule(state)
+        saver.wait_for_copies()
+    train_step(state, batches, MICRO_BATCHES)
+    while saver.advance() is None:
+        pass
+    saver.close()
+    copies = [wait for wait in record.waits if "checkpoint/store/staging.py" in wait]
+    return copies, [wait for wait in record.waits if wait not in copies]
+
+
+def test_an_asynchronous_save_holds_what_a_synchronous_one_does(ranks: Ranks, tmp_path: Path) -> None:
+    ((copies, waits),) = ranks.run(1, saved_by_the_device, str(tmp_path), H100)
+    assert copies and waits == []
+    wanted, found = (plain_tensors(DirectoryStore(tmp_path / name).folder(1)) for name in ("at once", "beside"))
+    assert wanted.keys() == found.keys() and len(wanted) > 10
+    assert [name for name, tensor in wanted.items() if not torch.equal(tensor, found[name])] == []
