@@ -22,6 +22,7 @@ FLOORS = {
     "torch_builds": -1,  # a table
     "device": -1,  # what torch can do on a device, under all that computes
     "registry": -2,  # what users add: a value of names and objects
+    "progress": 1,  # of long work; all that works reports to it
     "layout": -1,  # pure integers, which the rules of the configuration use
     "config": 0,
     "schedules": -1,  # pure functions, which the rules of the configuration use
@@ -45,7 +46,17 @@ FLOORS = {
 }
 """Folder (or module) directly under src/megalith -> floor."""
 
-WITHOUT_TORCH = ("errors", "config", "datasheet", "layout", "registry", "schedules", "tokenizers", "torch_builds")
+WITHOUT_TORCH = (
+    "errors",
+    "config",
+    "datasheet",
+    "layout",
+    "progress",
+    "registry",
+    "schedules",
+    "tokenizers",
+    "torch_builds",
+)
 """Folders that never import torch: what they do must be quick to start and to test."""
 
 MAY_IMPORT_TORCH_DISTRIBUTED = {

@@ -38,6 +38,7 @@ from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.errors import DamagedCheckpointError
 from megalith.models.language_model import LanguageModel
+from megalith.progress import task
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.train.anomalies import AnomalyPolicy
 from megalith.train.checkpoint_fit import FoundCheckpoint, Identity, check_fits, other_products
@@ -69,6 +70,7 @@ class BuiltRun:
     changes: tuple[Change, ...] = ()
 
 
+@task("starting")
 def build_run(
     config: RunConfig,
     context: ParallelContext,

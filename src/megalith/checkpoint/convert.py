@@ -48,6 +48,7 @@ from megalith.config import ModelConfig
 from megalith.config.from_args import refuse_registered_parts
 from megalith.errors import CheckpointError, ConfigError, LayoutError
 from megalith.layout import Layout
+from megalith.progress import task
 from megalith.registry import EMPTY, Registry
 from megalith.tokenizers.protocol import padded_vocab_size
 
@@ -174,8 +175,16 @@ def convert(
             if wanted.format == "torch_dist"
             else partial(write_torch, names=wanted.names)
         )
-        size = write(source, final, manifest_fields=fields, files=files, update_tracker=update_tracker, check=check)
+        with task("converting", _bytes_to_read(folder.source, source), "B", counts="bytes read"):
+            size = write(source, final, manifest_fields=fields, files=files, update_tracker=update_tracker, check=check)
     return ConversionResult(final, size, time.perf_counter() - started, notes)
+
+
+def _bytes_to_read(held: Source, adapted: Source) -> int:
+    """Return the bytes of the tensors that a conversion reads, in the dtypes that the source holds them in."""
+    stored = held.contents().tensors
+    read = [stored.get(key, tensor) for key, tensor in adapted.contents().tensors.items()]
+    return sum(tensor.numel * tensor.dtype.itemsize for tensor in read)
 
 
 def check_options(wanted: ConversionOptions) -> None:

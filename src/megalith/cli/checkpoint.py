@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megalith.cli.checkpoint_convert import add_convert, add_huggingface
 from megalith.config.values import local_path
 from megalith.errors import CheckpointError, MegalithError, NewerFormatError
+from megalith.progress import task
 
 if TYPE_CHECKING:
     from megalith.checkpoint.files.folder import CheckpointFolder
@@ -296,11 +297,13 @@ def _run_diff(options: argparse.Namespace) -> int:
         )
     one, other = (compared(source, weights=options.weights) for source in pair)
     names, elements, tensors = set[str](), 0, []
-    for difference in tensor_differences(one, other):
-        names.add(difference.name)
-        elements += difference.elements
-        if not difference.is_none:
-            tensors.append(str(difference))
+    with task("comparing", unit=" elements") as comparing:
+        for difference in tensor_differences(one, other):
+            names.add(difference.name)
+            elements += difference.elements
+            comparing.reach(elements)
+            if not difference.is_none:
+                tensors.append(str(difference))
     shown = None if options.all else 20
     _print_list("beside the tensors", [str(state) for state in states], shown)
     _print_list("tensors", tensors, shown)

@@ -17,6 +17,7 @@ from megalith.config.saved_args import megatron_args
 from megalith.config.tokenizer_flags import add_import_flag, imported_by
 from megalith.config.values import local_path
 from megalith.errors import CheckpointError
+from megalith.progress import task
 from megalith.train.streams import warn
 
 if TYPE_CHECKING:
@@ -139,7 +140,8 @@ def run_import(options: argparse.Namespace) -> int:
 
     def check(folder: Path) -> None:
         if not options.no_compare:
-            compared.append(_compare(folder, options.source))
+            with task("comparing logits with transformers"):
+                compared.append(_compare(folder, options.source))
 
     wanted = ConversionOptions(release=True, iteration=options.iteration, replace=options.replace)
     made = convert(options.source, options.destination, wanted, check=check)

@@ -12,6 +12,7 @@ from megalith.cli.arguments import CommandParser
 from megalith.config.tokenizer_flags import add_import_flag, add_tokenizer_flags, tokenizer_of_flags
 from megalith.config.values import local_name, local_path
 from megalith.errors import ConfigError, DataError
+from megalith.progress import task
 
 if TYPE_CHECKING:
     from megalith.data.dataset_tools import DatasetStatistics
@@ -169,7 +170,8 @@ def _verify_dataset(prefix: str, options: argparse.Namespace) -> bool:
         elif not isinstance(size, int):
             results.append("tokens not checked: no card and no --vocab-size")
         else:
-            largest = verify_tokens(dataset, size)
+            with task("verifying tokens", dataset.num_tokens, " tokens") as verifying:
+                largest = verify_tokens(dataset, size, verifying.reach)
             results.append(f"largest id {largest} of {size}" if largest >= 0 else "no token")
             eod = (card or {}).get("special", {}).get("eod")
             if isinstance(eod, int):
@@ -190,7 +192,8 @@ def _verify_caches(folder: Path) -> bool:
     try:
         if not folder.is_dir():
             raise NotADirectoryError(0, "no such folder")
-        found = verify_caches(folder)
+        with task("verifying index caches"):
+            found = verify_caches(folder)
     except OSError as error:
         print(f"damaged  {folder}: {error.strerror}")
         return False

@@ -77,7 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[0] in ("--version", "-V", "version"):
             print(f"megalith {__version__}")
             return 0
-        return _run(words[0], words[1:])
+        from megalith.progress import on_console
+
+        with on_console():
+            return _run(words[0], words[1:])
     except MegalithError as error:
         _report(error, words[0])
         return error.exit_code

@@ -7,6 +7,7 @@ import gc
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from megalith.data.preprocess_options import ProgressListener, ProgressSnapshot
 from megalith.data.shares import Share, read_share
 from megalith.data.sources import END_OF_TEXT_SEPARATOR, FORMATS, Limits, SourceOptions
 from megalith.errors import ConfigError
+from megalith.progress import Task, in_terminal, short, task
 from megalith.train.streams import warn
 
 _TOKENIZER_FLAGS = {  # and how many values each takes; the table of training's flags, which is long, has the reasons
@@ -223,7 +225,8 @@ def run(argv: Sequence[str]) -> int:
     progress = ConsoleProgress(command.log_interval)
     for note in command.notes:
         progress.note(note)
-    report = preprocess(command.options, progress)
+    with closing(progress):
+        report = preprocess(command.options, progress)
     print(summary(report))
     share = command.options.share
     if share.count > 1:
@@ -335,10 +338,12 @@ def _positive_int(flag: str, text: str | None, violations: list[str]) -> int | N
 
 
 class ConsoleProgress(ProgressListener):
-    """Progress on the console: inputs and start-up on stdout, progress lines on stderr."""
+    """Progress on the console: inputs and start-up on stdout; on stderr a bar, outside a terminal Megatron's lines."""
 
     def __init__(self, log_interval: int) -> None:
-        self._interval = log_interval
+        self._interval, self._workers = log_interval, 1
+        self._bar: Task | None = None  # None outside a terminal
+        self._shown = ExitStack()
         self._next_line_at = _SECONDS_BETWEEN_LINES
         self._last_documents = 0
 
@@ -351,8 +356,15 @@ class ConsoleProgress(ProgressListener):
 
     def started(self, seconds: float, workers: int) -> None:
         print(f"Time to startup: {seconds}", flush=True)
+        self._workers = workers
 
     def advanced(self, snapshot: ProgressSnapshot) -> None:
+        if self._bar is None and in_terminal():  # not before the workers are forked: it has a thread
+            total, before = snapshot.disk_total, snapshot.disk_before
+            self._bar = self._shown.enter_context(task("encoding", total, "B", done=before))
+        if self._bar is not None:
+            self._bar.reach(snapshot.disk, self._speed(snapshot))
+            return
         if snapshot.documents - self._last_documents >= self._interval and snapshot.seconds >= self._next_line_at:
             self._next_line_at = snapshot.seconds + _SECONDS_BETWEEN_LINES
             self._last_documents = snapshot.documents
@@ -365,7 +377,17 @@ class ConsoleProgress(ProgressListener):
             warn("left out: more, listed in the file that the last lines name")
 
     def finished(self, snapshot: ProgressSnapshot) -> None:
+        self.close()
         warn(_progress_line(snapshot))
+
+    def close(self) -> None:
+        """Remove the bar. Safe to call again."""
+        self._shown.close()
+
+    def _speed(self, snapshot: ProgressSnapshot) -> str:
+        """Return the text that each of the workers encodes in a second, where there are several."""
+        done = (snapshot.bytes - snapshot.bytes_before) / snapshot.seconds
+        return f"{self._workers} x {short(done / self._workers)}B/s" if self._workers > 1 else ""
 
 
 def summary(report: PreprocessReport) -> str:

@@ -32,6 +32,7 @@ from megalith.config.tokenizer_flags import imported_by, tokenizer_of_flags
 from megalith.config.values import local_path
 from megalith.errors import CheckpointError, ConfigError, MegalithError, PeerError, install_command
 from megalith.kernels.cpu.process import keep_freed_memory, return_freed_memory
+from megalith.progress import task
 from megalith.serve.http.settings import Defaults, Limits, ServerSettings
 
 if TYPE_CHECKING:
@@ -242,17 +243,19 @@ def _serve_rank(
     """Serve on the first rank and run the model on all; return the exit code."""
     from megalith.device import is_host
 
-    trained, engine, runner = _load_engine(launch, context)
-    if is_host(context.device):
-        return_freed_memory()
-    memory = _memory_line(runner, context)
-    watchdog.at("serve", 0)
-    if context.rank == 0:
-        _say(memory)
+    with task("starting the server"):
+        trained, engine, runner = _load_engine(launch, context)
+        if is_host(context.device):
+            return_freed_memory()
+        memory = _memory_line(runner, context)
+        watchdog.at("serve", 0)
+        if context.rank == 0:
+            _say(memory)
+        if engine is not None:
+            if context.world.size == 1 and is_host(context.device) and "OMP_NUM_THREADS" not in os.environ:
+                _tune_threads(runner, engine.decoder_prompt)
+            _warm_up(trained, engine)
     if engine is not None and listener is not None:
-        if context.world.size == 1 and is_host(context.device) and "OMP_NUM_THREADS" not in os.environ:
-            _tune_threads(runner, engine.decoder_prompt)
-        _warm_up(trained, engine)
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
         return _run_engine(launch, trained, engine, listener, watchdog, has_peers=context.world.size > 1)
     in_main_thread = threading.current_thread() is threading.main_thread()

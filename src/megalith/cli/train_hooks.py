@@ -21,12 +21,14 @@ from megalith.device import is_cuda
 from megalith.distributed import comm
 from megalith.distributed.context import Axis
 from megalith.errors import ConfigError
+from megalith.progress import in_terminal
 from megalith.train.metrics import MetricsWriter, memory_in_use
 from megalith.train.profiler import MemoryHistory, Profile, build_profiler
 from megalith.train.records import ProgressLog, Records, TensorBoard, WandB, require_package
 from megalith.train.results import Hook
 from megalith.train.routing_trace import RoutingTrace
 from megalith.train.state import TrainState
+from megalith.train.status import StatusLine
 from megalith.train.timers import StragglerReport, WaitClock
 from megalith.train.user_hooks import UserHooks, registered_hooks
 
@@ -112,6 +114,7 @@ def build_hooks(
     hooks.append(MemoryReport(context, memory, console.print, figures, config.log.log_memory_interval))
     if first:
         hooks += _records(config, folder, console, built)
+        hooks += [StatusLine(built.run.loop_config)] if in_terminal() else []
     hooks += _profiles(config, folder, console, built)
     if config.log.moe_routing_trace_path and config.model.mixture:
         hooks.append(_routing_trace(config, built))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from megalith.data.preprocess_options import PreprocessOptions, ProgressListener
 from megalith.data.sources import BadDocument, Source
 from megalith.errors import DataError
+from megalith.progress import task
 from megalith.tokenizers.character import character_vocabulary
 
 
@@ -24,8 +26,8 @@ def with_vocabulary(
     if tokenizer is options.tokenizer:
         return options
     path, found = Path(str(tokenizer.vocab_file)), set[str]()
-    for source in sources:
-        for chunk in source.chunks():
+    with task("collecting characters"):
+        for chunk in chain.from_iterable(source.chunks() for source in sources):
             for _, document in chunk.payload.read(options.source.keys).documents:
                 if not isinstance(document, BadDocument):  # the encoding reports it, with its place
                     found.update(*(text if isinstance(text, str) else "".join(text) for text in document))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megalith.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
 from megalith.errors import ConfigError, DataError
+from megalith.progress import task
 from megalith.tokenizers.fingerprint import read_fingerprint, require_same, write_fingerprint
 
 _SIDE_FILES = (".card",)
@@ -71,7 +72,11 @@ def merge(
         start = next(iter(fingerprints))
         require_same((start, prefix), fingerprints[start], fingerprint, "merge datasets of one tokenizer only")
     whole.parent.mkdir(parents=True, exist_ok=True)
-    with IndexedWriter(output_prefix, first.dtype, multimodal=multimodal) as writer:
+    total = sum(path.stat().st_size for path in map(bin_path, prefixes) if path.is_file())
+    with (
+        task("merging", total, "B", counts="bytes merged"),
+        IndexedWriter(output_prefix, first.dtype, multimodal=multimodal) as writer,
+    ):
         for prefix in prefixes:
             on_progress(prefix)
             writer.add_index(prefix)

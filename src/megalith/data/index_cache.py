@@ -23,7 +23,6 @@ import json
 import logging
 import os
 import secrets
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +34,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalith.progress import task
+
 logger = logging.getLogger(__name__)
 
 Arrays = dict[str, NDArray[Any]]
@@ -43,7 +44,6 @@ _TEMPORARY = "partial"
 _ABANDONED_SECONDS = 3600.0  # older temporary files belong to no running process
 _RECORD_FORMAT = 1
 _BLOCK = 1 << 24  # bytes that are read at once for a checksum
-_LOG_INTERVAL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def load_or_build(
 
 def _build(spec: IndexSpec) -> Arrays:
     logger.info("Build and save the %s", spec.title)
-    with _log_progress(f"build the {spec.title}"):
+    with task(f"building the {spec.title}"):
         return spec.build()
 
 
@@ -170,7 +170,7 @@ class IndexCache:
         if not self.exists(spec.names):
             return None
         try:
-            with _log_progress(f"check the {spec.title} in {self.stem.parent}"):
+            with task(f"checking the {spec.title}"):
                 problem = self._problem(spec, written_ns, is_checked=is_checked)
             if problem is None:
                 logger.info("Load the %s", spec.title)
@@ -302,24 +302,6 @@ def _crc32(path: Path) -> int:
         while block := file.read(_BLOCK):
             checksum = zlib.crc32(block, checksum)
     return checksum
-
-
-@contextlib.contextmanager
-def _log_progress(what: str) -> Iterator[None]:
-    """Log at intervals how long a block has been running."""
-    done, started = threading.Event(), time.monotonic()
-
-    def report() -> None:
-        while not done.wait(_LOG_INTERVAL_SECONDS):
-            logger.warning("%s: %.0f s so far", what, time.monotonic() - started)
-
-    thread = threading.Thread(target=report, name="megalith-index-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def _open_locked(path: Path) -> tuple[IO[bytes], bool]:

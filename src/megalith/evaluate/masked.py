@@ -28,7 +28,7 @@ from megalith.data.masked.sample_index import LONGEST_SENTENCE
 from megalith.data.samples import MapDataset
 from megalith.data.sentences import PunctuationSplitter
 from megalith.data.sources import JSONL, format_of
-from megalith.evaluate.score import BatchScorer, BatchWork, score_targets
+from megalith.evaluate.score import BatchScorer, BatchWork, RunningScore, prediction_sums, score_targets
 from megalith.evaluate.text import bounded_exp, read_documents
 from megalith.models.language_model import DenoisingModel, Inputs
 from megalith.nn.precision import at_least_fp32
@@ -104,7 +104,8 @@ class MaskedScorer(BatchScorer[DenoisingModel]):
             for name, values in samples[item].items():
                 digest.update(name.encode() + values.tobytes())
         self.require_equal(digest.hexdigest())
-        works = self.run(count, lambda batches, first: _Work(self.model, samples, batches, on_batch, first))
+        running = RunningScore()
+        works = self.run(count, lambda batches, first: _Work(self.model, samples, batches, on_batch, first, running))
         own = sum((work.tally for _, work in works), _Tally())
         found = sum(self.gather(own, _Tally()), _Tally())
         orders = found.orders if "sop loss" in self.model.loss_names else None
@@ -131,9 +132,10 @@ class _Work(BatchWork):
         batches: Sequence[range],
         on_batch: Callable[[int], None],
         first: int,
+        running: RunningScore,
     ) -> None:
         super().__init__(on_batch, first)
-        self._model, self._samples, self._batches = model, samples, batches
+        self._model, self._samples, self._batches, self._running = model, samples, batches, running
         self._held: dict[int, Inputs] = {}
         self._results: list[Tensor] = []
 
@@ -151,10 +153,14 @@ class _Work(BatchWork):
 
     def forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         inputs = self._inputs(micro_batch)
+        num_samples = len(self._batches[micro_batch])
         if not self._model.stage.is_last:
+            self._running.add(num_samples, None)
             return self._model.forward_stage(inputs, hidden)
-        self._results.append(_evaluate(self._model, inputs, hidden))
-        return self._results[-1].new_zeros(())
+        found = _evaluate(self._model, inputs, hidden)
+        self._results.append(found)
+        self._running.add(num_samples, lambda: found[:3])
+        return found.new_zeros(())
 
     def release(self, micro_batch: int) -> None:
         del self._held[micro_batch]
@@ -177,20 +183,14 @@ def _evaluate(model: DenoisingModel, inputs: Inputs, hidden_SBD: Tensor | None) 
     states_TD, logits_B2 = model.states_of_hidden_tokens(inputs, hidden_SBD)
     wanted_T = inputs.tensors["labels"].t()[inputs.tensors["loss_mask"].t() > 0]
     shared = (model.region, model.vocab_size, model.output_bias)
-    tokens = _sums(*score_targets(states_TD, model.output_weight, wanted_T, *shared))
+    tokens = prediction_sums(*score_targets(states_TD, model.output_weight, wanted_T, *shared))
     if logits_B2 is None:
         return torch.cat((tokens, tokens.new_zeros(4)))
     wanted_B = inputs.tensors["is_random"]
     logprobs_B2 = torch.log_softmax(logits_B2.to(at_least_fp32(logits_B2.dtype)), dim=-1)
     of_wanted_B = logprobs_B2.gather(1, wanted_B[:, None]).squeeze(1)
-    orders = _sums(of_wanted_B, logprobs_B2.argmax(dim=-1) == wanted_B)
+    orders = prediction_sums(of_wanted_B, logprobs_B2.argmax(dim=-1) == wanted_B)
     return torch.cat((tokens, orders, wanted_B.sum()[None].double()))
-
-
-def _sums(logprobs_T: Tensor, right_T: Tensor) -> Tensor:
-    """Return the number of predictions, of correct ones, and the summed loss: [3] in fp64."""
-    total = torch.full((), len(logprobs_T), dtype=torch.float64, device=logprobs_T.device)
-    return torch.stack((total, right_T.sum().double(), -logprobs_T.double().sum()))
 
 
 def is_dataset(path: Path) -> bool:

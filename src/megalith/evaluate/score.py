@@ -9,8 +9,10 @@ padded rows have no probability, as in an exported model.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Generic, TypeVar
 
@@ -29,12 +31,14 @@ from megalith.nn.linear import linear
 from megalith.nn.precision import at_least_fp32
 from megalith.nn.region import Region
 from megalith.parallel import pipeline
+from megalith.progress import advance, is_counted, task
 from megalith.schedules.pipeline import Op, make_schedule
 
 Ids = Sequence[int] | NDArray[np.int64]
 
 _BATCHES_AT_ONCE = 256  # per pipeline program, whose results stay on the device until it ends
 _LOGITS_AT_ONCE = 1 << 24  # on a CPU twice as fast as 1 << 26, which allocates new pages each time
+_SECONDS_BETWEEN_SCORES = 0.5
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,13 @@ class BatchScorer(Generic[M]):
         context, size = self.context, self.batch_size
         batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
         own = batches[context.dp.index :: context.dp.size]
-        for first in range(0, len(own), _BATCHES_AT_ONCE):
-            part = own[first : first + _BATCHES_AT_ONCE]
-            work = make_work(part, first)
-            schedule = make_schedule("forward", context.pp.size, 1, len(part))
-            pipeline.run(schedule.program(context.pp.index), work, context.p2p_channels)
-            yield part, work
+        with task("evaluating", sum(map(len, own)), " samples", counts="samples"):
+            for first in range(0, len(own), _BATCHES_AT_ONCE):
+                part = own[first : first + _BATCHES_AT_ONCE]
+                work = make_work(part, first)
+                schedule = make_schedule("forward", context.pp.size, 1, len(part))
+                pipeline.run(schedule.program(context.pp.index), work, context.p2p_channels)
+                yield part, work
 
     def gather(self, found: T, nothing: T) -> list[T]:
         """Gather the results of each replica on every rank; ranks without predictions contribute `nothing`."""
@@ -121,6 +126,32 @@ class BatchWork:
         pass
 
 
+class RunningScore:
+    """Score of the samples so far, beside the progress of an evaluation. Nothing is computed where none is shown."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+        self._next = 0.0
+
+    def add(self, num_samples: int, sums: Callable[[], Tensor] | None) -> None:
+        """Count a batch; `sums` returns its `prediction_sums`, None but on the last pipeline stage."""
+        if not is_counted("samples"):
+            return
+        note, now = "", time.monotonic()
+        if sums is not None:
+            self._sums = sums() if self._sums is None else self._sums + sums()
+            if now >= self._next:  # not at every batch: the device is waited for
+                number, right, loss = self._sums.tolist()
+                note, self._next = f"loss {loss / number:.4g} {right / number:.1%} right", now + _SECONDS_BETWEEN_SCORES
+        advance("samples", num_samples, note)
+
+
+def prediction_sums(logprobs_T: Tensor, right_T: Tensor) -> Tensor:
+    """Return the number of predictions, of correct ones, and the summed loss: [3] in fp64."""
+    total = torch.full((), len(logprobs_T), dtype=torch.float64, device=logprobs_T.device)
+    return torch.stack((total, right_T.sum().double(), -logprobs_T.double().sum()))
+
+
 class Scorer(BatchScorer[GenerativeModel | PlainModel]):
     """Scorer of token sequences; only the first `num_tokens` rows of the vocabulary (None: all) have a probability."""
 
@@ -144,9 +175,11 @@ class Scorer(BatchScorer[GenerativeModel | PlainModel]):
         """Score samples of at most `context_length` + 1 ids, in order; `on_batch` receives each batch's number."""
         self._check(samples)
 
+        running = RunningScore()
+
         def make_work(part: Sequence[range], first: int) -> _Work:
             batches = [[samples[index] for index in batch] for batch in part]
-            return _Work(self.model, batches, self.num_tokens, on_batch, first)
+            return _Work(self.model, batches, self.num_tokens, on_batch, first, running)
 
         found: dict[int, Score] = {}
         for part, work in self.run(len(samples), make_work):
@@ -177,9 +210,10 @@ class _Work(BatchWork):
         num_tokens: int | None,
         on_batch: Callable[[int], None],
         first: int,
+        running: RunningScore,
     ) -> None:
         super().__init__(on_batch, first)
-        self._model, self._batches, self._num_tokens = model, batches, num_tokens
+        self._model, self._batches, self._num_tokens, self._running = model, batches, num_tokens, running
         self._results: list[tuple[Tensor, Tensor]] = []
 
     def activation_shape(self, micro_batch: int) -> tuple[tuple[int, int, int], torch.dtype]:
@@ -194,16 +228,20 @@ class _Work(BatchWork):
         places, wanted = (torch.from_numpy(found).to(model.device) for found in _targets(batch))
         if isinstance(model, PlainModel):
             logits_TV = model(tokens_BS).flatten(0, 1)[places].detach()
-            self._results.append(_score_logits(logits_TV, wanted, model.region, size, tokens or size))
+            self._append(batch, _score_logits(logits_TV, wanted, model.region, size, tokens or size))
             return logits_TV.new_zeros(())
         states_SBD = model.forward(tokens_BS, hidden_SBD=hidden, apply_head=False)
         if not model.stage.is_last:
+            self._running.add(len(batch), None)
             return states_SBD
         states_TD = states_SBD.transpose(0, 1).flatten(0, 1)[places]
-        self._results.append(
-            score_targets(states_TD, model.output_weight, wanted, model.region, size, num_tokens=tokens)
-        )
+        found = score_targets(states_TD, model.output_weight, wanted, model.region, size, num_tokens=tokens)
+        self._append(batch, found)
         return states_TD.new_zeros(())
+
+    def _append(self, batch: Sequence[Sample], found: tuple[Tensor, Tensor]) -> None:
+        self._results.append(found)
+        self._running.add(len(batch), partial(prediction_sums, *found))
 
     def scores(self) -> Iterator[Score]:
         """Yield the scores of all samples, in order; none on a stage without predictions."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megalith import progress
 from megalith.data import index_cache
 from megalith.data.blend import BlendedDataset
 from megalith.data.gpt_dataset import GPTDataset, GPTDatasetOptions
@@ -283,14 +284,19 @@ def test_ranks_after_the_first_rely_on_what_it_checked(tmp_path: Path, monkeypat
 
 
 def test_what_takes_long_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(index_cache, "_LOG_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "SECONDS_BEFORE_A_BAR", 0.0)
+    monkeypatch.setattr(progress, "_SECONDS_BEFORE_A_LINE", 0.01)
+    monkeypatch.delenv("RANK", raising=False)
+    told: list[str] = []
 
     def build() -> Arrays:
-        while not caplog.records:
+        while not (said := capsys.readouterr().err):
             time.sleep(0.01)
+        told.append(said)
         return arrays()
 
-    load_or_build(tmp_path, recipe(build))
-    assert "Kind train" in caplog.text
+    with progress.on_console():
+        load_or_build(tmp_path, recipe(build))
+    assert "Kind train" in told[0]

@@ -38,6 +38,7 @@ from megalith.checkpoint.files.safe_loading import dump_bytes
 from megalith.checkpoint.sources.source import Source, damaged, fitted, open_source
 from megalith.checkpoint.sources.torch_dist import COMMON_FILE, FORMAT_FILE, TorchDistSource
 from megalith.errors import CheckpointError, NewerFormatError, OtherModelError
+from megalith.progress import task
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -163,7 +164,8 @@ class CheckpointFolder:
         try:
             body = self.manifest()
             if body is None:
-                return (self.source.problems() if part == 0 else []) or self.source.changed(part, parts)
+                with task("verifying the checkpoint"):
+                    return (self.source.problems() if part == 0 else []) or self.source.changed(part, parts)
             records = manifests.records_of(body)
             if not deferred:
                 return manifests.compare(self.path, _share(records, part, parts))

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.distributed.machine import memory_limit
+from megalith.progress import advance
 
 _POLYNOMIAL = 0xEDB88320  # of zlib, bits reversed
 
@@ -188,6 +189,7 @@ class HashedFile(io.RawIOBase):
         return checksum
 
     def _put(self, piece: memoryview) -> None:
+        size = len(piece)
         if self._cancelled():
             raise WritingCancelled
         try:
@@ -196,6 +198,7 @@ class HashedFile(io.RawIOBase):
         except OSError as error:
             self.failure = self.failure or error
             raise
+        advance("bytes written", size)
 
     def _pieces(self, view: memoryview) -> Iterator[memoryview]:
         while view:
@@ -244,6 +247,7 @@ def _hash_segment(path: Path, start: int, buffers: threading.local) -> list[int]
             if (got := _fill(file.fileno(), view, block)) == 0:
                 break
             checksums.append(zlib.crc32(view[:got]))
+            advance("bytes hashed", got)
     return checksums
 
 
@@ -273,6 +277,7 @@ class FileReader:
 
     def read(self, view: memoryview, start: int) -> None:
         read_exactly(self.fd, view, start)
+        advance("bytes read", len(view))
 
 
 class HashingFileReader(FileReader):
@@ -316,6 +321,7 @@ class HashingFileReader(FileReader):
     def _take(self, piece: memoryview) -> None:
         read_exactly(self.fd, piece, self._reached)
         self._reached += len(piece)
+        advance("bytes read", len(piece))
         self._pieces.append(piece)
         if sum(map(len, self._pieces)) >= _PIECE:
             self._give()

@@ -16,6 +16,7 @@ from typing import Any
 import megalith
 from megalith.checkpoint.files.hashing import HASH_NAME, FileRecord, hash_files, require_file
 from megalith.errors import CheckpointError, NewerFormatError
+from megalith.progress import task
 
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 1
@@ -136,8 +137,10 @@ def _by_size(folder: Path, expected: Mapping[str, FileRecord]) -> tuple[list[str
 def compare(folder: Path, expected: Mapping[str, FileRecord]) -> list[str]:
     """Hash the files of a folder and list what differs from the manifest; sizes first, since they cost nothing."""
     problems, sound = _by_size(folder, expected)
+    size = sum(expected[str(path.relative_to(folder))].size for path in sound)
     try:
-        found = hash_files(sound, below=folder)
+        with task("verifying the checkpoint", size, "B", counts="bytes hashed"):
+            found = hash_files(sound, below=folder)
     except (OSError, EOFError) as error:
         return [*problems, f"{folder} cannot be read: {error}"]
     changed = [folder / name for name, record in found.items() if record.digest != expected[name].digest]

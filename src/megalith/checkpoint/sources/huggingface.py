@@ -33,6 +33,7 @@ from megalith.errors import CheckpointError, OtherModelError
 from megalith.models.huggingface import DTYPES, HuggingFaceModel, model_of_config
 from megalith.models.huggingface_gpt2 import PREFIX as GPT2_PREFIX
 from megalith.models.huggingface_tensors import OUTPUT_LAYER, Part, TheirTensor, follows_from_config
+from megalith.progress import advance
 from megalith.tokenizers.huggingface import TOKENIZER_FILE, holds_tokenizer, tokenizer_files
 from megalith.tokenizers.sentence_piece import MODEL_FILE
 from megalith.tokenizers.word_piece import EXTRA_IDS
@@ -216,6 +217,7 @@ class HuggingFaceSource:
             files = _Files(stack)
             for chunk in content.chunks:
                 check_filled(str(self.path), chunk, self._fill(chunk, files))
+                advance("bytes read", chunk.nbytes)
         return {}
 
     def _fill(self, chunk: Chunk, files: _Files) -> int:

@@ -66,6 +66,7 @@ from megalith.checkpoint.formats.torch_dist import (
 from megalith.checkpoint.global_parameters import GlobalParameters, ParallelLayout, RankCoordinates, parallel_layout
 from megalith.checkpoint.sources.source import Contents, StoredTensor, listing
 from megalith.errors import CheckpointError, LayoutError
+from megalith.progress import advance
 
 # As Megatron formats it: mp_rank_{tp:02d}, then _{pp:03d} and _{ep:03d} where these sizes are above 1.
 _RANK_FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
@@ -414,6 +415,7 @@ class PerRankSource:
             for part in candidates:
                 self._mapped_files.release(part.tensor)
             check_filled(str(self.path), target, filled)
+            advance("bytes read", target.nbytes)
         return {key: self._random_states[key] for key in content.objects}
 
     @cached_property

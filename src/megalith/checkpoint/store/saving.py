@@ -55,6 +55,7 @@ from megalith.checkpoint.store.staging import Staging
 from megalith.checkpoint.writers.per_rank import PerRankWriter
 from megalith.distributed.board import run_in_thread
 from megalith.errors import CheckpointError
+from megalith.progress import task
 
 MakeWriter = Callable[[CheckpointContent, Mapping[str, bytes], int], TorchDistWriter | PerRankWriter]
 """Makes a writer of the content, the extra files and the rank."""
@@ -98,10 +99,11 @@ class CheckpointSave:
     def run(self) -> SaveReport:
         """Save synchronously. After a CheckpointError, on any rank, earlier checkpoints are untouched."""
         self.begin()
-        results = self.run_write(self.write)
-        if isinstance(writer := self._writer, PerRankWriter):
-            results = self.run_write(lambda: self._write_checksums(writer))
-        report = self.finish_commit(lambda: self.commit(results), results)
+        with task("saving the checkpoint", self._writer.nbytes, "B", counts="bytes written"):
+            results = self.run_write(self.write)
+            if isinstance(writer := self._writer, PerRankWriter):
+                results = self.run_write(lambda: self._write_checksums(writer))
+            report = self.finish_commit(lambda: self.commit(results), results)
         return replace(report, stall_seconds=report.seconds)
 
     def begin(self) -> None:

@@ -47,6 +47,7 @@ from megalith.config.values import remote
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError, NewerFormatError
 from megalith.layout import Layout
+from megalith.progress import task
 
 if TYPE_CHECKING:  # DCP takes long to import: it is imported when a checkpoint is written or read
     from megalith.checkpoint.files.folder import CheckpointFolder, PlannedLoad, Signature
@@ -307,11 +308,11 @@ class DirectoryStore:
         self._ranks.run_on_all(lambda: planned.append(self._existing(iteration).open(content, requested)))
         signature = self._ranks.run_on_first(lambda: self._existing(iteration).signature())
         if not verify or self._sound.get(iteration) == signature:
-            return self._loaded(lambda: planned[0].load({}))
+            return self._loaded(content, lambda: planned[0].load({}))
         rank, size = self._ranks.axis.index, self._ranks.axis.size
         self._stop_fetching()  # the load reads the same files now
         try:
-            loaded = self._loaded(lambda: planned[0].load(self._existing(iteration).read_through(rank, size)))
+            loaded = self._loaded(content, lambda: planned[0].load(self._existing(iteration).read_through(rank, size)))
         except Exception as error:
             problems = self.verify(iteration)  # every file, not only the first that was found
             if problems:
@@ -320,10 +321,11 @@ class DirectoryStore:
         self._sound[iteration] = signature
         return loaded
 
-    def _loaded(self, load: Callable[[], LoadedContent]) -> LoadedContent:
+    def _loaded(self, content: CheckpointContent, load: Callable[[], LoadedContent]) -> LoadedContent:
         """Return the result of `load` on this rank if it succeeds on all; nothing is sent, as it may be large."""
         loaded: list[LoadedContent] = []
-        self._ranks.run_on_all(lambda: loaded.append(load()))
+        with task("loading the checkpoint", content.nbytes, "B", counts="bytes read"):
+            self._ranks.run_on_all(lambda: loaded.append(load()))
         self._opened = None  # not needed after a load
         return loaded[0]
 

@@ -41,6 +41,7 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.models.huggingface import DTYPES, config_of_model, family_for
 from megalith.models.huggingface_family import Family
 from megalith.models.huggingface_tensors import TheirTensor
+from megalith.progress import advance, task
 from megalith.tokenizers.byte_level import END_OF_TEXT, read_byte_pair_vocabulary, tokenizer_json
 from megalith.tokenizers.huggingface import TOKENIZER_FILE
 from megalith.tokenizers.sentence_piece import MODEL_FILE, load_model
@@ -155,14 +156,16 @@ def export(
     destination = destination.resolve()
     with temp_folder(destination, layout.bytes) as new:
         reader = _Reader(weights, params, rows, table)
-        for name, shard in zip(layout.names, layout.shards, strict=True):
-            _write_safetensors(new.path / name, shard, reader)
+        with task("exporting", layout.bytes, "B", counts="bytes exported"):
+            for name, shard in zip(layout.names, layout.shards, strict=True):
+                _write_safetensors(new.path / name, shard, reader)
         if len(layout.shards) > 1:
             files[INDEX_FILE] = _json(layout.index())
         for name, data in files.items():
             write_durably(new.path / name, data)
         if check is not None:
-            check(new.path, weights, params, rows)
+            with task("comparing logits with transformers"):
+                check(new.path, weights, params, rows)
         new.commit()
     architecture = config.get("architectures", [family.architecture])[0]
     return ExportResult(destination, family, architecture, rows, layout.bytes, len(layout.shards), notes)
@@ -413,6 +416,7 @@ def _write_safetensors(path: Path, shard: Sequence[_Entry], reader: _Reader) -> 
         for entry in order:
             flat = reader.tensor(entry).view(-1).view(torch.uint8)
             file.write(flat.numpy().data)
+            advance("bytes exported", entry.bytes)
         file.flush()
         os.fsync(file.fileno())
 

@@ -44,6 +44,7 @@ from megalith.checkpoint.global_parameters import RankCoordinates
 from megalith.checkpoint.sources.source import Contents, Source, fitted
 from megalith.errors import CheckpointError
 from megalith.layout import Layout
+from megalith.progress import advance
 
 
 def _preallocate(target: Target, folder: Path, coords: RankCoordinates) -> None:
@@ -98,6 +99,7 @@ class _OpenFiles:
             views = overlapping_views(held, chunk)
             if views is not None:
                 write_at(fd, start, *views)
+        advance("bytes written", chunk.nbytes)
 
 
 def _file_index(chunk: Chunk) -> LayerIndex:

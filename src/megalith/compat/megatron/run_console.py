@@ -12,6 +12,7 @@ from typing import TextIO
 
 from megalith.compat.megatron import console_lines
 from megalith.layout import Layout
+from megalith.progress import duration
 from megalith.train.results import (
     BadStep,
     Evaluation,
@@ -59,7 +60,7 @@ class RunConsole:
     """
 
     def __init__(self, log_path: Path | None, out: TextIO | None = None, *, shows: bool = True) -> None:
-        self._out, self._shows = out or sys.stdout, shows
+        self._out, self._shows = out, shows
         self._logger = logging.getLogger("megalith")
         self._handlers: list[logging.Handler] = [_WarningHandler()] if shows else []
         if log_path is None:
@@ -78,10 +79,11 @@ class RunConsole:
         self.log(text)
         if not self._shows:
             return
+        out = self._out or sys.stdout  # now: it may be one that writes above a progress bar
         try:
-            print(text, file=self._out, flush=True)
+            print(text, file=out, flush=True)
         except OSError as error:
-            drop(self._out)
+            drop(out)
             self.log(f"WARNING: the console is gone ({error}); the run and this log continue")
 
     def warn(self, text: str) -> None:
@@ -198,11 +200,3 @@ def speed_line(report: WindowReport) -> str:
     share = f"MFU {by_datasheet}{report.mfu_measured:.0%} of the matmul peak measured at the start{busy}"
     left = f"; {duration(report.seconds_left)} left" if report.seconds_left else ""
     return f" speed: {report.tokens_per_second:,.0f} tokens/s, {report.teraflops:.3g} TFLOP/s, {share}{left}"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds in their two largest units: `3 d 4 h`, `2 min 5 s`, `7 s`."""
-    whole = round(seconds)
-    parts = [("d", whole // 86400), ("h", whole // 3600 % 24), ("min", whole // 60 % 60), ("s", whole % 60)]
-    first = next((place for place, (_, number) in enumerate(parts) if number), len(parts) - 1)
-    return " ".join(f"{number} {unit}" for unit, number in parts[first : first + 2])

@@ -30,6 +30,7 @@ from megalith.data.indexed.reader import (
     idx_path,
 )
 from megalith.errors import DataError
+from megalith.progress import advance
 
 _COPIED_AT_ONCE = 1 << 22  # bytes
 _SECONDS_FOR_ORPHANS = 10.0  # longest time that workers of a killed run take to exit
@@ -126,6 +127,7 @@ class IndexedWriter:
             with bin_path(prefix).open("rb") as file:
                 while block := file.read(_COPIED_AT_ONCE):
                     self._write_tokens(block)
+                    advance("bytes merged", len(block))
         except OSError as error:
             raise DataError(f"cannot read {bin_path(prefix)}: {error.strerror}") from error
         self.num_tokens += other.num_tokens
