@@ -2,17 +2,19 @@
 
 No tensor of the CPU meets one of the device, in an operator or in a collective; every collective gets contiguous
 memory; the losses are those of the CPU; and the host waits for the device once a step, when it reads what the step
-found. No GPU and no compiler is needed.
+found. No GPU and no compiler is needed; compiled layers are traced as for a GPU, but have no kernels of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,6 +36,7 @@ from megalith.train.results import StepResult
 from megalith.train.step import train_step
 
 from .. import fake_device
+from ..front_end import front_end, graphs
 from ..unit.serve.models import STYLES, Letters, collect, model_of, tokens_of
 from .conftest import Ranks
 from .test_parity import Case, batches_of, state_of
@@ -65,8 +68,12 @@ def found_on_the_device(case: Case, flags: str, able: Capability) -> dict[str, A
     """What a rank found in a few steps on the device."""
     device = fake_device.install(able)
     fake_device.check_collectives()
-    found = list(steps_of(case, flags, str(device)))
+    without_triton = patch("megalith.assemble.model.require_compiler")
+    with without_triton, front_end() if case.compiled else nullcontext({}) as breaks:
+        found = list(steps_of(case, flags, str(device)))
+        compiled = graphs() if case.compiled else 0
     return {
+        "graphs": (compiled, dict(breaks)),
         "losses": [result.loss for result, _ in found],
         "applied": all(result.applied for result, _ in found),
         "waits": [[wait.rsplit(":", 1)[0] for wait in record.waits] for _, record in found],
@@ -117,9 +124,25 @@ CASES = {
     "ZeRO-1": (Case(_DP, "llama", zero1=True), BF16, RTX_4090),
     "ZeRO-2": (Case(_DP, fsdp="zero2"), BF16, H100),
     "ZeRO-3": (Case(_DP, "llama", fsdp="zero3"), BF16, H100),
+    "gpt2, compiled": (Case(Layout(), recompute="parts-core_attn+mlp+layernorm", compiled=True), BF16, H100),
+    "llama, compiled": (Case(Layout(), "llama", compiled=True), BF16, H100),
+    "latent, compiled": (Case(Layout(), "latent", compiled=True), "--bf16", H100),
+    "sinks, compiled": (Case(Layout(), "sinks", compiled=True), BF16, H100),
+    "documents, compiled": (Case(Layout(), "llama", data="documents", compiled=True), BF16, H100),
+    "TP, SP, compiled": (Case(_TP, "llama", sequence_parallel=True, compiled=True), BF16, H100),
+    "CP, compiled": (Case(_CP, "llama", compiled=True), BF16, H100),
+    "ZeRO-3, compiled": (Case(_DP, "llama", fsdp="zero3", compiled=True), BF16, H100),
     "EP": (Case(Layout(dp=2, ep=2), "mixture", dispatcher="alltoall", zero1=True), BF16, H100),
     "EP, all-gather": (Case(Layout(dp=2, ep=2), "mixture"), FP16, V100),
 }
+GRAPHS = {
+    "gpt2, compiled": 1,
+    "llama, compiled": 1,
+    "latent, compiled": 1,
+    "TP, SP, compiled": 1,
+    "ZeRO-3, compiled": 1,
+}
+"""Of a dense layer; a layer without its attention is more."""
 _ROWS, _SENT = (f"copy to the host at {place}" for place in ("nn/moe/permutation.py", "parallel/experts.py"))
 READS_OF_EXPERTS = {"experts": [_ROWS] * 6, "EP": [_SENT, _ROWS] * 3, "EP, all-gather": [_ROWS] * 3}
 """How many rows each expert gets decides shapes: read in each of the 3 MoE layers for each micro-batch of the rank."""
@@ -133,6 +156,9 @@ def test_a_step(name: str, ranks: Ranks) -> None:
     for found in ranks.run(case.layout.world_size, found_on_the_device, case, flags, able):
         assert found["applied"]
         assert found["losses"] == pytest.approx(wanted, rel=0.1 if DROPOUT in flags else 2e-2 if flags else 1e-9)
+        count, breaks = found["graphs"]
+        assert bool(count) is case.compiled
+        assert name not in GRAPHS or (count, breaks) == (GRAPHS[name], {})
         assert all(map(bool, found["collectives"])) is (case.layout.world_size > 1)
         for waits in found["waits"]:
             assert waits[-1:] == READ_ONCE and waits[:-1] == READS_OF_EXPERTS.get(name, [])

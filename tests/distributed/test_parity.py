@@ -275,6 +275,7 @@ class Case:
             f"--num-virtual-stages-per-pipeline-rank {self.virtual_stages}" if self.virtual_stages > 1 else "",
             "--use-distributed-optimizer" if self.zero1 else "",
             "--compile" if self.compiled else "",
+            "--reset-attention-mask" if self.compiled and self.data == "documents" else "",  # which is not compiled
             FSDP_FLAGS.get(self.fsdp, f"--use-megatron-fsdp --data-parallel-sharding-strategy {self.fsdp}"),
         ]
         if self.recompute:

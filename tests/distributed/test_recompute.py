@@ -20,6 +20,7 @@ from megalith.config import load
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.models.transformer import Block
+from megalith.optim.gradients import GradientBuffers
 from megalith.train.consensus import NeverStop, RankConsensus
 from megalith.train.state import TrainState
 from megalith.train.step import MicroBatch, train_step
@@ -85,7 +86,9 @@ def _run(flags: str, world_size: int) -> tuple[list[Tensor], int]:
             sum_over_ranks=sum_over_ranks,
         )
         assert result.applied and result.grad_norm is not None
-        seen += [torch.tensor([result.loss, result.grad_norm]), optimizer.gradients.flat.clone()]
+        seen.append(torch.tensor([result.loss, result.grad_norm]))
+        if isinstance(optimizer.gradients, GradientBuffers):
+            seen.append(optimizer.gradients.flat.clone())
     optimizer.finish_param_sync()
     seen += [parameter.detach() for chunk in chunks for parameter in chunk.parameters()]
     seen.append(torch.rand(3))

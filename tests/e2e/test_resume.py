@@ -42,8 +42,15 @@ def validation_lines(text: str) -> list[str]:
         pytest.param(["--bf16"], marks=pytest.mark.full),
         # A scale that overflows at first: the second half begins with a scaler and a schedule that lag behind.
         ["--fp16", "--initial-loss-scale", 2.0**24, "--loss-scale-window", 3],
+        pytest.param(
+            ["--compile"],
+            marks=[
+                pytest.mark.full,
+                pytest.mark.skipif(shutil.which("g++") is None, reason="--compile needs a C++ compiler on a CPU"),
+            ],
+        ),
     ],
-    ids=["fp32", "bf16", "fp16"],
+    ids=["fp32", "bf16", "fp16", "compiled"],
 )
 def test_forty_steps_are_twenty_and_twenty(warm: WarmProcess, tmp_path: Path, precision: list[object]) -> None:
     common = ["--train-iters", 40, "--eval-interval", 8, "--save-interval", 40, *precision]

@@ -19,6 +19,7 @@ from megalith.distributed.context import ParallelContext
 from megalith.distributed.launch import named_gpu
 from megalith.distributed.rng import RandomStreams, Stream
 from megalith.errors import ConfigError
+from megalith.kernels.torch_private import COMPILE_DISABLERS, cpp_compiler
 from megalith.models.families import model_class
 from megalith.models.initialise import initialise, initialise_as_megatron_cpu, seeded
 from megalith.models.language_model import LanguageModel, Stage
@@ -38,8 +39,6 @@ from megalith.parallel.tensor import SequenceParallel, TensorParallel
 
 if TYPE_CHECKING:
     from megalith.parallel.fsdp import FullyShard
-
-_COMPILERS = ("g++", "clang++", "c++")
 
 
 def choose_device(wanted: str, launch: LaunchConfig | None = None) -> torch.device:
@@ -80,14 +79,18 @@ def require_compiler(run: RunConfig, device: torch.device) -> None:
     """Check that `--compile` has a compiler.
 
     Raises:
-        ConfigError: on a CPU without a C++ compiler, or on a GPU without Triton or older than Volta.
+        ConfigError: on a CPU without a C++ compiler, on a GPU without Triton or older than Volta, or where the
+            environment turns compilation off.
     """
     if not run.train.compile:
         return
+    if off := next((name for name in COMPILE_DISABLERS if os.environ.get(name) == "1"), None):
+        raise ConfigError(f"--compile: {off}=1 in the environment turns it off; unset it, or leave --compile out")
     if is_host(device):
-        if not any(map(shutil.which, _COMPILERS)):
+        if shutil.which(compiler := cpp_compiler(os.environ)) is None:
             raise ConfigError(
-                f"--compile needs a C++ compiler on a CPU; install one of {', '.join(_COMPILERS)} or leave it out"
+                f"--compile needs a C++ compiler on a CPU, and {compiler} is not found; install it, name another one "
+                "by the environment variable CXX, or leave --compile out"
             )
     elif importlib.util.find_spec("triton") is None:
         raise ConfigError("--compile needs Triton on a GPU; install the package triton or leave it out")
@@ -236,8 +239,7 @@ def fully_shard(run: RunConfig, chunks: Sequence[LanguageModel], context: Parall
 def build_run_optimizer(run: RunConfig, chunks: Sequence[LanguageModel], context: ParallelContext) -> Optimizer:
     """Build the optimizer over the weights of all chunks, before or after the weights are loaded.
 
-    With `--compile` this compiles the blocks, after the optimizer has attached its gradient sink to them; with
-    `--use-torch-fsdp2` it shards the weights.
+    With `--compile` this compiles the layers; with `--use-torch-fsdp2` it shards the weights before.
     """
     optimizer = build_optimizer(
         chunks,

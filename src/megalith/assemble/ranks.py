@@ -16,6 +16,7 @@ from megalith.distributed.consistency import CollectiveCheck, Observers
 from megalith.distributed.context import Axis, Observer, ParallelContext
 from megalith.distributed.launch import connect
 from megalith.distributed.watchdog import Watchdog
+from megalith.models.compiled import compile_errors_named
 
 _TORCH_TIMEOUT_MARGIN = timedelta(days=1)
 """Added to torch's timeout, so that the watchdog reports first: it names the missing rank and ignores suspensions."""
@@ -86,6 +87,8 @@ def join_ranks(
             boards.append(open_board(rendezvous.rank, rendezvous.size, rendezvous.store, one_host=rendezvous.one_host))
             stack.enter_context(watchdog.guard(boards[0], rendezvous.rank, rendezvous.size))
         stack.enter_context(watchdog.name_device_errors())
+        if run.train.compile:
+            stack.enter_context(compile_errors_named())
         if launch.world_size == 1:
             yield ParallelContext.solo(device)
             return

@@ -209,11 +209,13 @@ def _compiler(device: torch.device) -> Finding:
     from megalith.device import is_host
 
     if not is_host(device):
-        found = importlib.util.find_spec("triton") is not None
-        return Finding("ok" if found else "note", f"--compile: triton is {'installed' if found else 'missing'}")
-    compiler = next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
-    text = f"C++ compiler {compiler}" if compiler else "needs a C++ compiler, and none is installed"
-    return Finding("ok" if compiler else "note", f"--compile: {text}")
+        triton = importlib.util.find_spec("triton") is not None
+        return Finding("ok" if triton else "note", f"--compile: triton is {'installed' if triton else 'missing'}")
+    from megalith.kernels.torch_private import cpp_compiler
+
+    found = shutil.which(compiler := cpp_compiler(os.environ))
+    text = f"C++ compiler {found}" if found else f"needs a C++ compiler, and {compiler} is not found"
+    return Finding("ok" if found else "note", f"--compile: {text}")
 
 
 def _processes() -> Iterator[Finding]:

@@ -6,6 +6,8 @@ Tested versions are in pyproject.toml.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -147,3 +149,31 @@ def dump_memory_history(path: str) -> None:
 def sdpa_kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> str:
     """Return the name of the kernel that torch SDPA takes for a call: MATH, FLASH_ATTENTION, ..."""
     return str(torch._C._SDPBackend(torch._fused_sdp_choice(q, k, v, mask, dropout, mask is None)).name)
+
+
+COMPILE_DISABLERS = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+"""Environment variables that turn torch.compile off, without a word, where they are 1."""
+
+
+def cpp_compiler(environ: Mapping[str, str]) -> str:
+    """Return the C++ compiler that torch.compile calls on a CPU."""
+    return environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+
+
+def forbid_eager_fallback() -> None:
+    """Make torch.compile raise where it would leave a function uncompiled; an environment variable may ask for that.
+
+    Layers of several kinds, in training and evaluation, in sizes known and variable, are more than its limit of 8.
+    """
+    import torch._dynamo
+
+    config: Any = torch._dynamo.config
+    config.suppress_errors, config.fail_on_recompile_limit_hit = False, True
+    config.recompile_limit = max(config.recompile_limit, 64)
+
+
+def is_compile_error(error: Exception) -> bool:
+    """Return whether torch.compile raised it, and not the function that it compiles."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    return isinstance(error, TorchDynamoException | FailOnRecompileLimitHit)

@@ -7,8 +7,7 @@ family: it calls `prepare` on a micro-batch, `forward_stage` on each pipeline st
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from copy import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,23 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import ModelConfig, check_groups
-from megalith.device import is_host
 from megalith.errors import ConfigError
 from megalith.models.layer_options import rotations
-from megalith.nn.attention import ContextParallelAttention, LocalAttention, SelfAttention
+from megalith.nn.attention import ContextParallelAttention, LocalAttention
 from megalith.nn.cache import KVCache
 from megalith.nn.cross_attention import CrossAttention, Encoded
 from megalith.nn.documents import Documents
 from megalith.nn.embedding import Embedding, TokenEmbedding
-from megalith.nn.latent_attention import LatentAttention
 from megalith.nn.loss import LogitsBuffer, vocabulary_loss
 from megalith.nn.moe.balance import Alone, Auxiliary, Peers
-from megalith.nn.moe.layer import MoE
 from megalith.nn.placement import Placement, Replicated
 from megalith.nn.precision import FactoryKwargs, at_least_fp32
 from megalith.nn.recompute import Recompute
 from megalith.nn.region import Region, Solo
-from megalith.nn.sink import GradientSink, attach_sink
+from megalith.nn.sink import GradientSink
 from megalith.registry import Registered
 
 if TYPE_CHECKING:
@@ -257,23 +253,15 @@ class LanguageModel(nn.Module, ABC):
         return length // self.region.size if self.region.needs_grad_reduce else length
 
     def compile_blocks(self, *, documents: bool = False) -> None:
-        """Compile each block with torch.compile; blocks that are alike share a compilation.
+        """Compile each layer with torch.compile; layers that are alike share a compilation (models/compiled.py).
 
-        Their weight gradients come from autograd then: a compiled graph cannot write to a sink. Mixtures of experts,
-        the embedding and the loss are not compiled and keep theirs. Call it after the optimizer has attached its sink.
-        Graphs end where ranks communicate, and around attention that stays inside documents, whose lengths are others
-        in each micro-batch.
+        Call it after the weights were sharded, if they are. `documents`: attention stays inside of documents.
         """
+        from megalith.models.compiled import compile_block
+
+        names = {module: name for name, module in self.named_modules()}
         for block in self.blocks():
-            attach_sink(block, None)
-            for module in block.modules():
-                if isinstance(module, MoE):  # its experts have other numbers of rows in each step
-                    attach_sink(module, self.sink)
-                    module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
-                elif documents and isinstance(module, SelfAttention | LatentAttention):
-                    module.mixer = copy(module.mixer)
-                    module.mixer.attend = torch.compiler.disable(module.mixer.attend)  # type: ignore[method-assign]
-            block.compile(options=_compile_options(self.device))
+            compile_block(block, names[block], self.region, self.device, documents=documents)
 
 
 class _WithLogits(LanguageModel):
@@ -331,19 +319,6 @@ class GenerativeModel(_WithLogits):
 def padding(found: Mapping[str, Tensor], name: str) -> Tensor | None:
     """Return the mask `name` of a prepared micro-batch, True at padding; None without such a field."""
     return found[name] == 0 if name in found else None
-
-
-_VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
-
-
-def _compile_options(device: torch.device) -> dict[str, str | int | bool | Callable[..., object]] | None:
-    """Return options of torch.compile with the vector width: its cache on disk does not tell processors apart.
-
-    With torch 2.13 a graph that was compiled for AVX-512 gives NaN or corrupts the heap where the same cache is used
-    with AVX2, as on a file system that nodes share. Options are part of the cache's key.
-    """
-    width = _VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability()) if is_host(device) else None
-    return None if width is None else {"cpp.simdlen": width}
 
 
 def named_placements(model: LanguageModel) -> Iterator[tuple[str, nn.Parameter, Placement]]:

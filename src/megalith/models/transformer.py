@@ -46,6 +46,8 @@ class Block(nn.Module):
         cross: it also attends to the output of an encoder, between its other two branches.
     """
 
+    is_one_graph = False  # compiled, as a whole
+
     def __init__(
         self,
         config: ModelConfig,
@@ -144,26 +146,27 @@ class Block(nn.Module):
     ) -> Tensor:
         rope = rope if self.rotated else None
         attention = partial(self.self_attention, rope=rope, cache=cache, documents=documents, mask=mask)
-        branches: list[tuple[_Layer, _Layer]] = [(self.input_layernorm, attention)]
+        x_SBD = self._branch(self.input_layernorm, attention, x_SBD)
         if self.cross_attention is not None:
             assert encoded is not None, "cross attention needs an encoder's output"
-            branches.append((self.pre_cross_attn_layernorm, partial(self.cross_attention, encoded=encoded)))
-        norms_again = "layernorm" in self.recompute and self._backward_follows()
-        whole = norms_again and self.feeds_again and not self.residual_of_norm
-        if not whole:
-            branches.append((self.pre_mlp_layernorm, self._feed_forward))
-        for norm, layer in branches:  # x + dropout(layer(norm(x))), in the dtype of x
-            if norms_again:
-                again = RecomputedNorm(norm, x_SBD)
-                with again.not_kept():
-                    found = layer(again.output)
-                start = again.output if self.residual_of_norm else x_SBD
-                x_SBD = start.to(x_SBD.dtype) + self.dropout(found)
-            else:
-                normed_SBD = norm(x_SBD)
-                start = normed_SBD if self.residual_of_norm else x_SBD
-                x_SBD = start.to(x_SBD.dtype) + self.dropout(layer(normed_SBD))
-        return x_SBD + self.dropout(self._again(self._normed_feed_forward, x_SBD)) if whole else x_SBD
+            x_SBD = self._branch(self.pre_cross_attn_layernorm, partial(self.cross_attention, encoded=encoded), x_SBD)
+        if self.feeds_again and self._recomputes_norms() and not self.residual_of_norm:
+            return x_SBD + self.dropout(self._again(self._normed_feed_forward, x_SBD))
+        return self._branch(self.pre_mlp_layernorm, self._feed_forward, x_SBD)
+
+    def _branch(self, norm: _Layer, layer: _Layer, x_SBD: Tensor) -> Tensor:
+        """Return x + dropout(layer(norm(x))), in the dtype of x."""
+        in_graph = self.is_one_graph and torch.compiler.is_compiling()
+        if self._recomputes_norms() and not in_graph:
+            again = RecomputedNorm(norm, x_SBD)
+            normed_SBD = again.output
+            with again.not_kept():
+                found = layer(normed_SBD)
+        else:
+            normed_SBD = self._again(norm, x_SBD) if self._recomputes_norms() else norm(x_SBD)
+            found = layer(normed_SBD)
+        start = normed_SBD if self.residual_of_norm else x_SBD
+        return start.to(x_SBD.dtype) + self.dropout(found)
 
     def _normed_feed_forward(self, x_SBD: Tensor) -> Tensor:
         found: Tensor = self.mlp(self.pre_mlp_layernorm(x_SBD))
@@ -176,7 +179,13 @@ class Block(nn.Module):
         return found
 
     def _again(self, compute: Callable[[Tensor], Tensor], x_SBD: Tensor) -> Tensor:
-        return recomputed(compute, x_SBD, region=self.region, context_fn=self.auxiliary.repeated)
+        again: Tensor = recomputed(
+            compute, x_SBD, region=self.region, context_fn=self.auxiliary.repeated, in_graph=self.is_one_graph
+        )
+        return again
+
+    def _recomputes_norms(self) -> bool:
+        return "layernorm" in self.recompute and self._backward_follows()
 
     def _backward_follows(self) -> bool:
         return self.training and torch.is_grad_enabled()

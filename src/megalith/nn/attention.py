@@ -118,6 +118,9 @@ class Attention(nn.Module):
         recompute_core: keep neither scores nor weights of the kernel for the backward pass.
     """
 
+    is_one_graph = False  # compiled, together with the whole block
+    has_sinks = False
+
     def __init__(
         self,
         dropout: float,
@@ -141,7 +144,7 @@ class Attention(nn.Module):
                 return self.mixer.attend(q, k, v, dropout, self.kernel, rule)
 
         if self.recompute_core and self.training and torch.is_grad_enabled():
-            return recomputed(attend, q, k, v, region=self.region)
+            return recomputed(attend, q, k, v, region=self.region, in_graph=self.is_one_graph)
         return attend(q, k, v)
 
 
@@ -172,7 +175,7 @@ class SelfAttention(Attention):
         self.shape = shape
         self.num_heads = region.shard(shape.num_heads).size
         self.num_groups = region.shard(shape.num_groups, share=True).size
-        learned = shape.softmax_type == "learnable"
+        learned, self.has_sinks = shape.softmax_type == "learnable", shape.softmax_type != "vanilla"
         self.core_attention = Sinks(self.num_heads, **factory) if learned else None
         width = self.num_heads * shape.head_size
         self.linear_proj = Linear(width, shape.hidden_size, Split(1), bias=bias, **factory)

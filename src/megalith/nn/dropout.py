@@ -18,5 +18,9 @@ class HiddenDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.probability == 0.0:
             return x
+        if self.region.needs_grad_reduce and self.region.name is not None and torch.compiler.is_compiling():
+            from megalith.nn import operators  # it loads the compiler
+
+            return x * operators.kept(x, self.probability, self.region.name) / (1.0 - self.probability)
         with self.region.hidden_rng(self.probability):
             return torch.dropout(x, self.probability, True)

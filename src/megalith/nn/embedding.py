@@ -125,5 +125,8 @@ class TokenEmbedding(nn.Module):
             hidden = hidden + self.tokentype_embeddings(types).transpose(0, 1)
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier
-        embedded: Tensor = self.dropout(hidden.to(self.hidden_dtype).contiguous())
+        hidden = hidden.to(self.hidden_dtype).contiguous()
+        if hidden.shape[1] == 1:  # with the strides of the outputs of layers, or the first layer is compiled apart
+            hidden = hidden.view(hidden.shape)
+        embedded: Tensor = self.dropout(hidden)
         return embedded

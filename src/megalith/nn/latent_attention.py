@@ -174,7 +174,13 @@ class LatentAttention(Attention):
         if not (self.recompute_heads and self.training and torch.is_grad_enabled()):
             return self.context(*heads(*latents), rule)
         if self.recompute_core:  # which would keep them
-            return recomputed(lambda *x: self.context(*heads(*x), rule), *latents, region=self.region)
+            context: Tensor = recomputed(
+                lambda *x: self.context(*heads(*x), rule), *latents, region=self.region, in_graph=self.is_one_graph
+            )
+            return context
+        if self.is_one_graph and torch.compiler.is_compiling():
+            q, k, v = recomputed(heads, *latents, region=self.region, in_graph=True)
+            return self.context(q, k, v, rule)
         again = RecomputedOutputs(heads, *latents)
         q, k, v = again.outputs
         with again.not_kept():

@@ -27,6 +27,7 @@ itself is remembered beside the saved one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -53,7 +54,7 @@ def _weight_gradient(weight: nn.Parameter, sink: GradientSink | None, grad_TO: T
     return None
 
 
-def _input_gradient(grads_TO: list[Tensor], weights: list[Tensor], wanted: torch.dtype) -> Tensor:
+def _input_gradient(grads_TO: Sequence[Tensor], weights: Sequence[Tensor], wanted: torch.dtype) -> Tensor:
     """Return dx = sum_i dy_i W_i, [T, I]."""
     dtype = product_dtype(grads_TO[0])
     total = torch.mm(grads_TO[0].to(dtype), weights[0].to(dtype))
@@ -72,28 +73,50 @@ class _Column(torch.autograd.Function):
         weights, biases = tensors[::2], tensors[1::2]
         ctx.save_for_backward(x, *weights)
         ctx.region, ctx.parameters, ctx.sinks = region, weights, sinks
-        whole = region.gather(x).wait()
-        outputs = []
-        for weight, bias in zip(weights, biases, strict=True):
-            assert weight is not None
-            outputs.append(_affine(whole, weight, bias))
-        return tuple(outputs)
+        return column_forward(x, region, weights, biases)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        arriving = ctx.region.gather(x)
-        parts = [grad.reshape(-1, weight.shape[0]) for grad, weight in zip(grads, weights, strict=True)]
-        leaving = None
-        if ctx.needs_input_grad[0]:
-            shape = (*grads[0].shape[:-1], x.shape[-1])
-            leaving = ctx.region.reduce(_input_gradient(parts, weights, x.dtype).view(shape))
-        whole, found = arriving.wait().reshape(-1, x.shape[-1]), []
-        for index, (weight, part, sink) in enumerate(zip(ctx.parameters, parts, ctx.sinks, strict=True)):
-            wanted = ctx.needs_input_grad[3 + 2 * index : 5 + 2 * index]
-            found.append(_weight_gradient(weight, sink, part, whole) if wanted[0] else None)
-            found.append(part.sum(0) if wanted[1] else None)
-        return None if leaving is None else leaving.wait(), None, None, *found
+        wanted = ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]
+        dx, *found = column_backward(ctx.region, x, weights, ctx.parameters, ctx.sinks, grads, wanted)
+        return dx, None, None, *found
+
+
+def column_forward(
+    x: Tensor, region: Region, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """Return gather(x) W_i^T + b_i of each layer."""
+    whole = region.gather(x).wait()
+    outputs = []
+    for weight, bias in zip(weights, biases, strict=True):
+        assert weight is not None
+        outputs.append(_affine(whole, weight, bias))
+    return tuple(outputs)
+
+
+def column_backward(
+    region: Region,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    parameters: Sequence[nn.Parameter],
+    sinks: Sequence[GradientSink | None],
+    grads: Sequence[Tensor],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Return dx, and the gradients of weight and bias of each layer in turn: None if not `wanted`, or for the sink."""
+    arriving = region.gather(x)
+    parts = [grad.reshape(-1, weight.shape[0]) for grad, weight in zip(grads, weights, strict=True)]
+    leaving = None
+    if wanted[0]:
+        shape = (*grads[0].shape[:-1], x.shape[-1])
+        leaving = region.reduce(_input_gradient(parts, weights, x.dtype).view(shape))
+    whole, found = arriving.wait().reshape(-1, x.shape[-1]), []
+    for index, (weight, part, sink) in enumerate(zip(parameters, parts, sinks, strict=True)):
+        of_weight, of_bias = wanted[1 + 2 * index : 3 + 2 * index]
+        found.append(_weight_gradient(weight, sink, part, whole) if of_weight else None)
+        found.append(part.sum(0) if of_bias else None)
+    return [None if leaving is None else leaving.wait(), *found]
 
 
 class _Row(torch.autograd.Function):
@@ -105,20 +128,37 @@ class _Row(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.region, ctx.parameter, ctx.sink = region, weight, sink
-        y = region.reduce(_affine(x, weight, None)).wait()
+        y = row_forward(x, region, weight)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        arriving = ctx.region.gather(grads[0])
-        db = grads[0].reshape(-1, weight.shape[0]).sum(0) if ctx.needs_input_grad[2] else None
-        grad = arriving.wait().reshape(-1, weight.shape[0])
-        dx = _input_gradient([grad], [weight], x.dtype).view_as(x) if ctx.needs_input_grad[0] else None
-        dw = None
-        if ctx.needs_input_grad[1]:
-            dw = _weight_gradient(ctx.parameter, ctx.sink, grad, x.reshape(-1, x.shape[-1]))
-        return dx, dw, db, None, None
+        found = row_backward(ctx.region, x, weight, ctx.parameter, ctx.sink, grads[0], ctx.needs_input_grad)
+        return *found, None, None
+
+
+def row_forward(x: Tensor, region: Region, weight: Tensor) -> Tensor:
+    """Return reduce(x W^T)."""
+    return region.reduce(_affine(x, weight, None)).wait()
+
+
+def row_backward(
+    region: Region,
+    x: Tensor,
+    weight: Tensor,
+    parameter: nn.Parameter,
+    sink: GradientSink | None,
+    grad: Tensor,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Return dx, dW and db: None if not `wanted`, or for the sink."""
+    arriving = region.gather(grad)
+    db = grad.reshape(-1, weight.shape[0]).sum(0) if wanted[2] else None
+    whole = arriving.wait().reshape(-1, weight.shape[0])
+    dx = _input_gradient([whole], [weight], x.dtype).view_as(x) if wanted[0] else None
+    dw = _weight_gradient(parameter, sink, whole, x.reshape(-1, x.shape[-1])) if wanted[1] else None
+    return dx, dw, db
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -160,11 +200,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradientSink | 
     return cast("Tensor", y)
 
 
+def _is_traced(region: Region, layer: Linear) -> bool:
+    """Return whether torch.compile is tracing a layer that communicates or has a sink, and may use its operators."""
+    if layer.number is None or region.name is None or not torch.compiler.is_compiling():
+        return False
+    return region.size > 1 or (layer.sink is not None and torch.is_grad_enabled())
+
+
+def _in_graph(kind: str, x: Tensor, region: Region, layer: Linear) -> Tensor:
+    """Return `column` or `row` by an operator of nn.operators; there is a rounding between product and bias."""
+    from megalith.nn import operators  # it loads the compiler
+
+    assert layer.number is not None and region.name is not None, "given before it was compiled"
+    # An operator for a weight gradient alone would be dropped, since nothing in the graph needs it.
+    sunk = layer.sink is not None and torch.is_grad_enabled() and x.requires_grad
+    product = operators.column if kind == "column" else operators.row
+    y: Tensor = product(x, layer.weight, layer.number, region.name, sunk)
+    return y if layer.bias is None else y + layer.bias
+
+
 def column(x: Tensor, region: Region, *linears: Linear) -> tuple[Tensor, ...]:
     """Apply column-parallel linears to the same hidden states.
 
     Shapes: x [..., I], a part of the sequence where the region holds parts -> [..., O_i] each, of the whole sequence.
     """
+    if _is_traced(region, linears[0]):
+        return tuple(_in_graph("column", x, region, layer) for layer in linears)
     if region.size == 1:
         outputs: list[Tensor] = []
         for layer in linears:  # as `linear`
@@ -183,6 +244,8 @@ def row(x: Tensor, region: Region, layer: Linear) -> Tensor:
 
     Shapes: x [..., I] -> [..., O], a part of the sequence where the region holds parts.
     """
+    if _is_traced(region, layer):
+        return _in_graph("row", x, region, layer)
     if region.size == 1:  # one rounding: the bias is added inside the product
         return linear(x, layer.weight, layer.bias, layer.sink)
     y: Tensor = _Row.apply(x, layer.weight, layer.bias, region, layer.sink)
@@ -198,6 +261,7 @@ class Linear(nn.Module):
 
     Attributes:
         bias_placement: of the bias.
+        number: int64 [1], by which the operators of compiled layers find this one (nn.operators); None without them.
     """
 
     def __init__(
@@ -209,6 +273,7 @@ class Linear(nn.Module):
         self.placement = placement
         self.bias_placement: Placement = Replicated() if placement == Split(1) else placement
         self.sink: GradientSink | None = None
+        self.number: Tensor | None = None
 
     def placements(self) -> dict[str, Placement]:
         """Return the placement of each parameter of this layer by its local name."""
@@ -219,4 +284,6 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b. [..., I] -> [..., O]."""
+        if _is_traced(SOLO, self):
+            return _in_graph("column", x, SOLO, self)
         return linear(x, self.weight, self.bias, self.sink)

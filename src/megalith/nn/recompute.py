@@ -89,21 +89,25 @@ class _Repetition(AbstractContextManager[None]):
 
 
 def recomputed(
-    compute: Callable[..., Tensor],
+    compute: Callable[..., Any],
     *inputs: Tensor,
     region: Region,
     context_fn: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Tensor:
+    in_graph: bool = False,
+) -> Any:
     """Return `compute(*inputs)` and recompute it in the backward pass, as `torch.utils.checkpoint` does.
 
-    Only the inputs are saved; the recomputation runs in the context that `context_fn` returns. Recomputed parts of
-    compiled layers run uncompiled; whole compiled layers may be inside.
+    Only the inputs are saved; the recomputation runs in the context that `context_fn` returns. `compute` is a part of a
+    layer that is compiled as one graph if `in_graph`, and then draws from torch's default stream alone and needs no
+    context; in other compiled layers it runs uncompiled. Whole compiled layers may be inside.
 
     Custom autograd functions inside must take tensors for their backward passes from `ctx.saved_tensors`, and must not
     compare their identity: they are not the tensors that were saved.
     """
     if torch.compiler.is_compiling():
-        from megalith.nn.outside_graphs import keep_inputs_outside  # it loads the compiler, which takes a second
+        if in_graph:
+            return checkpoint(compute, *inputs, use_reentrant=False)
+        from megalith.nn.operators import keep_inputs_outside  # it loads the compiler, which takes a second
 
         return keep_inputs_outside(compute, *inputs, region=region, context_fn=context_fn)
     return keep_inputs(compute, *inputs, region=region, context_fn=context_fn)
@@ -114,15 +118,14 @@ def keep_inputs(
     *inputs: Tensor,
     region: Region,
     context_fn: Callable[[], AbstractContextManager[None]],
-) -> Tensor:
+) -> Any:
     """Implement `recomputed`."""
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _Repetition(region.replay(), context_fn)
 
     # Shapes need no comparison: the recomputation is the same code on the same input.
-    y: Tensor = checkpoint(compute, *inputs, use_reentrant=False, context_fn=contexts, determinism_check="none")
-    return y
+    return checkpoint(compute, *inputs, use_reentrant=False, context_fn=contexts, determinism_check="none")
 
 
 class RecomputedNorm:

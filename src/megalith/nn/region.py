@@ -53,11 +53,13 @@ class Region:
         index: of this rank among them.
         needs_grad_reduce: gradients of replicated parameters are partial sums that are all-reduced over the ranks
             after the backward passes (sequence parallelism).
+        name: by which the operators of compiled layers find this region (nn.operators); None without them.
     """
 
     size = 1
     index = 0
     needs_grad_reduce = False
+    name: str | None = None
 
     def shard(self, extent: int, *, even: bool = True, share: bool = False) -> Shard:
         """Return the part of `extent` held here; arguments and errors are those of `placement.shard`."""
@@ -133,6 +135,10 @@ def enter(x: Tensor, region: Region) -> Tensor:
     """Gather hidden states for sharded layers (operator f); backward sums the gradients over the ranks."""
     if region.size == 1:
         return x
+    if region.name is not None and torch.compiler.is_compiling():
+        from megalith.nn import operators  # it loads the compiler
+
+        return operators.gather(x, region.name)
     y: Tensor = _Enter.apply(x, region)
     return y
 
@@ -141,5 +147,9 @@ def leave(x: Tensor, region: Region) -> Tensor:
     """Reduce the partial outputs of sharded layers to hidden states (operator g)."""
     if region.size == 1:
         return x
+    if region.name is not None and torch.compiler.is_compiling():
+        from megalith.nn import operators  # it loads the compiler
+
+        return operators.reduce(x, region.name)
     y: Tensor = _Leave.apply(x, region)
     return y

@@ -10,6 +10,7 @@ Layers without a sink return their weight gradients to autograd as usual.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -17,7 +18,14 @@ from torch.nn import Module, Parameter
 
 
 class GradientSink(Protocol):
-    """Receives gradients of parameters; the first write of a step overwrites, later ones add."""
+    """Receives gradients of parameters; the first write of a step overwrites, later ones add.
+
+    Attributes:
+        defers: whether it keeps operands for later at this moment.
+    """
+
+    @property
+    def defers(self) -> bool: ...
 
     def accumulate_linear(
         self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor, *, buffer_reused: bool = False
@@ -31,6 +39,22 @@ class GradientSink(Protocol):
     def accumulate_embedding(self, parameter: Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
         """Add each row of `grad_TD` to the row of the gradient of the table `parameter` [V, D] that `ids_T` names."""
         ...
+
+
+@dataclass(frozen=True)
+class CopyingSink:
+    """Passes copies to a sink that defers products, from memory that is used again, as that of a compiled graph."""
+
+    sink: GradientSink
+    defers = False
+
+    def accumulate_linear(
+        self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor, *, buffer_reused: bool = False
+    ) -> None:
+        self.sink.accumulate_linear(parameter, grad_TO.clone(), x_TI.clone())
+
+    def accumulate_embedding(self, parameter: Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
+        self.sink.accumulate_embedding(parameter, ids_T.clone(), grad_TD.clone())
 
 
 def attach_sink(module: Module, sink: GradientSink | None) -> None:

@@ -64,6 +64,8 @@ class GradientBuffers:
             the step where this rank owns it (`owned_range`).
     """
 
+    defers = False
+
     def __init__(
         self,
         named: Sequence[tuple[str, Parameter]],

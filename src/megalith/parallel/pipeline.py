@@ -205,6 +205,10 @@ class DeferredWeightGrads:
         self._queues: dict[Hashable, list[_DeferredGradient]] = {}
         self._current_queue: list[_DeferredGradient] | None = None
 
+    @property
+    def defers(self) -> bool:
+        return self._current_queue is not None
+
     @contextmanager
     def collect(self, key: Hashable) -> Iterator[None]:
         """Defer the weight gradients computed inside until `run_deferred(key)`."""
@@ -229,14 +233,14 @@ class DeferredWeightGrads:
         self, parameter: Parameter, grad_TO: Tensor, x_TI: Tensor, *, buffer_reused: bool = False
     ) -> None:
         """Accumulate or defer; never deferred with `buffer_reused` (`GradientSink.accumulate_linear`)."""
-        if self._current_queue is None or buffer_reused:
+        if not self.defers or buffer_reused:
             self._sink.accumulate_linear(parameter, grad_TO, x_TI)
         else:
             self._defer(self._sink.accumulate_linear, parameter, grad_TO, x_TI)
 
     def accumulate_embedding(self, parameter: Parameter, ids_T: Tensor, grad_TD: Tensor) -> None:
         """Accumulate or defer (`GradientSink.accumulate_embedding`)."""
-        if self._current_queue is None:
+        if not self.defers:
             self._sink.accumulate_embedding(parameter, ids_T, grad_TD)
         else:
             self._defer(self._sink.accumulate_embedding, parameter, ids_T, grad_TD)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import Tensor
@@ -131,3 +133,18 @@ def test_which_kernel_attention_takes() -> None:
     assert [private.sdpa_kernel_for(q, q, q, None, dropout) for dropout in (0.0, 0.1)] == ["FLASH_ATTENTION", "MATH"]
     assert private.sdpa_kernel_for(q, q, q, mask, 0.1) == "MATH"
     assert {"EFFICIENT_ATTENTION", "CUDNN_ATTENTION"} < set(SDPBackend.__members__)
+
+
+def test_errors_of_the_compiler_are_known() -> None:
+    import torch._dynamo
+    import torch._inductor.config
+
+    config = torch._dynamo.config
+    broken = torch.compile(lambda x: torch._dynamo.graph_break(), fullgraph=True, backend="eager")
+    with config.patch(suppress_errors=True, fail_on_recompile_limit_hit=False, recompile_limit=8):
+        private.forbid_eager_fallback()
+        assert (config.suppress_errors, config.fail_on_recompile_limit_hit) == (False, True)
+        with pytest.raises(Exception, match="graph_break") as found:
+            broken(torch.ones(1))
+    assert private.is_compile_error(found.value) and not private.is_compile_error(RuntimeError("another"))
+    assert private.cpp_compiler(os.environ) in torch._inductor.config.cpp.cxx
