@@ -60,10 +60,10 @@ class Contender:
             self._ended = True
             self._changed.notify_all()
 
-    def wait(self, count: int) -> None:
+    def wait(self, count: int, seconds: float = _SECONDS_TO_START) -> None:
         """Wait until `count` steps are done in all."""
         with self._changed:
-            there = self._changed.wait_for(lambda: self._ended or len(self.times) >= count, _SECONDS_TO_START)
+            there = self._changed.wait_for(lambda: self._ended or len(self.times) >= count, seconds)
             if not there or len(self.times) < count:
                 raise RuntimeError(f"{' '.join(self.command)} does not step:\n{''.join(self._tail)}")
 
@@ -114,7 +114,8 @@ class Contender:
         return found
 
     def wait_for_end(self) -> None:
-        """Wait until it has ended by itself."""
+        """Let it go on and wait until it has ended by itself."""
+        self._signal(signal.SIGCONT)
         self._process.wait(_SECONDS_TO_START)
 
     def close(self) -> None:

@@ -14,8 +14,9 @@ from megalith.schedules.batch_size import BatchSizeSchedule
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
 MILLIONS = {"124m": 124, "345m": 355, "857m": 355, "1.1b": 1100, "1.3b": 1316, "8b": 8030, "175b": 174_600}
 MILLIONS |= {"8x124m": 549, "8x7b": 46_700, "shakespeare-char": 10.74, "shakespeare-char-cpu": 0.803}
-MILLIONS |= {"shakespeare-speedrun": 2.92, "d20": 561}
+MILLIONS |= {"shakespeare-speedrun": 2.92, "d20": 561, "machine-text-1m": 0.835, "machine-text-12m": 12.19}
 VOCABULARIES = {"llama2": 32_000, "llama3": 128_256, "mixtral": 32_000, "shakespeare": 65, "nanochat": 65_536}
+VOCABULARIES |= {"machine": 4096}
 
 
 def parameters(run: RunConfig, vocab_size: int) -> float:
