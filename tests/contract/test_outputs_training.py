@@ -44,7 +44,7 @@ def note(**values):
 def init(**options):
     note(init=options)
     log = lambda values, step: note(log=values, step=step)
-    return types.SimpleNamespace(id="id", log=log, finish=lambda: None)
+    return types.SimpleNamespace(id="id", log=log, finish=lambda: None, summary={})
 '''
 
 

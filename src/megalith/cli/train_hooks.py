@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -24,12 +27,22 @@ from megalith.errors import ConfigError
 from megalith.progress import in_terminal
 from megalith.train.metrics import MetricsWriter, memory_in_use
 from megalith.train.profiler import MemoryHistory, Profile, build_profiler
-from megalith.train.records import ProgressLog, Records, TensorBoard, WandB, require_package
+from megalith.train.records import ProgressLog, Records
 from megalith.train.results import Hook
 from megalith.train.routing_trace import RoutingTrace
 from megalith.train.state import TrainState
 from megalith.train.status import StatusLine
 from megalith.train.timers import StragglerReport, WaitClock
+from megalith.train.trackers import (
+    THREADED,
+    SwanLab,
+    TensorBoard,
+    Threaded,
+    TrackedRun,
+    Tracker,
+    WandB,
+    require_package,
+)
 from megalith.train.user_hooks import UserHooks, registered_hooks
 
 
@@ -51,6 +64,8 @@ def run_folder(config: RunConfig) -> Path:
 
 def open_run_folder(config: RunConfig, command: str, folder: Path) -> RunConsole:
     """Check that the folders of the run are writable, and open its log, which starts with the command."""
+    for name in config.log.trackers:
+        require_package(name, f"--tracker {name}")
     if config.log.wandb_project:
         require_package("wandb", "--wandb-project")
     if config.log.tensorboard_dir:
@@ -175,23 +190,7 @@ def _console(config: RunConfig, console: RunConsole) -> Hook:
 def _records(config: RunConfig, folder: Path, console: RunConsole, built: BuiltRun) -> list[Hook]:
     log, state = config.log, built.run.state
     hooks: list[Hook] = []
-    sinks: list[TensorBoard | WandB] = []
-    if log.tensorboard_dir:
-        arguments = megatron_args(config)
-        board = TensorBoard(
-            log.tensorboard_dir, queue_size=log.tensorboard_queue_size, arguments=arguments, iteration=state.iteration
-        )
-        sinks.append(board)
-    if log.wandb_project:
-        curves = WandB(log, folder, megatron_args(config), os.environ, state.wandb_run_id)
-        state.wandb_run_id = curves.run_id
-        sinks.append(curves)
-        if curves.mode == "offline":
-            why = " (not logged in: set WANDB_API_KEY or run `wandb login`)" if curves.logged_in is False else ""
-            console.print(
-                f"W&B is offline and records to {curves.folder}{why}; upload with: wandb sync "
-                f"{curves.folder}/wandb/offline-run-*"
-            )
+    sinks = _trackers(config, folder, console, built)
     if sinks:
         hooks.append(Records(sinks, log, state.context.world.size, partial(memory_in_use, state.context.device)))
     if log.log_progress and config.checkpoint.save:
@@ -200,6 +199,60 @@ def _records(config: RunConfig, folder: Path, console: RunConsole, built: BuiltR
         spent, job = built.run.loop_config.flops_per_step * world, os.environ.get("SLURM_JOB_ID", "")
         hooks.append(ProgressLog(path, world, state.flops, spent, job))
     return hooks
+
+
+def _trackers(config: RunConfig, folder: Path, console: RunConsole, built: BuiltRun) -> list[Tracker]:
+    """Build the trackers of `--tracker` and of Megatron's flags."""
+    log, state, arguments = config.log, built.run.state, megatron_args(config)
+    name = log.tracker_run or (Path(config.checkpoint.save).resolve().name if config.checkpoint.save else folder.name)
+    sinks: list[Tracker] = []
+    if log.tensorboard_dir or "tensorboard" in log.trackers:
+        board = TensorBoard(
+            log.tensorboard_dir or str(folder / "tensorboard"),
+            queue_size=log.tensorboard_queue_size,
+            arguments=arguments,
+            iteration=state.iteration,
+            samples=state.consumed_samples,
+            resumes=built.resumed_at is not None,
+        )
+        sinks.append(board)
+    if log.wandb_project or "wandb" in log.trackers:
+        project = log.wandb_project or log.tracker_project
+        named = replace(log, wandb_project=project, wandb_exp_name=log.wandb_exp_name or name)
+        with suppress(Exception):  # before the seconds that it has; it reports in its thread what is wrong
+            importlib.import_module("wandb")
+        # Known before W&B has begun, which a checkpoint may not wait for.
+        state.wandb_run_id = os.environ.get("WANDB_RUN_ID") or state.wandb_run_id or secrets.token_hex(4)
+        begin = partial(WandB, named, folder, arguments, os.environ, state.wandb_run_id)
+        sinks.append(_begin_wandb(Threaded("W&B", begin), console))
+    if others := [THREADED[other] for other in log.trackers if other in THREADED]:
+        run_id, resumes = _tracker_run_id(folder, resumes=built.resumed_at is not None)
+        run = TrackedRun(log.tracker_project, name, folder, arguments, run_id, resumes)
+        for make in others:
+            here = make is SwanLab  # it sets handlers of signals, which the main thread alone may
+            sinks.append(Threaded(make.name, partial(make, run), local=make.is_local(), here=here))
+    return sinks
+
+
+def _begin_wandb(sink: Threaded, console: RunConsole) -> Threaded:
+    """Wait some seconds until W&B has begun, and say where it records if it is offline."""
+    sink.wait_until_begun()
+    if isinstance(curves := sink.tracker, WandB) and curves.mode == "offline":
+        why = f" ({curves.why_offline})" if curves.why_offline else ""
+        console.print(
+            f"W&B is offline and records to {curves.folder}{why}; upload with: wandb sync "
+            f"{curves.folder}/wandb/offline-run-*"
+        )
+    return sink
+
+
+def _tracker_run_id(folder: Path, *, resumes: bool) -> tuple[str, bool]:
+    """Return the id of the run in trackers, and whether it is an earlier one; it is kept in the run folder."""
+    file = folder / "tracker-run-id"
+    if resumes and file.is_file():
+        return file.read_text(encoding="ascii").strip(), True
+    file.write_text((made := secrets.token_hex(6)) + "\n", encoding="ascii")
+    return made, False
 
 
 def _routing_trace(config: RunConfig, built: BuiltRun) -> Hook:

@@ -143,14 +143,17 @@ class _Parser:
             reading.faulty.add(setting.name)
             return
         try:
-            self._store(flag, setting, value_from_words(setting, bare))
+            value = value_from_words(setting, bare)
+            earlier = reading.values.get(setting.name, ()) if setting.about.repeatable else ()
+            self._store(flag, setting, tuple(dict.fromkeys((*earlier, *value))) if earlier else value)
         except BadValue as error:
             reading.problems.append(f"{flag} {' '.join(words) or chr(39) * 2}: {error}")
             reading.faulty.add(setting.name)
 
     def _store(self, flag: str, setting: Setting, value: object) -> None:
         reading = self.reading
-        if setting.name in reading.values and reading.values[setting.name] != value:
+        repeated = setting.name in reading.values and not setting.about.repeatable
+        if repeated and reading.values[setting.name] != value:
             reading.notes.append(f"{flag} is given more than once; the last value is used")
         reading.values[setting.name] = value
         if setting.about.nothing:

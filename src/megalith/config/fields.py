@@ -41,6 +41,7 @@ class Declaration:
     nothing: str = ""  # why this setting has no effect here, empty if it has one
     ours: bool = False  # true for settings that Megatron does not have
     per_layer: bool = False  # whether Megatron also takes a value per layer; here all must be equal
+    repeatable: bool = False  # whether each use of the flag adds values, instead of replacing those of the last
     may_be_empty: bool = False  # whether the flag without a value means an empty list, unlike its absence
     from_environment: str = ""  # the environment variable that sets it, empty for none
     flagless: bool = False  # true where only the environment can set it

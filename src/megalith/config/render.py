@@ -36,7 +36,7 @@ COMMON_SETTINGS = {
         use_torch_fsdp2
         """,
     "Checkpoints": "save save_interval load",
-    "Logging": "log_interval tensorboard_dir wandb_project",
+    "Logging": "log_interval trackers tensorboard_dir wandb_project",
 }
 """Heading -> settings that most runs give: what `megalith train --help` shows, in this order."""
 

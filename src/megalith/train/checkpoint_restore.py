@@ -100,8 +100,8 @@ def restore(
 def _records_the_same(found: FoundCheckpoint, run: RunConfig) -> bool:
     """Return whether to continue the checkpoint's W&B run, not if this run has another W&B name."""
     saved = found.saved_settings.get("log", {})
-    names = ("wandb_project", "wandb_exp_name")
-    return all(saved.get(name) == getattr(run.log, name) for name in names)
+    names = ("wandb_project", "wandb_exp_name", "tracker_project", "tracker_run")
+    return all(saved.get(name, getattr(run.log, name)) == getattr(run.log, name) for name in names)
 
 
 def strictness_notes(loaded: LoadedContent, run: RunConfig, *, with_optimizer: bool) -> tuple[str, ...]:

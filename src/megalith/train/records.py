@@ -1,26 +1,23 @@
-"""Scalars of a run under Megatron's names, for TensorBoard and Weights & Biases.
+"""Curves of a run under Megatron's names, the same for every tracker.
 
-A writer that fails (a full disk, an unreachable service) is disabled with one warning; the run continues. Every number
-is also in metrics.jsonl.
+A tracker that fails (a full disk, an unreachable service) is left with one warning; the run continues. Every number is
+also in metrics.jsonl.
 
 Source: docs/reference/console.md#tensorboard-and-wb.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megalith.config.groups import LogConfig
-from megalith.errors import ConfigError, install_command
 from megalith.train.results import Evaluation, Hook, SavedCheckpoint, StepResult, Times, WindowReport
 from megalith.train.streams import warn
+from megalith.train.trackers import Threaded, Tracker
 
 _MEMORY = {
     "mem-reserved-bytes": "reserved_bytes",
@@ -31,14 +28,11 @@ _MEMORY = {
 
 
 class Records(Hook):
-    """Gives the points to the sinks.
-
-    After a resume from an earlier checkpoint the steps done again appear twice, as in Megatron.
-    """
+    """Gives the points, and the paths of checkpoints, to the trackers."""
 
     def __init__(
         self,
-        sinks: Sequence[TensorBoard | WandB],
+        sinks: Sequence[Tracker],
         log: LogConfig | None = None,
         world_size: int = 1,
         memory: Callable[[], Mapping[str, int]] = dict,
@@ -73,8 +67,7 @@ class Records(Hook):
         skipped = {"skipped-train-samples": float(result.skipped_samples)} if result.skipped_samples else {}
         self._draw(tokens | skipped, result.iteration)
         if self._log.log_memory_to_tensorboard:
-            figures = self._memory()
-            self._draw({name: figures.get(key) for name, key in _MEMORY.items()}, result.iteration)
+            self._draw_memory(result.iteration)
 
     def after_window(self, report: WindowReport) -> None:
         values = {
@@ -83,6 +76,8 @@ class Records(Hook):
             "tokens-per-second": report.tokens_per_second,
         }
         self._draw(values, report.iteration)
+        if self._log.trackers and not self._log.log_memory_to_tensorboard:
+            self._draw_memory(report.iteration)
 
     def after_timing(self, iteration: int, times: Times) -> None:
         if self._log.log_timers_to_tensorboard:
@@ -98,143 +93,32 @@ class Records(Hook):
                 value = math.exp(min(20.0, loss))
                 self._draw({f"{name} ppl": value}, evaluation.iteration, evaluation.consumed_samples)
 
+    def after_save(self, saved: SavedCheckpoint) -> None:
+        for sink in list(self._sinks):
+            self._attempt(sink, partial(sink.checkpoint, saved.path, saved.iteration))
+
     def close(self) -> None:
+        for sink in self._sinks:
+            if isinstance(sink, Threaded):
+                sink.end()  # so that they write at the same time
         for sink in list(self._sinks):
             self._attempt(sink, sink.close)
+
+    def _draw_memory(self, iteration: int) -> None:
+        figures = self._memory()
+        self._draw({name: figures.get(key) for name, key in _MEMORY.items()}, iteration)
 
     def _draw(self, values: Mapping[str, float | None], iteration: int, samples: int | None = None) -> None:
         there = {name: value for name, value in values.items() if value is not None}
         for sink in list(self._sinks) if there else ():
             self._attempt(sink, partial(sink.scalars, there, iteration, samples))
 
-    def _attempt(self, sink: TensorBoard | WandB, act: Callable[[], None]) -> None:
+    def _attempt(self, sink: Tracker, act: Callable[[], None]) -> None:
         try:
             act()
         except sink.errors as error:
             self._sinks.remove(sink)
             warn(f"WARNING: no more is recorded by {sink.name}: {error}")
-
-
-def require_package(name: str, flag: str) -> None:
-    """Raise a ConfigError, before anything is built, if the package behind a flag is not installed."""
-    if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"{flag} needs the package {name}: {install_command('track')}")
-
-
-class TensorBoard:
-    """Event files in `directory`, with each curve against consumed samples too where Megatron draws it so.
-
-    A purge step after a resume would hide the points before it, and with them most of the curves over samples: the
-    viewer compares it with either kind of step. So none is given. The arguments of the run are kept as text.
-    """
-
-    name = "TensorBoard"
-    errors: tuple[type[Exception], ...] = (OSError,)  # what it raises when it can draw no more
-
-    def __init__(
-        self, directory: str, *, queue_size: int = 32, arguments: Mapping[str, Any] | None = None, iteration: int = 0
-    ) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(directory, max_queue=queue_size, flush_secs=10)
-        for name, value in (arguments or {}).items():
-            self._writer.add_text(name, str(value), global_step=iteration)
-
-    def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None) -> None:
-        """Draw a point of each curve; `samples` consumed where Megatron draws it over these too."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, iteration)
-            if samples is not None:
-                self._writer.add_scalar(f"{name} vs samples", value, samples)
-
-    def close(self) -> None:
-        """Write what waits."""
-        self._writer.close()
-
-
-def chosen_mode(wandb: Any, environ: Mapping[str, str]) -> str | None:
-    """Return the mode that the user chose by WANDB_MODE, `wandb offline` or `wandb disabled`; None without a choice."""
-    if environ.get("WANDB_MODE"):
-        return environ["WANDB_MODE"]
-    settings = wandb.setup().settings
-    return settings.mode if settings.mode not in (None, "online") else None
-
-
-def is_logged_in(wandb: Any) -> bool:
-    """Return whether the package finds credentials, without a prompt or a verification."""
-    if "prompt" in inspect.signature(wandb.login).parameters:
-        return bool(wandb.login(prompt=False, verify=False))
-    return bool(wandb.api.api_key)  # before 0.31
-
-
-class WandB:
-    """A run of a W&B project: the same curves, sent to its server, or kept in files where it is not to be reached.
-
-    Nothing is sent unless the user asks by --wandb-project. Where W&B knows no credentials the run is recorded offline
-    instead of waiting for someone to log in: `wandb sync FOLDER` sends it later. WANDB_MODE says otherwise.
-
-    Args:
-        folder: for W&B's files unless the flags name one.
-        run_id: of the run that a resume continues; WANDB_RUN_ID wins.
-
-    Attributes:
-        mode: "online", "offline" or what WANDB_MODE says.
-        logged_in: whether credentials were found; None where the user chose the mode.
-
-    Raises:
-        ConfigError: W&B does not begin, such as online without a network.
-    """
-
-    name = "W&B"
-
-    def __init__(
-        self,
-        log: LogConfig,
-        folder: Path,
-        arguments: Mapping[str, Any],
-        environ: Mapping[str, str],
-        run_id: str | None = None,
-    ) -> None:
-        import wandb
-
-        self.folder = log.wandb_save_dir or str(folder)
-        self.errors: tuple[type[Exception], ...] = (OSError, wandb.Error)
-        Path(self.folder).mkdir(parents=True, exist_ok=True)
-        try:
-            chosen = chosen_mode(wandb, environ)
-            self.logged_in = is_logged_in(wandb) if chosen is None else None
-            self.mode = chosen or ("online" if self.logged_in else "offline")
-            self._run = wandb.init(
-                dir=self.folder,
-                name=log.wandb_exp_name,
-                project=log.wandb_project,
-                entity=log.wandb_entity,
-                config=dict(arguments),
-                mode=self.mode,
-                **self._continued(environ, run_id),
-            )
-        except wandb.Error as error:
-            raise ConfigError(
-                f"--wandb-project {log.wandb_project}: W&B does not begin: {error}; WANDB_MODE=offline records in files"
-            ) from error
-
-        self.run_id: str = self._run.id
-
-    def _continued(self, environ: Mapping[str, str], run_id: str | None) -> dict[str, Any]:
-        """Return the arguments of `wandb.init` that continue a run."""
-        if run_id is None or environ.get("WANDB_RUN_ID"):
-            return {}
-        resumes = self.mode == "online" and not environ.get("WANDB_RESUME")
-        return {"id": run_id, **({"resume": "allow"} if resumes else {})}
-
-    def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None) -> None:
-        """Write a point of each curve."""
-        extra = {} if samples is None else {"samples vs steps": samples}
-        self._run.log({**values, **extra}, step=iteration)
-
-    def close(self) -> None:
-        """Write what waits."""
-        self._run.finish()
 
 
 class ProgressLog(Hook):

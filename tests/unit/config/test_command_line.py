@@ -102,6 +102,12 @@ def test_the_last_value_holds_and_is_noted() -> None:
     assert read("--seed", "2", "--seed", "2").notes == ()
 
 
+def test_trackers_of_several_flags_add_up() -> None:
+    run = read("--tracker", "trackio", "wandb", "--tracker=mlflow", "--tracker", "wandb")
+    assert run.log.trackers == ("trackio", "wandb", "mlflow")
+    assert not any("more than once" in line for line in note_lines(run))
+
+
 def test_a_flag_that_needs_nothing_is_noted_with_its_reason() -> None:
     run = read("--no-rope-fusion", "--no-masked-softmax-fusion")
     (note,) = run.notes

@@ -16,10 +16,14 @@ import pytest
 
 from megalith.config.groups import LogConfig
 from megalith.errors import ConfigError
-from megalith.train.records import Records, WandB, require_package
-from megalith.train.results import Evaluation, StepResult
+from megalith.train import trackers
+from megalith.train.records import Records
+from megalith.train.results import Evaluation, SavedCheckpoint, StepResult, WindowReport
+from megalith.train.trackers import WandB, require_package
 
 STEP = StepResult(3, 2.5, True, 1e-3, 0.1, 8.0, 0.5, None, None, 12, 4, 64, 0.1)
+
+WINDOW = WindowReport(3, 9, 12, 0.1, 1.0, 100.0, 0.1, None, 1e-3, 4, 2.5, 1.0, 0.5, None, None, 0, 0)
 
 
 class Notes:
@@ -36,6 +40,9 @@ class Notes:
         if self.breaks:
             raise OSError("no space left on device")
         self.points += [(name, value, iteration, samples) for name, value in values.items()]
+
+    def checkpoint(self, path: str, iteration: int) -> None:
+        self.points.append((path, 0.0, iteration, None))
 
     def close(self) -> None:
         self.closed = True
@@ -99,10 +106,15 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A stand-in for the package, to which nobody is logged in; returns what it was asked for."""
     asked: list[Any] = []
     run = types.SimpleNamespace(
-        id="r1", log=lambda values, step: asked.append((step, values)), finish=lambda: asked.append("finish")
+        id="r1",
+        log=lambda values, step: asked.append((step, values)),
+        finish=lambda: asked.append("finish"),
+        summary={},
     )
     package: Any = types.ModuleType("wandb")
-    settings = types.SimpleNamespace(mode="online")
+    settings = types.SimpleNamespace(mode="online", base_url="https://wandb.test")
+    package.Settings = types.SimpleNamespace
+    monkeypatch.setattr(trackers, "_answers", lambda url: url == settings.base_url)
     package.setup = lambda: types.SimpleNamespace(settings=settings)
     package.login = lambda prompt=True, verify=True: bool(prompt)  # False: nothing is known and nobody is asked
     package.Error = type("Error", (Exception,), {})
@@ -147,17 +159,23 @@ def test_wandb_itself_keeps_the_curves_offline(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
-def test_a_service_that_does_not_begin_is_an_error(
-    wandb: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reachable", [False, True])
+def test_a_service_that_does_not_begin_leaves_the_run_offline(
+    reachable: bool, wandb: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = sys.modules["wandb"]
+    package, begin = sys.modules["wandb"], sys.modules["wandb"].init
+    monkeypatch.setattr(trackers, "_answers", lambda url: reachable)
 
     def init(**words: Any) -> Any:
-        raise package.Error("no route to host")
+        if words["mode"] == "online":
+            assert reachable and words["settings"].init_timeout < 5
+            raise package.Error("no route to host")
+        return begin(**words)
 
     monkeypatch.setattr(package, "init", init)
-    with pytest.raises(ConfigError, match="--wandb-project p.*no route to host.*WANDB_MODE=offline"):
-        WandB(LogConfig(wandb_project="p", wandb_exp_name="n"), tmp_path, {}, {"WANDB_MODE": "online"})
+    sink = WandB(LogConfig(wandb_project="p", wandb_exp_name="n"), tmp_path, {}, {"WANDB_MODE": "online"}, "r0")
+    assert sink.mode == "offline" and wandb[-1]["mode"] == "offline" and wandb[-1]["id"] == "r0"
+    assert ("no route to host" in sink.why_offline) is reachable and sink.why_offline
 
 
 LOG = LogConfig(wandb_project="p", wandb_exp_name="n")
@@ -165,18 +183,18 @@ LOG = LogConfig(wandb_project="p", wandb_exp_name="n")
 
 @pytest.mark.parametrize(
     ("chosen", "logged_in", "wanted"),
-    [("", True, ("online", True)), ("", False, ("offline", False)), ("offline", True, ("offline", None))],
+    [("", True, ("online", False)), ("", False, ("offline", True)), ("offline", True, ("offline", False))],
 )
 @pytest.mark.parametrize("place", ["WANDB_MODE", "settings"])
 def test_wandb_says_who_is_logged_in_unless_the_mode_is_chosen(
-    chosen: str, logged_in: bool, wanted: tuple[str, bool | None], place: str, wandb: list[Any], tmp_path: Path
+    chosen: str, logged_in: bool, wanted: tuple[str, bool], place: str, wandb: list[Any], tmp_path: Path
 ) -> None:
     package: Any = sys.modules["wandb"]
     package.login = lambda prompt, verify: logged_in and not prompt and not verify
     if place == "settings" and chosen:
         package.setup().settings.mode = chosen
     sink = WandB(LOG, tmp_path, {}, {place: chosen})
-    assert (sink.mode, sink.logged_in) == wanted and wandb[0]["mode"] == wanted[0]
+    assert (sink.mode, bool(sink.why_offline)) == wanted and wandb[0]["mode"] == wanted[0]
 
 
 def test_older_packages_are_asked_for_a_key(wandb: list[Any], tmp_path: Path) -> None:
@@ -210,7 +228,7 @@ def test_wandb_itself_finds_a_login(host: str, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / "in/.netrc").write_text(f"machine {host} login user password {'k' * 40}\n")
     (tmp_path / "in/.netrc").chmod(0o600)
-    code = "import wandb; from megalith.train.records import is_logged_in; print(is_logged_in(wandb))"
+    code = "import wandb; from megalith.train.trackers import is_logged_in; print(is_logged_in(wandb))"
     base = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NETRC"))}
     base |= {"WANDB_BASE_URL": "https://own.example"} if host == "own.example" else {}
     for name in ("in", "out"):
@@ -219,7 +237,17 @@ def test_wandb_itself_finds_a_login(host: str, tmp_path: Path) -> None:
         assert done.stdout.split()[-1:] == [str(name == "in")], done.stderr
 
 
+def test_checkpoints_and_memory_reach_trackers() -> None:
+    notes = Notes()
+    records = Records([notes], LogConfig(trackers=("trackio",)), memory=lambda: {"resident_bytes": 5})
+    records.after_save(SavedCheckpoint(3, "/saved/iter_0000003", 0.1, 10))
+    records.after_window(WINDOW)
+    assert ("/saved/iter_0000003", 0.0, 3, None) in notes.points and ("mem-resident-bytes", 5, 3, None) in notes.points
+
+
 def test_a_missing_package_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--tracker mlflow .*pip install mlflow"):
+        require_package("mlflow", "--tracker mlflow")
     with pytest.raises(ConfigError, match="--wandb-project .*wandb"):
         require_package("wandb", "--wandb-project")

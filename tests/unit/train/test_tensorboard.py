@@ -12,8 +12,9 @@ pytest.importorskip("tensorboard", reason="the extra `track` is not installed")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalith.config.groups import LogConfig
-from megalith.train.records import Records, TensorBoard
+from megalith.train.records import Records
 from megalith.train.results import Evaluation, StepResult
+from megalith.train.trackers import TensorBoard, drop_points_after
 
 
 def test_scalars(tmp_path: Path) -> None:
@@ -40,3 +41,43 @@ def test_scalars(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("learning-rate")] == [2, 4]
     assert events.Scalars("lm loss validation ppl")[0].value == pytest.approx(math.exp(3.0))
     assert "num_layers/text_summary" in events.Tags()["tensors"]
+
+
+def _steps(folder: Path, name: str) -> list[int]:
+    return [event.step for event in EventAccumulator(str(folder)).Reload().Scalars(name)]
+
+
+def _session(folder: Path, first: int, last: int, *, resumes: bool) -> None:
+    """Record the steps after `first` up to `last`, of four samples each."""
+    board = TensorBoard(str(folder), arguments={"lr": first}, iteration=first, samples=4 * first, resumes=resumes)
+    for iteration in range(first + 1, last + 1):
+        board.scalars({"lm loss": float(iteration)}, iteration, 4 * iteration)
+    board.checkpoint(f"/saved/{last}", last)
+    board.close()
+
+
+def test_a_resume_leaves_no_duplicates(tmp_path: Path) -> None:
+    _session(tmp_path, 0, 10, resumes=False)
+    _session(tmp_path, 6, 9, resumes=True)
+    _session(tmp_path, 3, 12, resumes=True)  # further back: the second session is gone, and a part of the first
+    assert _steps(tmp_path, "lm loss") == list(range(1, 13))
+    assert _steps(tmp_path, "lm loss vs samples") == [4 * step for step in range(1, 13)]
+    saved = EventAccumulator(str(tmp_path)).Reload().Tensors("checkpoint/text_summary")
+    assert [event.step for event in saved] == [12]
+
+
+def test_a_record_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
+    _session(tmp_path, 0, 5, resumes=False)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-7])
+    drop_points_after(tmp_path, 3, 12)
+    assert _steps(tmp_path, "lm loss") == [1, 2, 3] and [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_file_without_later_points_is_not_touched(tmp_path: Path) -> None:
+    _session(tmp_path, 0, 5, resumes=False)
+    (path,) = tmp_path.iterdir()
+    before = path.stat()
+    drop_points_after(tmp_path, 5, 20)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)

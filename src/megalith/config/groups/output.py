@@ -167,6 +167,16 @@ class LogConfig:
     wandb_exp_name: str = setting("", help="name of the run in --wandb-project")
     wandb_save_dir: str = setting("", help="folder of W&B's files; wandb in the run folder by default")
     wandb_entity: str | None = setting(None, help="user or team of --wandb-project")
+    trackers: tuple[str, ...] = setting(
+        (),
+        help="trackers to record to; trackio needs no account, the others are offline without a login",
+        flag="--tracker",
+        repeatable=True,
+        choices=("tensorboard", "wandb", "trackio", "mlflow", "swanlab"),
+        ours=True,
+    )
+    tracker_project: str = setting("megalith", help="project of the run in the trackers of --tracker", ours=True)
+    tracker_run: str = setting("", help="name of the run in them; by default that of the folder of --save", ours=True)
     log_timers_to_tensorboard: bool = setting(False, help="record the timers of --timing-log-level")
     log_loss_scale_to_tensorboard: bool = setting(True, help="record the loss scale")
     log_validation_ppl_to_tensorboard: bool = setting(False, help="record the perplexity of evaluations")

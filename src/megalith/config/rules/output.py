@@ -156,16 +156,25 @@ records_without_a_place = idle(
         *("log_timers_to_tensorboard", "log_validation_ppl_to_tensorboard", "log_memory_to_tensorboard"),
         *("log_world_size_to_tensorboard", "tensorboard_log_interval"),
     ),
-    lambda run: run.log.tensorboard_dir or run.log.wandb_project,
-    lambda draft: " without --tensorboard-dir or --wandb-project (metrics.jsonl has it all)",
+    lambda run: run.log.tensorboard_dir or run.log.wandb_project or run.log.trackers,
+    lambda draft: " without --tracker, --tensorboard-dir or --wandb-project (metrics.jsonl has it all)",
 )
 
 
 log_settings_are_read = (
-    *idle_without("tensorboard_dir", "tensorboard_queue_size"),
+    *idle(
+        ("tensorboard_queue_size",),
+        lambda run: run.log.tensorboard_dir or "tensorboard" in run.log.trackers,
+        lambda draft: ": --tensorboard-dir is not given",
+    ),
+    *idle_without("trackers", "tracker_project", "tracker_run"),
     *idle_without("save", "log_progress", why="progress.txt is written in the folder of --save"),
     *idle_without("record_memory_history", "memory_snapshot_path"),
-    *idle_without("wandb_project", "wandb_exp_name", "wandb_save_dir", "wandb_entity"),
+    *idle(
+        ("wandb_exp_name", "wandb_save_dir", "wandb_entity"),
+        lambda run: run.log.wandb_project or "wandb" in run.log.trackers,
+        lambda draft: ": --wandb-project is not given",
+    ),
     *idle_without(
         "profile",
         *("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler"),
