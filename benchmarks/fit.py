@@ -7,7 +7,7 @@ the capability of the card that the run is for, and without the other ranks: col
 bytes of all tensors are followed through forward and backward passes of as many micro-batches as the pipeline schedule
 has under way on that stage, and through the update. What is not seen: the context of the device and of NCCL, the memory
 that cuBLAS takes, and the gaps between blocks of torch's allocator (`RESERVED`). Attention is that of torch's flash or
-memory-efficient kernel. Experts, whose sizes follow from values, are not counted.
+memory-efficient kernel. How many tokens the experts of a rank get follows from values: `ROWS` says what is assumed.
 """
 
 from __future__ import annotations
@@ -35,16 +35,21 @@ from megalith.config import RunConfig, load
 from megalith.device import Capability, nvidia
 from megalith.distributed import comm
 from megalith.distributed.context import Axis, ParallelContext
+from megalith.distributed.p2p import AsyncHandle
 from megalith.distributed.rng import Stream
 from megalith.errors import MegalithError
 from megalith.models.language_model import LanguageModel
+from megalith.nn.moe import grouped, permutation
 from megalith.optim.optimizer import Optimizer
+from megalith.parallel import experts
 from megalith.train.step import MicroBatchRunner
 
 META = torch.device("meta")
 MIB = 2**20
 RESERVED = 1.5, 0.92
 """GiB of a card for contexts, NCCL and cuBLAS; and the part of the rest that torch's allocator fills with blocks."""
+ROWS = 2
+"""Times the tokens that a balanced router would send to the experts of one rank, where other ranks hold others."""
 CARDS = {
     16: nvidia("Tesla T4", (7, 5), 16 * 2**30),
     24: nvidia("NVIDIA GeForce RTX 4090", (8, 9), 24 * 2**30),
@@ -151,6 +156,45 @@ def _sdpa(able: Capability) -> Callable[..., Tensor]:
     return attend
 
 
+@contextmanager
+def routed(run: RunConfig) -> Iterator[None]:
+    """Let the experts of the rank get `ROWS` times their share of all tokens, and others what a balanced router sends.
+
+    Numbers of tokens are tensors on the host here.
+    """
+    chosen, ranks = run.model.moe_router_topk, run.layout.ep
+    places, by_all_to_all = min(chosen, ranks), run.model.moe_token_dispatcher_type != "allgather"
+
+    def balanced(choices: Tensor, number: int) -> Tensor:
+        """Count the choices of each of `number` - 1 experts or ranks, and those that are left out: none."""
+        return torch.tensor([*_divided(choices.numel(), number - 1), 0])
+
+    def sent(choices: Tensor, number: int) -> Tensor:
+        return balanced(choices[: choices.numel() * places // chosen], number)  # each token once to a rank
+
+    def local(experts_TK: Tensor, here: range) -> permutation.Order:
+        received = experts_TK.numel()  # choices, of other ranks' experts too
+        own = received // places if by_all_to_all else min(received, ROWS * received // ranks)
+        return permutation.order_by_expert(experts_TK, len(here), _divided(own, len(here)))
+
+    def exchanged(x: Tensor, *where: Any, **dims: int) -> Tensor:
+        return x * ROWS if x.device != META else all_to_all(x, *where, **dims)
+
+    all_to_all = comm.all_to_all
+    with (
+        mock.patch.object(permutation, "count_choices", balanced),
+        mock.patch.object(experts, "count_choices", sent),
+        mock.patch.object(experts, "_order_local", local),
+        mock.patch.object(comm, "all_to_all", exchanged),
+        mock.patch.object(grouped, "to_device", lambda x, device: x.to(device)),
+    ):
+        yield
+
+
+def _divided(total: int, number: int) -> list[int]:
+    return [total // number + (place < total % number) for place in range(number)]
+
+
 def count(words: Sequence[str], gib: int, *, vocab_size: int = 50304, world_size: int = 1) -> list[Need]:
     """Count the bytes of the first rank of each stage of the pipeline.
 
@@ -161,13 +205,15 @@ def count(words: Sequence[str], gib: int, *, vocab_size: int = 50304, world_size
         world_size: number of GPUs.
     """
     run = load(list(words), {"RANK": "0", "WORLD_SIZE": str(world_size)}, files=False)
-    if run.model.mixture or run.fully_sharded or run.layout.cp > 1:
-        raise MegalithError("experts, FSDP2 and context parallelism cannot be counted without values and other ranks")
+    if run.fully_sharded:
+        raise MegalithError("FSDP2 cannot be counted without memory and other ranks")
     first_ranks = [run.layout.rank({"tp": 0, "cp": 0, "dp": 0, "pp": stage}) for stage in range(run.layout.pp)]
     with (
         mock.patch.dict(devices.DESCRIBED, {META: CARDS[gib]}),
         mock.patch.object(comm, "_start", lambda *_: None),
+        mock.patch.object(comm, "start_ring_shift", lambda x, axis: AsyncHandle(torch.empty_like(x))),
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _sdpa(CARDS[gib])),
+        routed(run),
     ):
         return [_count_rank(run, rank, vocab_size) for rank in dict.fromkeys((first_ranks[0], first_ranks[-1]))]
 
