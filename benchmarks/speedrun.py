@@ -123,7 +123,7 @@ def row(change: str, seeds: Sequence[Record], whole: float) -> str:
         change + (f" ({unfinished})" if unfinished else ""),
         f"{mean(seeds, 'tokens') / 1e6:.1f}",
         f"{flops / 1e12:,.0f}",
-        f"1/{whole / flops:.1f}" if flops < whole else f"{flops / whole:.2f}",
+        "" if missed == len(seeds) else f"1/{whole / flops:.1f}" if flops < whole else f"{flops / whole:.2f}",
         f"{(flops + muon) / 1e12:,.0f}",
         f"{mean(seeds, 'seconds') / 60:.0f}",
         outcome,
