@@ -25,9 +25,12 @@ from megalith.progress import Task, in_terminal, short, task
 from megalith.train.streams import warn
 
 _TOKENIZER_FLAGS = {  # and how many values each takes; the table of training's flags, which is long, has the reasons
-    **dict.fromkeys(("--trust-remote-code", "--tokenizer-sentencepiece-legacy", "--use-gigatoken"), "0"),
-    **dict.fromkeys(("--no-tokenizer-sentencepiece-ignore-extra-whitespaces", "--tokenizer-hf-no-use-fast"), "0"),
+    "--trust-remote-code": "0",
     "--tokenizer-metadata": "1",
+    "--tokenizer-sentencepiece-legacy": "0",
+    "--use-gigatoken": "0",
+    "--no-tokenizer-sentencepiece-ignore-extra-whitespaces": "0",
+    "--tokenizer-hf-no-use-fast": "0",
 }
 _MODEL_ONLY = "applies to the model; the data is the same for any value"
 _NO_WORKER_SEARCH = "no search is needed: the default of --workers is the number of cores, the optimum"
