@@ -46,10 +46,9 @@ def compare_logits(folder: Path, weights: Weights, params: GlobalParameters, row
     """
     if find_spec("transformers") is None:
         return Comparison(None)
-    length = min(_PROMPT_LENGTH, params.model.max_position_embeddings)
-    tokens_BS = (torch.arange(1, length + 1) * _STRIDE % rows)[None]
+    tokens_BS = torch.tensor([fixed_prompt(rows, params.model.max_position_embeddings)])
     prompt = _prompts(tokens_BS)[params.model.family.objective]
-    ours = _our_logits(tokens_BS, prompt.ours, weights, params)[..., :rows]
+    ours = our_logits(tokens_BS, prompt.ours, weights, params)[..., :rows]
     theirs = _their_logits(tokens_BS, prompt, folder)
     if theirs.shape != ours.shape:
         raise CheckpointError(
@@ -86,8 +85,14 @@ def _prompts(tokens_BS: Tensor) -> dict[Objective, _Prompt]:
     }
 
 
+def fixed_prompt(rows: int, longest: int) -> list[int]:
+    """Return the ids of a prompt over a vocabulary of `rows`."""
+    return [number * _STRIDE % rows for number in range(1, min(_PROMPT_LENGTH, longest) + 1)]
+
+
 @torch.no_grad()
-def _our_logits(tokens_BS: Tensor, more: Mapping[str, Tensor], weights: Weights, params: GlobalParameters) -> Tensor:
+def our_logits(tokens_BS: Tensor, more: Mapping[str, Tensor], weights: Weights, params: GlobalParameters) -> Tensor:
+    """Return the logits of our model in fp32, [B, S, V] with the padding of the vocabulary; `more` are other inputs."""
     model = model_class(params.model)(params.model, params.vocab_size)
     for name, tensor, _ in saved_tensors(model):
         tensor.copy_(weights.read(name, tensor.shape, params))

@@ -16,13 +16,15 @@ from megalith.config import RunConfig
 from megalith.config.saved_args import megatron_args
 from megalith.config.tokenizer_flags import add_import_flag, imported_by
 from megalith.config.values import local_path
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, ConfigError
 from megalith.progress import task
 from megalith.train.streams import warn
 
 if TYPE_CHECKING:
+    from megalith.assemble.gguf import GgufComparison
     from megalith.assemble.huggingface import Comparison
     from megalith.checkpoint.convert import ConversionResult
+    from megalith.checkpoint.writers.huggingface import ExportOptions
 
 
 def add_convert(commands: Any) -> None:
@@ -99,16 +101,21 @@ def add_huggingface(commands: Any) -> None:
     bring.set_defaults(run=run_import)
     take = commands.add_parser(
         "export",
-        help="write a checkpoint as a Hugging Face model folder",
+        help="write a checkpoint as a Hugging Face model folder, or as GGUF for llama.cpp and ollama",
         description="Writes the weights of a checkpoint of any format as safetensors, with config.json and the "
-        "tokenizer's files.",
+        "tokenizer's files; with --to gguf as one GGUF file, with a Modelfile for ollama.",
     )
     add = take.add_argument
     add("source", type=local_path, metavar="DIR", help="a save folder, or one checkpoint folder")
-    add("destination", type=local_path, metavar="HF_DIR", help="folder to create")
+    add("destination", type=local_path, metavar="OUT", help="folder to create")
+    add("--to", choices=("hf", "gguf"), default="hf", help="format (default: hf)")
     add("--iteration", type=int, metavar="N", help="iteration to read from a save folder (default: the tracker's)")
-    add("--dtype", metavar="D", help="dtype of the weights: float32, bfloat16 or float16 (default: that of the source)")
-    add("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a weights file (default: 5GB)")
+    add(
+        "--dtype",
+        metavar="D",
+        help="dtype of the weights: float32, bfloat16, float16, or q8_0 of gguf (default: that of the source)",
+    )
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a weights file of hf (default: 5GB)")
     add("--true-vocab-size", type=int, metavar="N", help="vocabulary size before padding (default: the tokenizer's)")
     add("--model-type", metavar="T", help="model_type to write, such as llama or mixtral (default: the one that fits)")
     take.set_defaults(run=run_export)
@@ -116,7 +123,7 @@ def add_huggingface(commands: Any) -> None:
         command.add_argument(
             "--no-compare",
             action="store_true",
-            help="do not compare logits with transformers, which needs memory for the whole model in fp32",
+            help="do not compare with transformers or llama.cpp, which needs memory for the whole model in fp32",
         )
 
 
@@ -166,11 +173,13 @@ def _compare(made: Path, folder: Path) -> Comparison:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Export to Hugging Face's format, compare logits, and print the result."""
+    """Export to Hugging Face's format or to GGUF, compare with transformers or llama.cpp, and print the result."""
     from megalith.assemble.huggingface import compare_logits
     from megalith.checkpoint.writers.huggingface import ExportOptions, export
 
     wanted = ExportOptions(options.dtype, options.max_shard_size, options.true_vocab_size, options.model_type)
+    if options.to == "gguf":
+        return _export_gguf(options, wanted)
     compared: list[Comparison] = []
     made = export(
         options.source,
@@ -184,6 +193,38 @@ def run_export(options: argparse.Namespace) -> int:
     files = "1 file" if made.shards == 1 else f"{made.shards} files"
     print(f"{made.path}: {made.architecture}, {made.bytes / 2**20:.1f} MiB in {files}")
     _say(compared[0] if compared else None)
+    return 0
+
+
+def _export_gguf(options: argparse.Namespace, wanted: ExportOptions) -> int:
+    from megalith.assemble.gguf import compare_with_llama_cpp
+    from megalith.checkpoint.writers.gguf import MODELFILE, export_gguf
+    from megalith.checkpoint.writers.huggingface import MAX_SHARD_SIZE
+
+    if options.max_shard_size != MAX_SHARD_SIZE:
+        raise ConfigError(f"--max-shard-size {options.max_shard_size}: --to gguf writes one file; leave it out")
+    compared: list[GgufComparison] = []
+
+    def check(*model: Any) -> None:
+        with task("comparing greedy tokens with llama.cpp"):
+            compared.append(compare_with_llama_cpp(*model))
+
+    made = export_gguf(
+        options.source,
+        options.destination,
+        wanted,
+        iteration=options.iteration,
+        check=None if options.no_compare else check,
+    )
+    notes = list(made.notes)
+    if compared and not compared[0].same_ids:
+        notes.append(
+            "llama.cpp makes other ids of a test text than the tokenizer of the checkpoint; see docs/huggingface.md"
+        )
+    for note in notes:
+        warn(f"note: {note}")
+    print(f"{made.file}: {made.architecture}, {made.dtype}, {made.bytes / 2**20:.1f} MiB; beside it {MODELFILE}")
+    print(compared[0] if compared else "greedy tokens not compared (--no-compare)")
     return 0
 
 

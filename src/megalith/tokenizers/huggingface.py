@@ -94,7 +94,7 @@ class _FastBackend(Backend):
         return text
 
 
-def _from_file(path: Path) -> Any:
+def read_tokenizer_json(path: Path) -> Any:
     """Read a tokenizer.json. Raises DataError if it is damaged."""
     from tokenizers import Tokenizer
 
@@ -325,7 +325,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _load(self) -> Backend:
         folder = self._folder
         if (folder / TOKENIZER_FILE).is_file():
-            return self._fast(_from_file(folder / TOKENIZER_FILE), (TOKENIZER_FILE,))
+            return self._fast(read_tokenizer_json(folder / TOKENIZER_FILE), (TOKENIZER_FILE,))
         settings = _read_object(folder / _CONFIGS[0])
         slow = [name for name in SLOW_FILES if (folder / name).is_file()]
         if not slow:

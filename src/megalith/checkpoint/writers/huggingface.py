@@ -126,8 +126,50 @@ def export(
             rows of the vocabulary; it raises to refuse.
     """
     limit = _checked(wanted)
+    refuse_existing(destination)
+    about = describe(path, wanted, iteration)
+    layout = _Layout.of(about.table, about.params, about.weights.contents(), limit)
+    files, notes = about.files, about.notes
+    destination = destination.resolve()
+    with temp_folder(destination, layout.bytes) as new:
+        reader = TensorReader(about)
+        with task("exporting", layout.bytes, "B", counts="bytes exported"):
+            for name, shard in zip(layout.names, layout.shards, strict=True):
+                _write_safetensors(new.path / name, shard, reader)
+        if len(layout.shards) > 1:
+            files[INDEX_FILE] = _json(layout.index())
+        for name, data in files.items():
+            write_durably(new.path / name, data)
+        if check is not None:
+            with task("comparing logits with transformers"):
+                check(new.path, about.weights, about.params, about.rows)
+        new.commit()
+    architecture = about.config.get("architectures", [about.family.architecture])[0]
+    return ExportResult(destination, about.family, architecture, about.rows, layout.bytes, len(layout.shards), notes)
+
+
+def refuse_existing(destination: Path) -> None:
+    """Raise a CheckpointError if a folder cannot be made at `destination`: it exists and is not an empty folder."""
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise CheckpointError(f"{destination} exists already; give a new or an empty folder")
+
+
+@dataclass
+class Description:
+    """A checkpoint as a Hugging Face model: config.json, tensors and tokenizer; no weight is read yet."""
+
+    family: Family
+    params: GlobalParameters
+    rows: int  # of the vocabulary
+    weights: Weights
+    table: list[TheirTensor]  # in the order of the `state_dict`
+    config: Mapping[str, Any]  # config.json
+    files: dict[str, bytes]  # config.json and the tokenizer's
+    notes: list[str]  # for the user
+
+
+def describe(path: Path, wanted: ExportOptions, iteration: int | None) -> Description:
+    """Return a checkpoint, given as for `locate`, as a Hugging Face model; all but the shard size is checked."""
     found = locate(path, iteration)
     folder = CheckpointFolder(found)
     if problems := folder.problems():
@@ -141,7 +183,6 @@ def export(
     table = list(family.tensors(params.model, rows))
     contents = weights.contents()
     _check_whole(contents, params, str(found))
-    layout = _Layout.of(table, params, contents, limit)
     special = (manifest.get("tokenizer") or {}).get("special", {})
     config = config_of_model(
         family,
@@ -153,22 +194,7 @@ def export(
         original=original,
     )
     files = _further_files(found, config, manifest.get("tokenizer") or {}, notes)
-    destination = destination.resolve()
-    with temp_folder(destination, layout.bytes) as new:
-        reader = _Reader(weights, params, rows, table)
-        with task("exporting", layout.bytes, "B", counts="bytes exported"):
-            for name, shard in zip(layout.names, layout.shards, strict=True):
-                _write_safetensors(new.path / name, shard, reader)
-        if len(layout.shards) > 1:
-            files[INDEX_FILE] = _json(layout.index())
-        for name, data in files.items():
-            write_durably(new.path / name, data)
-        if check is not None:
-            with task("comparing logits with transformers"):
-                check(new.path, weights, params, rows)
-        new.commit()
-    architecture = config.get("architectures", [family.architecture])[0]
-    return ExportResult(destination, family, architecture, rows, layout.bytes, len(layout.shards), notes)
+    return Description(family, params, rows, weights, table, config, files, notes)
 
 
 def _params_of(folder: CheckpointFolder) -> GlobalParameters:
@@ -374,22 +400,22 @@ class _Layout:
         }
 
 
-class _Reader:
+class TensorReader:
     """Tensors of Hugging Face made of the weights; a parameter that several are made of is read once."""
 
-    def __init__(self, weights: Weights, params: GlobalParameters, rows: int, table: Sequence[TheirTensor]) -> None:
-        self._weights, self._params, self._rows = weights, params, rows
-        uses = Counter(name for tensor in table for name in {part.parameter for part in tensor.parts})
+    def __init__(self, about: Description) -> None:
+        self._weights, self._params, self._rows = about.weights, about.params, about.rows
+        uses = Counter(name for tensor in about.table for name in {part.parameter for part in tensor.parts})
         self._shared = {name for name, count in uses.items() if count > 1}
         self._kept: tuple[str, Tensor] | None = None
 
-    def tensor(self, entry: _Entry) -> Tensor:
+    def tensor(self, tensor: TheirTensor, dtype: torch.dtype) -> Tensor:
         """Read one tensor, contiguous."""
-        whole = torch.empty(entry.tensor.shape, dtype=entry.dtype)
-        for name, parts in groupby(entry.tensor.parts, lambda part: part.parameter):
+        whole = torch.empty(tensor.shape, dtype=dtype)
+        for name, parts in groupby(tensor.parts, lambda part: part.parameter):
             parameter = self._parameter(name)
             for part in parts:
-                entry.tensor.rows(whole, part).copy_(parameter.narrow(0, part.at, part.length))
+                tensor.rows(whole, part).copy_(parameter.narrow(0, part.at, part.length))
         return whole
 
     def _parameter(self, name: str) -> Tensor:
@@ -403,7 +429,7 @@ class _Reader:
         return tensor
 
 
-def _write_safetensors(path: Path, shard: Sequence[_Entry], reader: _Reader) -> None:
+def _write_safetensors(path: Path, shard: Sequence[_Entry], reader: TensorReader) -> None:
     """Write one file: the length of the header, the header, the tensors without gaps.
 
     Tensors are in the order of the library: by dtype, then by name. Source: github.com/huggingface/safetensors.
@@ -414,7 +440,7 @@ def _write_safetensors(path: Path, shard: Sequence[_Entry], reader: _Reader) -> 
     with path.open("xb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for entry in order:
-            flat = reader.tensor(entry).view(-1).view(torch.uint8)
+            flat = reader.tensor(entry.tensor, entry.dtype).view(-1).view(torch.uint8)
             file.write(flat.numpy().data)
             advance("bytes exported", entry.bytes)
         file.flush()
