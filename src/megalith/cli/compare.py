@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     said, found = sentences(experiments, measure), tables(experiments, measure)
     if options.html:
         write_page(Path(options.html), render_comparison(experiments, measure, said, found), "--html")
-    _show(said, found)
+    show(said, found)
     return 0
 
 
@@ -75,7 +75,8 @@ def _experiments(options: argparse.Namespace) -> list[Experiment]:
     return [each if uses_of_names[each.name] == 1 else Experiment(each.runs[0].name, each.runs) for each in found]
 
 
-def _show(said: Iterable[str], found: Iterable[Table]) -> None:
+def show(said: Iterable[str], found: Iterable[Table]) -> None:
+    """Print sentences and tables."""
     from rich.console import Console
     from rich.table import Table as Grid
 

@@ -64,7 +64,7 @@ def supervise(config: RunConfig, argv: Sequence[str], resume: Resume, run_rank: 
         for number in range(restarts + 1):
             command = None if forks and _has_one_thread() else _command(words)
             try:
-                attempt = Attempt(command, config.launch.nproc, number, _environment(), signals)
+                attempt = Attempt(command, config.launch.nproc, number, package_environment(), signals)
             except ForkedRank:
                 break
             try:
@@ -187,8 +187,8 @@ def _is_ours(program: Path) -> bool:
     return installed or program.name in _SCRIPTS or (program.parent.name, program.name) == ("megalith", "__main__.py")
 
 
-def _environment() -> Mapping[str, str]:
-    """Return the environment of the ranks, with PYTHONPATH such that they import the same package as this process."""
+def package_environment() -> Mapping[str, str]:
+    """Return the environment of our processes, with PYTHONPATH such that they import the package of this one."""
     source = Path(__file__).resolve().parents[2]
     if source in [Path(folder).resolve() for folder in (*site.getsitepackages(), site.getusersitepackages())]:
         return os.environ  # found without PYTHONPATH, where it would take precedence over the user's replacements

@@ -36,6 +36,7 @@ COMMANDS: dict[str, str] = {
     "from-megatron": "translate a launch script of Megatron: recipe, command and notes",
     "report": "write an HTML page of a run: curves, changes of the configuration, saves and restarts",
     "compare": "compare runs: losses, cost and settings, and whether they differ by more than their seeds do",
+    "ladder": "train a family of sizes, fit the law of their losses, and predict and check a larger model",
     "doctor": "check this installation and this machine, and name what is missing for which feature",
     "schedule": "draw a pipeline schedule with its bubble and live activations",
     "completion": "print the completion script for bash or zsh",

@@ -84,6 +84,8 @@ def run(argv: Sequence[str]) -> int:
     stop = StopSignals(_FORWARDED_WITHIN_SECONDS if launched else 0.0, acknowledge if answers else None)
     try:
         config = load(argv, saved_args=_saved_args, registry=imported(argv, follows_recipe=True))
+        if launched or "MEGALITH_SUPERVISOR" in os.environ:
+            _stop_with_parent()
         converts = config.checkpoint.ckpt_convert_format is not None
         if converts or starts_ranks(config):
             stop.close()
@@ -92,8 +94,6 @@ def run(argv: Sequence[str]) -> int:
             if converts:
                 return convert_instead(config)
             return supervise(config, argv, lambda: _saved_and_argv(config, argv), run)
-        if launched:
-            _stop_with_parent()
         threads = divide_cores(config.launch)
         limit_spinning(config.launch.local_world_size or 1)
         suppress_native_traces(config.launch)

@@ -39,10 +39,14 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of a run folder; DataError if its config.json cannot be read."""
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        found = {name: value for section in config.values() for name, value in section.items()}
+        return settings_of(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError, AttributeError) as error:
         raise DataError(f"{file}: not a configuration ({error}); give the folder of a run of megalith train") from error
+
+
+def settings_of(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings of a configuration by group, as `RunConfig.to_dict` writes it."""
+    found = {name: value for section in config.values() for name, value in section.items()}
     defaults = {name: plain(setting.default) for name, setting in all_settings().items() if not setting.required}
     return defaults | found | _derived(config)
 

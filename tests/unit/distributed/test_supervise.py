@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megalith.cli import launch
-from megalith.cli.launch import _command, _environment, _Failure
+from megalith.cli.launch import _command, _Failure, package_environment
 from megalith.config import load
 from megalith.distributed.board import Status, process_state
 from megalith.distributed.supervise import Attempt, FailureCause, Signals
@@ -358,6 +358,6 @@ def test_ranks_import_what_their_launcher_imports(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PYTHONPATH", "/of/the/user")
     source = Path(launch.__file__).resolve().parents[2]
     monkeypatch.setattr(site, "getsitepackages", lambda: ["/usr/lib"])
-    assert _environment()["PYTHONPATH"] == f"{source}{os.pathsep}/of/the/user"
+    assert package_environment()["PYTHONPATH"] == f"{source}{os.pathsep}/of/the/user"
     monkeypatch.setattr(site, "getsitepackages", lambda: [str(source)])
-    assert _environment()["PYTHONPATH"] == "/of/the/user", "packages that it replaces stay replaced"
+    assert package_environment()["PYTHONPATH"] == "/of/the/user", "packages that it replaces stay replaced"

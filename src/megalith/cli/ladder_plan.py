@@ -1,0 +1,259 @@
+"""Plan of a ladder: a family of model sizes, and the runs that train them.
+
+A size keeps the proportions of the configuration: heads, query groups and a given feed-forward width grow with the
+width, so that the size of a head stays. Sizes are counted without embeddings and output layer, as the model has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megalith.cli.arguments import below_one
+from megalith.config import ModelConfig, RunConfig, load
+from megalith.config.command_line import given_settings, without_settings
+from megalith.config.run import all_settings
+from megalith.errors import ConfigError
+
+FEWEST_SIZES, FEWEST_RATIOS = 3, 2  # with fewer the law's five constants cannot be told apart
+_LONG = 10**9  # stands for the lengths of the runs while the configuration is checked
+_SAVES = 10  # of a run without --save-interval
+_OF_RUNS = ("train_iters", "save", "load")
+_LISTS = ("depths", "widths", "tokens_per_parameter", "check", "sweep_lr")
+_REFUSED = {
+    "train_samples": "the length follows from --tokens-per-parameter",
+    "lr_decay_iters": "the learning rate decays over each run; give the warm-up by --lr-warmup-fraction",
+    "lr_decay_samples": "the learning rate decays over each run; give the warm-up by --lr-warmup-fraction",
+    "rampup_batch_size": "give one --global-batch-size",
+    "step_batch_size_schedule": "give one --global-batch-size",
+    "num_experts": "the law counts parameters that every token meets; give a dense model",
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model of the family.
+
+    Attributes:
+        settings: those that make the size, by name.
+        parameters: N, without embeddings and output layer.
+    """
+
+    layers: int
+    width: int
+    settings: Mapping[str, int] = field(hash=False)
+    parameters: int
+
+    def __str__(self) -> str:
+        return f"{self.layers}x{self.width}"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A run of the ladder; `purpose` is sweep (of learning rates), fit or check."""
+
+    purpose: str
+    size: Size
+    iterations: int
+    tokens: int
+    lr: float
+
+    @property
+    def name(self) -> str:
+        """Return the name of its folder."""
+        return f"{self.size}-iters{self.iterations}-lr{self.lr:g}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a ladder trains; sizes ascend."""
+
+    base: RunConfig
+    words: Sequence[str]  # of megalith train, for all runs
+    sizes: Sequence[Size]
+    ratios: Sequence[float]
+    check: Sequence[float]  # tokens per parameter of the largest size, which is not fitted
+    sweep_lr: Sequence[float]
+    sweep_sizes: int
+    sweep_iters: int | None
+
+    def sweep(self) -> list[Rung]:
+        """Return the runs that find the learning rate."""
+        return [
+            self._rung("sweep", size, self.sweep_iters or self._iterations(size, self.ratios[0]), lr)
+            for size in self.sizes[: self.sweep_sizes]
+            for lr in self.sweep_lr
+        ]
+
+    def fitted(self, lr: float) -> list[Rung]:
+        """Return the runs of the fit, by size."""
+        sizes = self.sizes[:-1] if self.check else self.sizes
+        return [self._rung("fit", size, self._iterations(size, ratio), lr) for size in sizes for ratio in self.ratios]
+
+    def checked(self, lr: float) -> list[Rung]:
+        """Return the runs of the largest size that are predicted."""
+        return [self._rung("check", self.sizes[-1], self._iterations(self.sizes[-1], r), lr) for r in self.check]
+
+    def rungs(self) -> list[Rung]:
+        """Return all runs in their order, with the learning rate of the configuration where a sweep finds another."""
+        return [*self.sweep(), *self.fitted(self.base.schedule.lr), *self.checked(self.base.schedule.lr)]
+
+    def arguments(self, rung: Rung, folder: Path) -> list[str]:
+        """Return the arguments of `megalith train` that start or continue a run in a folder."""
+        schedule, checkpoint = self.base.schedule, self.base.checkpoint
+        place = str(folder / rung.name)
+        words = [*self.words, "--train-iters", str(rung.iterations), "--save", place, "--load", place]
+        words += ["--lr", f"{rung.lr:g}", "--min-lr", f"{schedule.min_lr * rung.lr / schedule.lr:g}"]
+        words += ["--eval-interval", str(rung.iterations + 1)]  # once, at the end: all on the same samples
+        words += [word for name, value in rung.size.settings.items() for word in (_flag(name), str(value))]
+        if self.base.model.use_mup and self.base.model.mup_base_hidden_size is None:
+            words += ["--mup-base-hidden-size", str(self.sizes[0].width)]
+        if checkpoint.save_interval is None:
+            words += ["--save-interval", str(max(1, rung.iterations // _SAVES))]
+        return words if checkpoint.keep_last is not None else [*words, "--keep-last", "1"]
+
+    def _iterations(self, size: Size, ratio: float) -> int:
+        return max(1, round(ratio * size.parameters / self._tokens_per_step))
+
+    @property
+    def _tokens_per_step(self) -> int:
+        return self.base.global_batch_size * self.base.data.seq_length
+
+    def _rung(self, purpose: str, size: Size, iterations: int, lr: float) -> Rung:
+        return Rung(purpose, size, iterations, iterations * self._tokens_per_step, lr)
+
+
+def make_plan(options: argparse.Namespace, training: Sequence[str]) -> Plan:
+    """Return the plan of a command line.
+
+    Raises:
+        ConfigError: with all violations, those of the configuration of each run included.
+    """
+    problems = _problems(options)
+    words = without_settings(training, _OF_RUNS)
+    try:
+        base = load([*without_settings(words, ["train_samples"]), "--train-iters", str(_LONG)], files=False)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.violations]) from error
+    problems += [
+        f"{all_settings()[name].flag}: {remedy}"
+        for name, remedy in _REFUSED.items()
+        if name in given_settings(words) or getattr(getattr(base, all_settings()[name].group), name)
+    ]
+    if "rank" in base.given:
+        problems.append("the ladder starts processes itself; start it as one, with --nproc N for runs of N processes")
+    if not (base.train.eval_iters or base.data.full_validation):
+        problems.append("--eval-iters 0: the ladder compares validation losses; give --eval-iters or --full-validation")
+    sizes = list(_sizes(base.model, options.depths, options.widths, problems))
+    plan = Plan(
+        base,
+        words,
+        sorted(sizes, key=lambda size: size.parameters),
+        sorted(options.tokens_per_parameter),
+        sorted(options.check),
+        sorted(options.sweep_lr),
+        options.sweep_sizes,
+        options.sweep_iters,
+    )
+    problems += [] if problems else _violations(plan, Path(options.folder), files=not options.plan)
+    if problems:
+        raise ConfigError(problems)
+    return plan
+
+
+def _violations(plan: Plan, folder: Path, *, files: bool) -> list[str]:
+    """Return what is wrong with the configurations of the runs, with the runs where it is not all of them."""
+    runs, found = plan.rungs(), dict[str, list[str]]()
+    for rung in runs:
+        try:
+            load(plan.arguments(rung, folder), files=files)
+        except ConfigError as error:
+            for text in error.violations:
+                found.setdefault(text, []).append(rung.name)
+    return [text if len(names) == len(runs) else f"{', '.join(names)}: {text}" for text, names in found.items()]
+
+
+def _problems(options: argparse.Namespace) -> list[str]:
+    """Return what is wrong with the ladder's own flags."""
+    lists = {f"--{name.replace('_', '-')}": getattr(options, name) for name in _LISTS}
+    found = [
+        f"{flag} {value:g} is not above 0; leave it out"
+        for flag, values in lists.items()
+        for value in values
+        if not 0 < value < math.inf
+    ]
+    found += [
+        f"{flag} {value:g} is given {values.count(value)} times; give it once"
+        for flag, values in lists.items()
+        for value in dict.fromkeys(values)
+        if values.count(value) > 1 and not (flag in ("--depths", "--widths") and options.depths and options.widths)
+    ]
+    found += below_one(options, "--sweep-sizes", "--sweep-iters")
+    depths, widths, ratios = options.depths, options.widths, options.tokens_per_parameter
+    if depths and widths and len(depths) != len(widths):
+        found.append(f"--depths has {len(depths)} values, --widths {len(widths)}; give as many, or one flag alone")
+    if not (depths or widths):
+        found.append("no sizes; give --depths or --widths, or both in pairs")
+    if not ratios and not (options.sweep_lr and options.sweep_iters):
+        found.append(
+            "--tokens-per-parameter is missing; without it give --sweep-lr and --sweep-iters for a sweep alone"
+        )
+    if ratios and len(ratios) < FEWEST_RATIOS:
+        found.append(f"--tokens-per-parameter has one value; give {FEWEST_RATIOS} or more to tell size from data")
+    fitted = max(len(depths), len(widths)) - bool(options.check)
+    if ratios and (depths or widths) and fitted < FEWEST_SIZES:
+        beside = " beside the largest, which --check leaves out" if options.check else ""
+        found.append(f"{fitted} sizes to fit; give {FEWEST_SIZES} or more{beside}")
+    if options.check and not ratios:
+        found.append("--check needs --tokens-per-parameter: without a fit nothing is predicted")
+    return found
+
+
+def _sizes(model: ModelConfig, depths: Sequence[int], widths: Sequence[int], problems: list[str]) -> Iterator[Size]:
+    """Yield the sizes; what is no whole number is added to `problems`."""
+    grow = ["num_attention_heads"]
+    grow += ["num_query_groups"] if model.group_query_attention else []
+    grow += ["ffn_hidden_size"] if model.ffn_hidden_size is not None else []
+    for layers, given in itertools.zip_longest(depths, widths, fillvalue=0):
+        layers = layers or model.num_layers
+        width = given or layers * model.hidden_size // model.num_layers
+        if layers < 1 or width < 1:
+            continue
+        if not given and layers * model.hidden_size % model.num_layers:
+            problems.append(
+                f"--depths {layers}: --hidden-size {model.hidden_size} x {layers} / --num-layers {model.num_layers} is "
+                "no whole number; choose another depth, or give --widths too"
+            )
+            continue
+        settings: dict[str, Any] = {"num_layers": layers, "hidden_size": width}
+        settings |= {name: getattr(model, name) * width // model.hidden_size for name in grow}
+        uneven = [name for name in grow if getattr(model, name) * width % model.hidden_size]
+        for name in uneven:
+            value = getattr(model, name)
+            problems.append(
+                f"{'--widths' if widths else '--depths'}: {_flag(name)} {value} of --hidden-size {model.hidden_size} "
+                f"is no whole number at a width of {width}; give multiples of "
+                f"{model.hidden_size // math.gcd(model.hidden_size, value)}"
+            )
+        if not uneven:
+            yield Size(layers, width, settings, count_parameters(replace(model, **settings)))
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Return the parameters of a model without embeddings and output layer."""
+    import torch
+
+    from megalith.models.families import model_class
+
+    built = model_class(model)(model, 1, device=torch.device("meta"))
+    names = ((name, parameter.numel()) for name, parameter in built.named_parameters())
+    return sum(count for name, count in names if not name.startswith(("embedding.", "output_layer.")))
+
+
+def _flag(name: str) -> str:
+    return all_settings()[name].flag

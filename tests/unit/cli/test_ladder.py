@@ -1,0 +1,182 @@
+"""`megalith ladder` with a trainer whose losses follow a planted law: family, sweep, resume, prediction, violations."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.cli import ladder
+from megalith.cli.ladder_plan import make_plan
+from megalith.cli.main import main
+from megalith.config import load
+from megalith.errors import ConfigError
+from megalith.models.gpt import GPT
+from megalith.report import scaling_law
+
+from .ladder_trainer import LAW
+
+TRAINER = Path(__file__).with_name("ladder_trainer.py")
+TRAINING = [
+    *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--max-position-embeddings", "8"),
+    *("--disable-bias-linear", "--micro-batch-size", "2", "--seq-length", "8", "--lr", "0.01", "--min-lr", "0.001"),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "30", "--device", "cpu"),
+]
+SIZES = ["--widths", "16", "24", "32", "64"]
+RATIOS = ["--tokens-per-parameter", "4", "8", "--check", "2"]
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "_TRAIN", (sys.executable, str(TRAINER)))
+    monkeypatch.setattr(scaling_law, "_SAMPLES", 20)
+
+
+def climb(folder: Path, *words: str) -> int:
+    return main(["ladder", "--folder", str(folder), *words])
+
+
+def stored(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "ladder.json").read_text())
+    return found
+
+
+def started(folder: Path) -> list[str]:
+    return (folder / "started").read_text().split()
+
+
+def plan_of(*words: str) -> Any:
+    return make_plan(*ladder._parser().parse_known_args(["--folder", "unused", *TRAINING, *words]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shapes"),
+    [
+        (["--widths", "64", "16", "32"], [(2, 16, 2), (2, 32, 4), (2, 64, 8)]),
+        (["--depths", "2", "4", "8"], [(2, 16, 2), (4, 32, 4), (8, 64, 8)]),
+        (["--widths", "16", "16", "32", "--depths", "1", "3", "2"], [(1, 16, 2), (3, 16, 2), (2, 32, 4)]),
+    ],
+)
+def test_a_family_has_the_shapes_and_counts_it_promises(sizes: list[str], shapes: list[tuple[int, ...]]) -> None:
+    plan = plan_of(*sizes, *RATIOS[:3], "--group-query-attention", "--num-query-groups", "1", "--ffn-hidden-size", "48")
+    assert len(plan.sizes) == 3
+    for size, (layers, width, heads) in zip(plan.sizes, shapes, strict=True):
+        rung = next(rung for rung in plan.rungs() if rung.size == size)
+        model = load(plan.arguments(rung, Path("unused"))).model
+        assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (layers, width, heads)
+        assert (model.query_groups, model.head_size, model.ffn_size) == (heads // 2, 8, 3 * width)
+        built = GPT(model, 31, device=torch.device("meta"))
+        everything = sum(parameter.numel() for parameter in built.parameters())
+        assert size.parameters == everything - (31 + 8) * width
+        assert rung.tokens == pytest.approx(4 * size.parameters, abs=16)
+
+
+def test_the_width_of_the_smallest_size_is_the_base_of_mup() -> None:
+    plan = plan_of(*SIZES, *RATIOS, "--use-mup", "--sweep-lr", "0.1")
+    models = [load(plan.arguments(rung, Path("unused"))).model for rung in plan.rungs()]
+    assert {model.width_multiplier for model in models} == {1.0, 1.5, 2.0, 4.0}
+
+
+def test_the_best_rate_is_used_and_a_larger_size_predicted_and_checked(
+    trainer: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "ladder"
+    assert climb(folder, *TRAINING, *SIZES, *RATIOS, "--sweep-lr", "1", "0.1", "0.01", "0.001") == 0
+    found = stored(folder)
+    kept = [run for run in found["runs"] if run["purpose"] != "sweep"]
+    assert {run["lr"] for run in kept} == {0.01}
+    assert [run["loss"] is None for run in found["runs"] if run["lr"] == 1] == [True]
+    assert len(started(folder)) == len(set(started(folder))) == 4 + 6 + 1 - 1  # one of the sweep is one of the fit
+    (checked,) = found["predictions"]
+    (run,) = [run for run in kept if run["purpose"] == "check"]
+    exact = float(LAW.loss(run["parameters"], run["tokens"]))
+    assert checked["measured"] == pytest.approx(exact)
+    assert checked["loss"]["value"] == pytest.approx(exact, rel=1e-3)
+    assert checked["relative_error"] == pytest.approx(checked["loss"]["value"] / exact - 1)
+    assert run["name"] not in {run["name"] for run in kept if run["purpose"] == "fit"}
+    text = capsys.readouterr().out
+    assert f"{checked['relative_error']:+.2%}" in text
+    assert text.index("predicted") < text.index("check 2x64")  # the prediction is made before the run
+    assert (folder / "ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finished_ladder_trains_nothing_and_needs_its_folder_alone(
+    trainer: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert climb(tmp_path, *TRAINING, *SIZES, *RATIOS) == 0
+    runs, first = started(tmp_path), stored(tmp_path)
+    capsys.readouterr()
+    assert climb(tmp_path) == 0
+    assert started(tmp_path) == runs and stored(tmp_path) == first
+    assert "alpha" in capsys.readouterr().out
+
+
+def test_a_signal_reaches_the_run_and_the_ladder_continues(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    code = f"import sys; from megalith.cli import ladder, main\nladder._TRAIN = (sys.executable, {str(TRAINER)!r})\n"
+    words = [sys.executable, "-c", code + "sys.exit(main.main(sys.argv[1:]))", "ladder", "--folder", str(tmp_path)]
+    with subprocess.Popen([*words, *TRAINING, *SIZES, *RATIOS], text=True, stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "waits").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGTERM)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, said
+    assert f"--folder {tmp_path}" in said
+    assert started(tmp_path) == ["2x16-iters1576-lr0.01"]
+    again = subprocess.run([*words], capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0, again.stderr
+    assert len(started(tmp_path)) == 1 + 7  # the first one twice
+
+
+def test_a_run_that_fails_ends_the_ladder_with_its_exit_code(
+    trainer: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert climb(tmp_path, *TRAINING, *SIZES, *RATIOS, "--lr", "1") == 1
+    assert "2x16-iters1576-lr1" in capsys.readouterr().err
+    assert len(started(tmp_path)) == 1
+
+
+def test_other_settings_need_another_folder(trainer: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert climb(tmp_path, *TRAINING, *SIZES, *RATIOS) == 0
+    runs = started(tmp_path)
+    assert climb(tmp_path, *TRAINING, *SIZES, *RATIOS, "--weight-decay", "0.3") == 2
+    assert "--weight-decay" in capsys.readouterr().err
+    assert climb(tmp_path, *TRAINING, *SIZES, "--tokens-per-parameter", "4", "8", "16", "--check", "2") == 0
+    assert len(started(tmp_path)) == len(runs) + 3, "more ratios are more runs"
+
+
+def test_all_violations_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(
+            *("--widths", "0", "20", "32", "--depths", "1", "2", "--tokens-per-parameter", "4", "4", "--check", "-1"),
+            *("--sweep-sizes", "0", "--eval-iters", "0", "--lr-decay-iters", "9", "--train-samples", "9"),
+        )
+    flags = ("--widths 0", "--depths has", "--tokens-per-parameter 4", "--check -1", "--sweep-sizes", "--eval-iters")
+    for flag in (*flags, "--num-attention-heads", "--train-samples", "--lr-decay-iters"):
+        assert any(flag in text for text in caught.value.violations), flag
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["--widths", "16", "24", "32", "--tokens-per-parameter", "4"], "--tokens-per-parameter"),
+        ([*SIZES[:4], "--tokens-per-parameter", "4", "8", "--check", "4"], "--check"),
+        ([*SIZES, "--sweep-lr", "0.1"], "--tokens-per-parameter"),
+        ([*RATIOS], "--widths"),
+        (["--depths", "1", "2", "3", *RATIOS[:3], "--num-layers", "3"], "--depths"),
+        ([*SIZES, *RATIOS, "--lr-warmup-iters", "2000"], "--lr-warmup-iters"),
+        ([*SIZES, *RATIOS, "--num-experts", "2"], "--num-experts"),
+    ],
+)
+def test_a_violation_names_its_flag(words: list[str], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        plan_of(*words)
