@@ -135,6 +135,7 @@ CASES = {
     "EP": (Case(Layout(dp=2, ep=2), "mixture", dispatcher="alltoall", zero1=True), BF16, H100),
     "EP, all-gather": (Case(Layout(dp=2, ep=2), "mixture"), FP16, V100),
 }
+LONG = {name for name, (case, *_) in CASES.items() if case.compiled} - {"llama, compiled", "TP, SP, compiled"}
 GRAPHS = {
     "gpt2, compiled": 1,
     "llama, compiled": 1,
@@ -148,7 +149,7 @@ READS_OF_EXPERTS = {"experts": [_ROWS] * 6, "EP": [_SENT, _ROWS] * 3, "EP, all-g
 """How many rows each expert gets decides shapes: read in each of the 3 MoE layers for each micro-batch of the rank."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in CASES])
 def test_a_step(name: str, ranks: Ranks) -> None:
     case, flags, able = CASES[name]
     reference = KV if KV in flags else "--log-num-zeros-in-grad" if flags else ""  # with any flag in fp32, else in fp64
