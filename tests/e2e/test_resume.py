@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -324,7 +325,10 @@ import json, os, types
 class Error(Exception): ...
 
 def setup():
-    return types.SimpleNamespace(settings=types.SimpleNamespace(mode="online"))
+    return types.SimpleNamespace(settings=types.SimpleNamespace(mode="online", base_url=os.environ["SERVER"]))
+
+def Settings(**words):
+    return words
 
 def login(prompt=True, verify=True):
     return True
@@ -332,7 +336,7 @@ def login(prompt=True, verify=True):
 def init(**words):
     with open(os.environ["ASKED"], "a") as file:
         file.write(json.dumps({name: words[name] for name in ("id", "resume") if name in words}) + "\\n")
-    return types.SimpleNamespace(id=words.get("id", "first-run"), log=lambda *_, **__: None, finish=lambda: None)
+    return types.SimpleNamespace(id=words["id"], summary={}, log=lambda *_, **__: None, finish=lambda: None)
 """
 
 
@@ -342,10 +346,13 @@ def test_a_resume_continues_the_wandb_run(form: str, warm: WarmProcess, tmp_path
     words = [*on_text(tmp_path, command(tmp_path / "c")), "--ckpt-format", form, "--save-interval", 2]
     words += ["--wandb-project", "p", "--wandb-exp-name", "n"]
     branch = ["--load", tmp_path / "c", "--save", tmp_path / "d", "--ckpt-step", 2, "--wandb-exp-name", "another"]
-    for target, more in ((2, []), (4, []), (4, branch)):
-        flags = ["--train-iters", 4, "--lr-decay-iters", 4, "--exit-interval", target, *more]
-        done = warm.run([*words, *flags], tmp_path, ASKED=str(tmp_path / "asked"))
-        assert done.code == 0, done.text
-        assert "offline" not in done.text
-    asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
-    assert asked == [{}, {"id": "first-run", "resume": "allow"}, {}], "another name begins another run"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        for target, more in ((2, []), (4, []), (4, branch)):
+            flags = ["--train-iters", 4, "--lr-decay-iters", 4, "--exit-interval", target, *more]
+            done = warm.run([*words, *flags], tmp_path, ASKED=str(tmp_path / "asked"), SERVER=address)
+            assert done.code == 0, done.text
+            assert "offline" not in done.text
+    first, again, branched = (json.loads(line) for line in (tmp_path / "asked").read_text().splitlines())
+    assert first == again == {"id": first["id"], "resume": "allow"}
+    assert branched["id"] != first["id"], "another name begins another run"

@@ -146,7 +146,11 @@ class Block(nn.Module):
     ) -> Tensor:
         rope = rope if self.rotated else None
         attention = partial(self.self_attention, rope=rope, cache=cache, documents=documents, mask=mask)
-        x_SBD = self._branch(self.input_layernorm, attention, x_SBD)
+        if self._recomputes_norms():
+            x_SBD = self._branch(self.input_layernorm, attention, x_SBD)
+        else:  # as there, by one function less on the way to the products
+            normed_SBD = self.input_layernorm(x_SBD)
+            x_SBD = self._added(x_SBD, normed_SBD, attention(normed_SBD))
         if self.cross_attention is not None:
             assert encoded is not None, "cross attention needs an encoder's output"
             x_SBD = self._branch(self.pre_cross_attn_layernorm, partial(self.cross_attention, encoded=encoded), x_SBD)
@@ -165,6 +169,9 @@ class Block(nn.Module):
         else:
             normed_SBD = self._again(norm, x_SBD) if self._recomputes_norms() else norm(x_SBD)
             found = layer(normed_SBD)
+        return self._added(x_SBD, normed_SBD, found)
+
+    def _added(self, x_SBD: Tensor, normed_SBD: Tensor, found: Tensor) -> Tensor:
         start = normed_SBD if self.residual_of_norm else x_SBD
         return start.to(x_SBD.dtype) + self.dropout(found)
 

@@ -73,7 +73,12 @@ class _Column(torch.autograd.Function):
         weights, biases = tensors[::2], tensors[1::2]
         ctx.save_for_backward(x, *weights)
         ctx.region, ctx.parameters, ctx.sinks = region, weights, sinks
-        return column_forward(x, region, weights, biases)
+        whole = region.gather(x).wait()
+        outputs = []
+        for weight, bias in zip(weights, biases, strict=True):
+            assert weight is not None
+            outputs.append(affine(whole, weight, bias))
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -81,18 +86,6 @@ class _Column(torch.autograd.Function):
         wanted = ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]
         dx, *found = column_backward(ctx.region, x, weights, ctx.parameters, ctx.sinks, grads, wanted)
         return dx, None, None, *found
-
-
-def column_forward(
-    x: Tensor, region: Region, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None]
-) -> tuple[Tensor, ...]:
-    """Return gather(x) W_i^T + b_i of each layer."""
-    whole = region.gather(x).wait()
-    outputs = []
-    for weight, bias in zip(weights, biases, strict=True):
-        assert weight is not None
-        outputs.append(_affine(whole, weight, bias))
-    return tuple(outputs)
 
 
 def column_backward(
@@ -140,7 +133,7 @@ class _Row(torch.autograd.Function):
 
 def row_forward(x: Tensor, region: Region, weight: Tensor) -> Tensor:
     """Return reduce(x W^T)."""
-    return region.reduce(_affine(x, weight, None)).wait()
+    return region.reduce(affine(x, weight, None)).wait()
 
 
 def row_backward(
@@ -161,7 +154,7 @@ def row_backward(
     return dx, dw, db
 
 
-def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W^T + b: one rounding in fp32 and above, two (product, sum) in half precision."""
     dtype = product_dtype(x)
     if x.dtype in (torch.float16, torch.bfloat16):
@@ -195,7 +188,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradientSink | 
     With a sink the weight gradient is written to it and autograd sees none; the bias gradient is autograd's.
     """
     if sink is None or not torch.is_grad_enabled():
-        return _affine(x, weight, bias)
+        return affine(x, weight, bias)
     (y,) = _Column.apply(x, SOLO, (sink,), weight, bias)
     return cast("Tensor", y)
 
@@ -230,7 +223,7 @@ def column(x: Tensor, region: Region, *linears: Linear) -> tuple[Tensor, ...]:
         outputs: list[Tensor] = []
         for layer in linears:  # as `linear`
             if layer.sink is None or not torch.is_grad_enabled():
-                outputs.append(_affine(x, layer.weight, layer.bias))
+                outputs.append(affine(x, layer.weight, layer.bias))
             else:
                 outputs += _Column.apply(x, SOLO, (layer.sink,), layer.weight, layer.bias)
         return tuple(outputs)

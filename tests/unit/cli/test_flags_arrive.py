@@ -48,7 +48,8 @@ def _run(flags: str, base: str = BASE) -> RunConfig:
 def _started(device: torch.device = CPU) -> Any:
     """As much of a started run as the hooks of recording look at."""
     context = SimpleNamespace(rank=0, device=device, world=SimpleNamespace(size=1))
-    return SimpleNamespace(run=SimpleNamespace(state=SimpleNamespace(iteration=0, context=context)))
+    state = SimpleNamespace(iteration=0, consumed_samples=0, context=context)
+    return SimpleNamespace(run=SimpleNamespace(state=state), resumed_at=None)
 
 
 @pytest.mark.parametrize("base", [BERT, T5])
