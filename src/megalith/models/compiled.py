@@ -61,7 +61,7 @@ def compile_block(block: nn.Module, name: str, region: Region, device: torch.dev
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return whether the class of a module is ours or torch's: one that is registered may break the graph."""
+    """Return whether a module is of Megalith or torch; a registered one may break the graph."""
     return type(module).__module__.partition(".")[0] in ("megalith", "torch")
 
 

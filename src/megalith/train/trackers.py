@@ -52,7 +52,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What every tracker is told of a run."""
+    """The names, folder, arguments and id of a run that every tracker receives."""
 
     project: str
     name: str

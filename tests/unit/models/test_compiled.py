@@ -30,6 +30,7 @@ from megalith.optim.build import build_optimizer
 from megalith.parallel.pipeline import DeferredWeightGrads
 
 from ...front_end import front_end, graphs
+from ...styles import as_llama, with_latent_attention
 
 VOCABULARY = 40
 GPT2 = ModelConfig(
@@ -40,26 +41,8 @@ GPT2 = ModelConfig(
     hidden_dropout=0.0,
     attention_dropout=0.0,
 )
-LLAMA = dataclasses.replace(
-    GPT2,
-    position_embedding_type="rope",
-    normalization="RMSNorm",
-    swiglu=True,
-    add_bias_linear=False,
-    untie_embeddings_and_output_weights=True,
-    group_query_attention=True,
-    num_query_groups=2,
-    ffn_hidden_size=48,
-)
-LATENT = dataclasses.replace(
-    GPT2,
-    position_embedding_type="rope",
-    multi_latent_attention=True,
-    kv_lora_rank=8,
-    qk_head_dim=4,
-    qk_pos_emb_head_dim=4,
-    v_head_dim=4,
-)
+LLAMA = as_llama(GPT2)
+LATENT = with_latent_attention(GPT2)
 UNFUSED = dataclasses.replace(GPT2, transformer_impl="local")
 
 

@@ -23,28 +23,11 @@ from megalith.serve.model_runner import ModelRunner
 from megalith.serve.runner import Batch, Chunk
 
 from ...front_end import front_end, graphs
+from ...styles import as_llama, with_latent_attention
 
 GPT2 = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=4, max_position_embeddings=24)
-LLAMA = dataclasses.replace(
-    GPT2,
-    position_embedding_type="rope",
-    normalization="RMSNorm",
-    swiglu=True,
-    add_bias_linear=False,
-    untie_embeddings_and_output_weights=True,
-    group_query_attention=True,
-    num_query_groups=2,
-    ffn_hidden_size=48,
-)
-LATENT = dataclasses.replace(
-    GPT2,
-    position_embedding_type="rope",
-    multi_latent_attention=True,
-    kv_lora_rank=8,
-    qk_head_dim=4,
-    qk_pos_emb_head_dim=4,
-    v_head_dim=4,
-)
+LLAMA = as_llama(GPT2)
+LATENT = with_latent_attention(GPT2)
 STYLES = {
     "gpt2": GPT2,
     "llama": LLAMA,

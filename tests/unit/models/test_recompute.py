@@ -19,6 +19,8 @@ from megalith.optim import build_optimizer
 from megalith.serve.model_runner import ModelRunner
 from megalith.serve.runner import Batch, Chunk
 
+from ...styles import as_llama
+
 GPT2 = ModelConfig(
     num_layers=5,
     hidden_size=16,
@@ -28,17 +30,7 @@ GPT2 = ModelConfig(
     attention_dropout=0.2,
     init_method_std=0.3,
 )
-LLAMA = dataclasses.replace(
-    GPT2,
-    position_embedding_type="rope",
-    normalization="RMSNorm",
-    swiglu=True,
-    add_bias_linear=False,
-    untie_embeddings_and_output_weights=True,
-    group_query_attention=True,
-    num_query_groups=2,
-    ffn_hidden_size=48,
-)
+LLAMA = as_llama(GPT2)
 UNFUSED = dataclasses.replace(GPT2, attention_backend="unfused")
 MIXTURE = dataclasses.replace(
     LLAMA, num_experts=4, moe_ffn_hidden_size=12, moe_layer_freq="2", moe_aux_loss_coeff=(0.05,), hidden_dropout=0.2

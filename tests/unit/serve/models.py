@@ -14,22 +14,14 @@ from megalith.models.t5 import T5
 from megalith.serve.engine import Engine, RequestHandle
 from megalith.serve.request import Event, Request, Token
 
+from ...styles import as_llama
+
 VOCABULARY = 28
 CONTEXT = 48
 GPT2 = ModelConfig(
     num_layers=2, hidden_size=16, num_attention_heads=4, max_position_embeddings=CONTEXT, init_method_std=0.5
 )
-LLAMA = dataclasses.replace(
-    GPT2,
-    position_embedding_type="rope",
-    normalization="RMSNorm",
-    swiglu=True,
-    add_bias_linear=False,
-    untie_embeddings_and_output_weights=True,
-    group_query_attention=True,
-    num_query_groups=2,
-    ffn_hidden_size=48,
-)
+LLAMA = as_llama(GPT2)
 EXPERTS = dataclasses.replace(
     LLAMA, num_experts=4, moe_ffn_hidden_size=24, moe_shared_expert_intermediate_size=16, moe_latent_size=12
 )
