@@ -219,7 +219,7 @@ def _export_gguf(options: argparse.Namespace, wanted: ExportOptions) -> int:
     notes = list(made.notes)
     if compared and not compared[0].same_ids:
         notes.append(
-            "llama.cpp makes other ids of a test text than the tokenizer of the checkpoint; see docs/huggingface.md"
+            "llama.cpp makes other ids of a test text than the tokenizer of the checkpoint; see docs/after-training.md"
         )
     for note in notes:
         warn(f"note: {note}")

@@ -93,13 +93,22 @@ def _without_folder(words: Sequence[str]) -> list[str]:
 
 
 def _stored(folder: Path) -> dict[str, Any]:
-    """Return what ladder.json holds; DataError if there is none."""
-    file = folder / "ladder.json"
-    try:
-        stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read ({error}); give the arguments of the ladder again") from error
+    """Return what ladder.json holds; DataError if there is none, or it is not a ladder's."""
+    stored = _read_object(folder / "ladder.json", "give the arguments of the ladder again")
+    if not {"arguments", "failed"} <= stored.keys():
+        raise DataError(f"{folder / 'ladder.json'} is not of a ladder; give another --folder")
     return stored
+
+
+def _read_object(file: Path, remedy: str) -> dict[str, Any]:
+    """Return the object that a JSON file holds; DataError with the remedy if there is none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read ({error}); {remedy}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{file}: holds no JSON object; {remedy}")
+    return found
 
 
 def _table(plan: Plan) -> Table:
@@ -126,7 +135,7 @@ class _Climb:
         before = folder / "config.json"
         self._failed: set[str] = set()
         if before.is_file():
-            saved = settings_of(json.loads(before.read_text(encoding="utf-8")))
+            saved = settings_of(_read_object(before, "remove it if the arguments are those of the runs"))
             if changed := differing([saved, settings_of(config)]):
                 shown = ", ".join(f"{flag} {was} -> {now}" for flag, (was, now) in changed.items())
                 raise ConfigError(f"{folder} holds runs with other settings ({shown}); use another --folder")

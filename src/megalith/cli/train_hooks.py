@@ -219,7 +219,7 @@ def _trackers(config: RunConfig, folder: Path, console: RunConsole, built: Built
     if log.wandb_project or "wandb" in log.trackers:
         project = log.wandb_project or log.tracker_project
         named = replace(log, wandb_project=project, wandb_exp_name=log.wandb_exp_name or name)
-        with suppress(Exception):  # before the seconds that it has; it reports in its thread what is wrong
+        with suppress(Exception):  # ahead of the seconds that it has; its thread imports it again, and reports
             importlib.import_module("wandb")
         # Known before W&B has begun, which a checkpoint may not wait for.
         state.wandb_run_id = os.environ.get("WANDB_RUN_ID") or state.wandb_run_id or secrets.token_hex(4)

@@ -18,7 +18,7 @@ from megalith.cli import ladder
 from megalith.cli.ladder_plan import make_plan
 from megalith.cli.main import main
 from megalith.config import load
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, DataError
 from megalith.models.gpt import GPT
 from megalith.report import scaling_law
 
@@ -152,6 +152,17 @@ def test_other_settings_need_another_folder(trainer: None, tmp_path: Path, capsy
     assert "--weight-decay" in capsys.readouterr().err
     assert climb(tmp_path, *TRAINING, *SIZES, "--tokens-per-parameter", "4", "8", "16", "--check", "2") == 0
     assert len(started(tmp_path)) == len(runs) + 3, "more ratios are more runs"
+
+
+def test_a_damaged_file_is_named(trainer: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert climb(tmp_path, *TRAINING, *SIZES, *RATIOS) == 0
+    for file in (tmp_path / "config.json", tmp_path / "ladder.json"):
+        whole = file.read_text()
+        for text in (whole[:40], "[]"):
+            file.write_text(text)
+            assert climb(tmp_path, *TRAINING, *SIZES, *RATIOS) == DataError.exit_code
+            assert str(file) in capsys.readouterr().err
+        file.write_text(whole)
 
 
 def test_all_violations_are_told_at_once() -> None:
