@@ -29,6 +29,7 @@ from megalith.report.ladder_picture import draw
 from megalith.report.scaling_law import Fit
 from megalith.report.settings import differing, settings_of
 from megalith.report.verdict import Table
+from megalith.tokenizers.protocol import json_object
 from megalith.train.signals import STOP_SIGNALS
 from megalith.train.streams import warn
 
@@ -101,14 +102,11 @@ def _stored(folder: Path) -> dict[str, Any]:
 
 
 def _read_object(file: Path, remedy: str) -> dict[str, Any]:
-    """Return the object that a JSON file holds; DataError with the remedy if there is none."""
+    """Return `json_object` of a file; its DataError gets a remedy."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read ({error}); {remedy}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{file}: holds no JSON object; {remedy}")
-    return found
+        return json_object(file)
+    except DataError as error:
+        raise DataError(f"{error}; {remedy}") from error
 
 
 def _table(plan: Plan) -> Table:
