@@ -208,7 +208,7 @@ def _problems(options: argparse.Namespace) -> list[str]:
     fitted = max(len(depths), len(widths)) - bool(options.check)
     if ratios and (depths or widths) and fitted < FEWEST_SIZES:
         beside = " beside the largest, which --check leaves out" if options.check else ""
-        found.append(f"{fitted} sizes to fit; give {FEWEST_SIZES} or more{beside}")
+        found.append(f"--depths, --widths: sizes to fit: {fitted}; give {FEWEST_SIZES} or more{beside}")
     if options.check and not ratios:
         found.append("--check needs --tokens-per-parameter: without a fit nothing is predicted")
     return found
