@@ -101,8 +101,8 @@ def _add_output(parser: CommandParser) -> None:
         metavar="PATH",
         nargs="+",
         action="extend",
-        help="files, folders and globs: jsonl, one JSON array, txt, csv, parquet, arrow, Hugging Face datasets; "
-        "also compressed: .gz, .xz, .zst, .bz2",
+        help="files, folders and globs: jsonl, one JSON array, txt, csv, parquet, arrow, Hugging Face datasets; also "
+        "compressed: .gz, .xz, .zst, .bz2; tar and zip of txt or json",
     )
     add("--output-prefix", type=local_name, metavar="PREFIX", help="prefix of the output paths")
     add("--json-keys", metavar="KEY", nargs="+", default=["text"], help="keys or columns, one dataset each (text)")

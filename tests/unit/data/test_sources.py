@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -397,25 +398,101 @@ def test_neither_cuts_nor_shares_nor_going_on_change_the_documents(
         assert expected == one_key(texts) * 2
 
 
-def archive(kind: str, member: Path, path: Path) -> None:
-    if kind == "zip":
-        with zipfile.ZipFile(path, "w") as packed:
-            packed.write(member, "a.txt")
-        return
-    form = tarfile.USTAR_FORMAT if kind == "ustar" else tarfile.GNU_FORMAT
-    with tarfile.open(path, "w:gz" if kind == "tar.gz" else "w", format=form) as tape:
-        tape.add(member, "a.txt")
+ARCHIVES = ["tar", "tar.gz", "tar.zst", "zip"]
 
 
-@pytest.mark.parametrize("kind", ["tar", "ustar", "tar.gz", "zip"])
-@pytest.mark.parametrize("input_format", ["auto", "txt", "jsonl", "csv"])
-def test_archives_are_no_text(kind: str, input_format: str, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some text\n")
-    for name in ("b.txt", "b." + kind):
-        archive(kind, tmp_path / "a.txt", tmp_path / name)
-        plan = find_sources([str(tmp_path / name)], SourceOptions(input_format=input_format))
-        (violation,) = plan.violations
-        assert name in violation and ("zip" if kind == "zip" else "tar") in violation and "unpack" in violation
+def archive(path: Path, members: dict[str, bytes]) -> Path:
+    """Pack members into the archive that the name of `path` says."""
+    packed = io.BytesIO()
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as found:
+            for name, content in members.items():
+                found.writestr(name, content)
+    else:
+        with tarfile.open(fileobj=packed, mode="w") as tape:
+            for name, content in members.items():
+                header = tarfile.TarInfo(name)
+                header.size = len(content)
+                tape.addfile(header, io.BytesIO(content))
+    compress = {".gz": gzip.compress, ".zst": lambda content: zstandard.ZstdCompressor().compress(content)}
+    path.write_bytes(compress.get(path.suffix, bytes)(packed.getvalue()))
+    return path
+
+
+@pytest.mark.parametrize("kind", ARCHIVES)
+def test_archives_are_read_in_their_order(kind: str, tmp_path: Path) -> None:
+    shard = archive(
+        tmp_path / f"a.{kind}",
+        {
+            "./10.txt": b"one\n\nstill one\n",
+            "10.jpg": b"\xff\xd8 no text",
+            "__MACOSX/2.txt": b"x",
+            "README.txt": b"about",
+            "2.txt.gz": gzip.compress("zw\u00f6lf\n".encode("utf-16")),
+            "empty.txt": b"",
+            "long" * 30 + ".txt": b"last",
+        },
+    )
+    for limits in (SMALL, Limits()):
+        found = opened(shard, limits=limits)
+        assert documents(found) == one_key(["one\n\nstill one\n", "zw\u00f6lf\n", "last"])
+        assert documents(opened(shard, limits=limits, document_separator="\n\n"))[:2] == one_key(["one", "still one"])
+    first, *others = (chunk.end for chunk in opened(shard, limits=SMALL)[0].chunks())
+    assert others and [chunk.end for chunk in opened(shard, limits=SMALL)[0].chunks(first)] == others
+    several = archive(
+        tmp_path / f"b.{kind}",
+        {
+            "a.json": json.dumps({"text": "spread"}, indent=1).encode(),
+            "b.json": b'[{"text": "first"}, "second"]',
+            "c.json": lines(["x", "y"]).encode(),
+            "d.jsonl": lines(["1", "2", "3"]).encode() + b"bad",
+            "e.jsonl": lines(["4"]).encode(),
+        },
+    )
+    for limits in (Limits(chunk_bytes=30), Limits()):
+        *before, (bad,), after = documents(opened(several, limits=limits))
+        assert [*before, after] == one_key(["spread", "first", "second", "x", "y", "1", "2", "3", "4"])
+        assert bad.startswith("d.jsonl, line 4: ")
+    several.unlink()
+    assert len(documents(opened(tmp_path))) == 3  # a folder with nothing but archives
+
+
+@pytest.mark.parametrize("kind", ARCHIVES)
+def test_archives_that_are_damaged_or_ambiguous(kind: str, tmp_path: Path) -> None:
+    texts = {f"part/{number}.txt": f"{number}".encode() * 3000 for number in range(9)}
+    whole = archive(tmp_path / f"a.{kind}", texts).read_bytes()
+    for end in (len(whole) // 5, len(whole) // 2, 3 * len(whole) // 4):
+        (tmp_path / f"cut.{kind}").write_bytes(whole[:end])
+        plan = find_sources([str(tmp_path / f"cut.{kind}")], SourceOptions())
+        if not plan.violations:
+            with pytest.raises(DataError, match=rf"cut.{kind}.*damaged"):
+                documents(plan.sources)
+    both = archive(tmp_path / f"both.{kind}", {"1.json": b'{"text": "a"}', "1.txt": b"b"})
+    with pytest.raises(DataError, match=r"1\.txt.*--input-format"):
+        documents(opened(both))
+    for input_format, text in (("txt", "b"), ("jsonl", "a")):
+        assert documents(opened(both, input_format=input_format)) == [[text]]
+    archive(tmp_path / f"none.{kind}", {"a.csv": b"text\nx\n"})
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("none", {}),
+        ("both", {"input_format": "csv"}),
+        ("both", {"keys": ("a", "b"), "input_format": "txt"}),
+    ]
+    for name, options in refused:
+        (violation,) = find_sources([str(tmp_path / f"{name}.{kind}")], SourceOptions(**options)).violations
+        assert f"{name}.{kind}" in violation
+
+
+def test_a_tar_with_a_damaged_header_does_not_end_there(tmp_path: Path) -> None:
+    path = archive(tmp_path / "a.tar", {f"{number}.txt": b"text" * 200 for number in range(3)})
+    content = bytearray(path.read_bytes())
+    content[content.index(b"1.txt")] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"after 0\.txt"):
+        documents(opened(path))
+    other = archive(tmp_path / "b.tar", {"4.txt": b"more"}).read_bytes()
+    path.write_bytes(other + other)  # cat
+    assert documents(opened(path)) == one_key(["more", "more"])
 
 
 def test_text_is_no_archive(tmp_path: Path) -> None:

@@ -117,6 +117,24 @@ def document_of(parsed: Any, keys: tuple[str, ...]) -> Document | BadDocument:
     return texts
 
 
+def element_document(element: Any, keys: tuple[str, ...]) -> Document | BadDocument:
+    """Return the texts of an element of a JSON array: an object, or a text."""
+    if isinstance(element, str) and len(keys) == 1:
+        return [element]
+    if isinstance(element, dict):
+        return document_of(element, keys)
+    return BadDocument(f"expected a JSON object or a text, found {type(element).__name__}")
+
+
+def json_value_documents(data: bytes, keys: tuple[str, ...]) -> list[Document | BadDocument] | None:
+    """Return the documents of one JSON object or array in UTF-8, over any number of lines; None if it is not one."""
+    try:
+        value = LENIENT_DECODER.decode(data.decode())
+    except (ValueError, RecursionError):
+        return None
+    return [element_document(element, keys) for element in (value if isinstance(value, list) else [value])]
+
+
 def text_of(value: Any, key: str) -> str | list[str] | BadDocument:
     """Return a value that is a text or a list of texts; BadDocument for any other."""
     if isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value)):

@@ -8,27 +8,34 @@ from __future__ import annotations
 import glob
 import os
 import re
+import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megalith.data.sources.archives import ArchiveSource
 from megalith.data.sources.formats import (
     ARRAY,
     ARROW,
     CSV,
     JSONL,
+    NOT_DATA,
     PARQUET,
+    TAR,
     TXT,
+    ZIP,
+    archive_of,
     find_separator,
     format_by_content,
     format_by_name,
+    name_without_compression,
     natural_sort_key,
     resolve_format,
 )
 from megalith.data.sources.lines import ArraySource, TextSource
 from megalith.data.sources.protocol import Source, SourceOptions
-from megalith.data.sources.streams import TextFile, open_text, refuse_archive
+from megalith.data.sources.streams import TextFile, open_text, raw_file
 from megalith.data.sources.tables import ArrowSource, CsvPreview, CsvSource, ParquetSource, has_header, preview_csv
 from megalith.errors import DataError
 from megalith.tokenizers.protocol import json_object
@@ -38,7 +45,8 @@ _PREVIEW_BYTES = 1 << 28  # bytes; longer than any document
 _SPLITS = re.compile(r"(?:^|[-_.])(train|training|test|testing|validation|valid|val|dev|eval)(?=$|[-_.\d])", re.I)
 _ALIASES = {"training": "train", "testing": "test", "valid": "validation", "val": "validation", "dev": "validation"}
 _NUMBERED = re.compile(r"(?:^|-)(?P<split>[A-Za-z_][\w]*)-\d{5}-of-\d{5}\.")
-_NOT_DATA = re.compile(r"(readme|license|licence|copying|changelog|notice|requirements)\b.*|cache-.*\.arrow", re.I)
+_OPENED_BY_THEIR_SOURCE = (PARQUET, ARROW, TAR, ZIP)
+_ARCHIVES = (".tar", ".tgz", ".zip")
 _MAX_NAMES = 5  # files that a note names
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
@@ -74,7 +82,7 @@ def find_sources(inputs: Sequence[str], options: SourceOptions) -> SourcePlan:
     texts: dict[Path, TextFile] = {}
     previews: dict[Path, CsvPreview] = {}
     for path, kind in found:
-        if kind in (PARQUET, ARROW) or path in texts:
+        if kind in _OPENED_BY_THEIR_SOURCE or path in texts:
             continue
         with plan.record_violations():
             texts[path] = open_text(path, options.encoding, options.limits)
@@ -82,11 +90,12 @@ def find_sources(inputs: Sequence[str], options: SourceOptions) -> SourcePlan:
                 previews[path] = preview_csv(texts[path], options.csv_delimiter)
     for path, kind in found:
         text = texts.get(path)
-        if (text is None and kind not in (PARQUET, ARROW)) or (kind == CSV and path not in previews):
+        if (text is None and kind not in _OPENED_BY_THEIR_SOURCE) or (kind == CSV and path not in previews):
             continue
         with plan.record_violations():
             plan.sources.append(_source(path, kind, text, previews, options))
-    plan.notes += _unused_options(options, [kind for _, kind in found])
+    packed = [str(source.kind) for source in plan.sources if isinstance(source, ArchiveSource)]
+    plan.notes += _unused_options(options, [*(kind for _, kind in found), *packed])
     return plan
 
 
@@ -155,7 +164,8 @@ def _format(path: Path, options: SourceOptions) -> str:
         raise DataError(f"{path}: no permission to read it")
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty")
-    refuse_archive(path, options.limits)
+    if packing := _archive(path, options):
+        return packing
     if options.input_format not in ("auto", JSONL):
         return options.input_format
     by_name = JSONL if options.input_format == JSONL else format_by_name(path)
@@ -171,6 +181,16 @@ def _format(path: Path, options: SourceOptions) -> str:
     return found
 
 
+def _archive(path: Path, options: SourceOptions) -> str | None:
+    """Return tar or zip if a file, after decompression, is one; DataError if it is another archive or unreadable."""
+    file = raw_file(path, options.limits)
+    kind = archive_of(file.beginning(tarfile.BLOCKSIZE))
+    if kind in (None, TAR) or (kind == ZIP and not file.compression):
+        return kind
+    named = f"{kind} archive" + (f", compressed with {file.compression}" if file.compression else "")
+    raise DataError(f"{path} is a {named}, which is not read; unpack it first and give the folder: --input DIR")
+
+
 def _source(
     path: Path, kind: str, text: TextFile | None, previews: dict[Path, CsvPreview], options: SourceOptions
 ) -> Source:
@@ -178,6 +198,11 @@ def _source(
         return ParquetSource(path, options)
     if kind == ARROW:
         return ArrowSource(path, options)
+    if kind in (TAR, ZIP):
+        source = ArchiveSource(path, kind, options)
+        if source.kind == TXT:
+            _refuse_keys(path, options)
+        return source
     assert text is not None
     if kind == CSV:
         others = [preview for other, preview in previews.items() if other != path]
@@ -192,12 +217,16 @@ def _source(
         return ArraySource(text, options.keys)
     if kind == JSONL:
         return TextSource(text, is_json=True, separator="\n")
-    if options.keys != ("text",):
-        raise DataError(f"{path} is plain text, which has no keys; leave out --json-keys {' '.join(options.keys)}")
+    _refuse_keys(path, options)
     if options.one_document_per_file:
         return TextSource(text, is_json=False, separator=None)
     separator = options.document_separator or find_separator(_beginning(text))
     return TextSource(text, is_json=False, separator=separator)
+
+
+def _refuse_keys(path: Path, options: SourceOptions) -> None:
+    if options.keys != ("text",):
+        raise DataError(f"{path} is plain text, which has no keys; leave out --json-keys {' '.join(options.keys)}")
 
 
 def _header_unknown(path: Path, preview: CsvPreview, num_others: int) -> str:
@@ -259,7 +288,10 @@ def _folder_files(folder: Path, split: str) -> tuple[list[Path], str]:
     for path in files:
         formats.setdefault(format_by_name(path) or "", []).append(path)
     if not formats:
-        raise DataError(f"{folder} holds no jsonl, json, txt, csv, parquet or arrow file")
+        named = sorted(map(str, folder.rglob("*")), key=natural_sort_key)
+        files = [path for path in map(Path, named) if Path(name_without_compression(path)).suffix in _ARCHIVES]
+        if not files:
+            raise DataError(f"{folder} holds no jsonl, json, txt, csv, parquet or arrow file, and no tar or zip")
     if len(formats) > 1:
         counts = ", ".join(f"{len(found)} {name} ({found[0].name}, ...)" for name, found in formats.items())
         raise DataError(
@@ -278,7 +310,7 @@ def _folder_files(folder: Path, split: str) -> tuple[list[Path], str]:
 
 
 def _is_data(path: Path, folder: Path) -> bool:
-    is_description = path.name in _DESCRIPTIONS or _NOT_DATA.fullmatch(path.name)
+    is_description = path.name in _DESCRIPTIONS or NOT_DATA.fullmatch(path.name)
     return not _is_hidden(path, folder) and not is_description and format_by_name(path) is not None and path.is_file()
 
 

@@ -21,25 +21,26 @@ _FORMAT_BY_SUFFIX = {
     ".pq": PARQUET,
     ".arrow": ARROW,
 }
+TAR, ZIP = "tar", "zip"
 GZIP, XZ, ZSTD, BZIP2 = "gz", "xz", "zst", "bz2"
 _MAGIC = {b"\x1f\x8b": GZIP, b"\xfd7zXZ\x00": XZ, b"\x28\xb5\x2f\xfd": ZSTD, b"BZh": BZIP2}
 _COMPRESSED_ENDINGS = (".gz", ".xz", ".zst", ".zstd", ".bz2")
 _ARCHIVE_MAGIC = {
-    b"PK\x03\x04": "zip",
-    b"PK\x05\x06": "zip",
-    b"PK\x07\x08": "zip",
+    b"PK\x03\x04": ZIP,
+    b"PK\x05\x06": ZIP,
+    b"PK\x07\x08": ZIP,
     b"7z\xbc\xaf\x27\x1c": "7z",
     b"Rar!\x1a\x07": "rar",
 }
+NOT_DATA = re.compile(r"(readme|license|licence|copying|changelog|notice|requirements)\b.*|cache-.*\.arrow", re.I)
+"""Names of files that lie beside data."""
 _PARQUET_MAGIC, _ARROW_MAGIC = b"PAR1", b"ARROW1"
 END_OF_TEXT_SEPARATOR = "<|endoftext|>"
 _SEPARATORS = (END_OF_TEXT_SEPARATOR, "\n\n", "\r\n\r\n")
 
 
-def compression_of(path: Path) -> str | None:
-    """Return the compression of a file by its content, whatever its name; None if it is not compressed."""
-    with path.open("rb") as file:
-        beginning = file.read(8)
+def compression_of(beginning: bytes) -> str | None:
+    """Return the compression of what begins with these 8 bytes; None if it is not compressed."""
     return next((name for magic, name in _MAGIC.items() if beginning.startswith(magic)), None)
 
 
@@ -52,7 +53,7 @@ def archive_of(beginning: bytes) -> str | None:
         tarfile.TarInfo.frombuf(beginning[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")  # it has a checksum
     except tarfile.HeaderError:
         return None
-    return "tar"
+    return TAR
 
 
 def name_without_compression(path: Path) -> str:

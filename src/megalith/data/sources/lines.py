@@ -19,9 +19,10 @@ from megalith.data.sources.documents import (
     BadDocument,
     Document,
     count_units,
-    document_of,
+    element_document,
     json_documents,
     json_texts,
+    json_value_documents,
     text_documents,
 )
 from megalith.data.sources.protocol import Chunk, ChunkDocuments, Limits, Row, RowSource, Source, utf8_size
@@ -35,8 +36,8 @@ _NUMBER = re.compile(r"[0-9.eE+\-]*\Z")  # a number at the end of a block may co
 
 
 @dataclass(frozen=True)
-class _TextFormat:
-    """Format of a text: lines of JSON, or plain text; without a separator the file is one document."""
+class TextFormat:
+    """Format of a text: lines of JSON, or plain text; without a separator it is one document, or one JSON value."""
 
     is_json: bool
     separator: str | None
@@ -51,11 +52,13 @@ class _TextFormat:
         """Parse the documents of a text; `too_long` adds one more, unreadable for this reason."""
         documents: Iterator[tuple[int, Document | BadDocument]]
         texts = None
+        if self.is_json and not self.separator and (whole := json_value_documents(data, keys)) is not None:
+            return ChunkDocuments(((0, document) for document in whole), 1, len(data))
         if self.is_json:
             lines = data.split(b"\n")
             if not lines[-1]:
                 lines.pop()
-            units = len(lines)
+            units = len(lines) if self.separator else 1
             if too_long is None and len(data) <= self.limit:
                 texts = partial(json_texts, lines, keys)
             documents = json_documents(lines, keys, self.encoding, self.limit)
@@ -68,7 +71,7 @@ class _TextFormat:
 
 
 @dataclass(frozen=True)
-class _TextPayload:
+class TextPayload:
     """Whole documents of a text, sent to a worker with the separators after them.
 
     Attributes:
@@ -76,7 +79,7 @@ class _TextPayload:
         too_long: why one more document after them is left out.
     """
 
-    form: _TextFormat
+    form: TextFormat
     data: bytes
     alone: bool
     too_long: str | None = None
@@ -93,7 +96,7 @@ class _TextPayload:
 class _LinesPayload:
     """Lines of a plain file that begin within [start, stop), which the worker reads from the file."""
 
-    form: _TextFormat
+    form: TextFormat
     path: str
     start: int
     stop: int
@@ -143,7 +146,7 @@ class TextSource(Source):
         super().__init__(file.path, file.limits)
         self.unit = "line" if is_json else "document"
         self._file = file
-        self._form = _TextFormat(is_json, separator, file.encoding.plain_name, file.limits.max_document_bytes)
+        self._form = TextFormat(is_json, separator, file.encoding.plain_name, file.limits.max_document_bytes)
         self.about = f"{'jsonl' if is_json else _describe_format(separator)}, {file.about}"
 
     def chunks(self, start: int = 0) -> Iterator[Chunk]:
@@ -174,7 +177,7 @@ class TextSource(Source):
     def _chunks_from_start(self, start: int) -> Iterator[Chunk]:
         """Yield chunks by reading from the beginning; positions count bytes of the text."""
         disk_start = 0
-        for begin, end, disk, text in _split_at_separators(self._file, self._form):
+        for begin, end, disk, text in split_at_separators(self._file.blocks(), self._form, self._limits, self.path):
             if end > start:
                 yield Chunk(text, begin, end, disk_start, disk, text.num_units)
             disk_start = disk
@@ -184,16 +187,18 @@ def _describe_format(separator: str | None) -> str:
     return "txt, the whole file is one document" if separator is None else f"txt, separated by {separator!r}"
 
 
-def _split_at_separators(file: TextFile, form: _TextFormat) -> Iterator[tuple[int, int, int, _TextPayload]]:
+def split_at_separators(
+    blocks: Iterator[tuple[bytes, int]], form: TextFormat, limits: Limits, name: object
+) -> Iterator[tuple[int, int, int, TextPayload]]:
     """Cut a text after the last separator of each block, skipping documents beyond the limit.
 
     Yields where a part begins and ends in the text, the bytes of the file read so far, and the part. A separator that
     can overlap itself, such as '----', is searched from the left, as splitting does.
     """
-    word, limits = form.separator_bytes, file.limits
+    word = form.separator_bytes
     last_end = _last_end_from_left if word and _overlaps(word) else _last_end
     rest, position, disk, skipping = bytearray(), 0, 0, -1
-    for block, disk in _chunk_sized(file, limits.chunk_bytes):
+    for block, disk in _chunk_sized(blocks, limits.chunk_bytes):
         seen = max(0, len(rest) - len(word) + 1) if word else 0  # a separator may lie across the border of two blocks
         rest += block
         if skipping >= 0:
@@ -205,30 +210,30 @@ def _split_at_separators(file: TextFile, form: _TextFormat) -> Iterator[tuple[in
                 del rest[: len(rest) - keep]
                 continue
             end = found + len(word)
-            yield skipping, position + end, disk, _TextPayload(form, b"", False, _too_long(word, skipping, limits))
+            yield skipping, position + end, disk, TextPayload(form, b"", False, _too_long(word, skipping, limits))
             del rest[:end]
             position, skipping, seen = position + end, -1, 0
         end = last_end(rest, word, seen) if word else 0
         if end:
-            yield position, position + end, disk, _TextPayload(form, bytes(rest[:end]), False)
+            yield position, position + end, disk, TextPayload(form, bytes(rest[:end]), False)
             del rest[:end]
             position += end
         if len(rest) > limits.max_document_bytes:
             if word is None:
-                raise DataError(f"{file.path}: {_too_long(None, position, limits)}")
+                raise DataError(f"{name}: {_too_long(None, position, limits)}")
             skipping = position
     end = position + len(rest)
     if skipping >= 0:
-        yield skipping, end, disk, _TextPayload(form, b"", False, _too_long(word, skipping, limits))
+        yield skipping, end, disk, TextPayload(form, b"", False, _too_long(word, skipping, limits))
     elif rest:
-        yield position, end, disk, _TextPayload(form, bytes(rest), position == 0)
+        yield position, end, disk, TextPayload(form, bytes(rest), position == 0)
 
 
-def _chunk_sized(file: TextFile, size: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the blocks of a file, regrouped to about the size of a chunk."""
+def _chunk_sized(blocks: Iterator[tuple[bytes, int]], size: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the blocks of a text, regrouped to about the size of a chunk."""
     gathered = bytearray()
     disk = 0
-    for block, disk in file.blocks():
+    for block, disk in blocks:
         for at in range(0, len(block), size):
             gathered += block[at : at + size]
             if len(gathered) >= size:
@@ -280,15 +285,8 @@ class ArraySource(RowSource):
 
     def _rows(self) -> Iterator[Row]:
         for number, (element, size, disk) in enumerate(self._elements(), start=1):
-            content = self._document(element)
+            content = element_document(element, self._keys)
             yield Row(content, max(size, utf8_size(content)), number, disk)
-
-    def _document(self, element: Any) -> Document | BadDocument:
-        if isinstance(element, str) and len(self._keys) == 1:
-            return [element]
-        if isinstance(element, dict):
-            return document_of(element, self._keys)
-        return BadDocument(f"expected a JSON object or a text, found {type(element).__name__}")
 
     def _elements(self) -> Iterator[tuple[Any, int, int]]:
         """Yield each element, its size in characters, and the bytes of the file read so far.

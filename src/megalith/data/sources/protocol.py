@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megalith.data.sources.documents import BadDocument, Document
 
@@ -123,20 +123,24 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Row:
-    """Row of a table or element of an array; `end` is the next position, `disk` the bytes of the file up to it."""
+    """Row of a table, element of an array, part of an archive; `end` is the next position, `disk` the bytes to it."""
 
-    content: Document | BadDocument
+    content: Any
     num_bytes: int
     end: int
     disk: int
 
 
 @dataclass(frozen=True)
-class _RowsPayload:
+class RowsPayload:
     """Parsed rows of a chunk."""
 
     contents: list[Document | BadDocument]
     num_bytes: int
+
+    @property
+    def num_units(self) -> int:
+        return len(self.contents)
 
     def read(self, keys: tuple[str, ...]) -> ChunkDocuments:
         return ChunkDocuments(iter(enumerate(self.contents)), len(self.contents), self.num_bytes)
@@ -154,6 +158,7 @@ class RowSource(Source):
     """Source whose rows the parent process reads from the beginning; positions are numbers of rows."""
 
     unit = "row"
+    payload: type[Any] = RowsPayload
 
     @abstractmethod
     def _rows(self) -> Iterator[Row]:
@@ -161,7 +166,7 @@ class RowSource(Source):
 
     def chunks(self, start: int = 0) -> Iterator[Chunk]:
         """Yield the rows as chunks of about `chunk_bytes`, from the `end` of an earlier one on."""
-        contents: list[Document | BadDocument] = []
+        contents: list[Any] = []
         gathered = begins = disk = disk_start = 0
         row = None
         for row in self._rows():
@@ -169,8 +174,10 @@ class RowSource(Source):
             gathered += row.num_bytes
             if gathered >= self._limits.chunk_bytes:
                 if row.end > start:
-                    yield Chunk(_RowsPayload(contents, gathered), begins, row.end, disk_start, row.disk, len(contents))
+                    payload = self.payload(contents, gathered)
+                    yield Chunk(payload, begins, row.end, disk_start, row.disk, payload.num_units)
                 contents, gathered, begins, disk_start = [], 0, row.end, row.disk
             disk = row.disk
         if contents and row is not None and row.end > start:
-            yield Chunk(_RowsPayload(contents, gathered), begins, row.end, disk_start, disk, len(contents))
+            payload = self.payload(contents, gathered)
+            yield Chunk(payload, begins, row.end, disk_start, disk, payload.num_units)

@@ -6,16 +6,15 @@ import bz2
 import codecs
 import gzip
 import lzma
-import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
 from megalith.data.sources.encodings import Encoding, find_encoding, named_encoding, transcode
-from megalith.data.sources.formats import BZIP2, GZIP, XZ, ZSTD, archive_of, compression_of
+from megalith.data.sources.formats import BZIP2, GZIP, XZ, ZSTD, compression_of
 from megalith.data.sources.protocol import Limits
 from megalith.errors import DataError
 from megalith.tokenizers.protocol import import_for
@@ -24,7 +23,7 @@ _BLOCK = 1 << 18
 _SAMPLE = 1 << 18
 _FURTHER_SAMPLES = 8  # spread over the file, because the beginning is often pure ASCII
 _UNCHECKED_BYTES = 1 << 26  # decompressed bytes before the expansion ratio is checked
-_DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 _ZSTD_READ = 1 << 12  # bytes; a compressed block of 4 may expand to 128 KiB, so this bounds the memory
 
 
@@ -54,18 +53,14 @@ class TextFile:
         """
         try:
             with self.path.open("rb") as file:
-                content = self._decompressed(file)
-                content = self._without_bom(content)
-                if not self.encoding.is_utf_8:
-                    content = transcode(content, self.encoding)
-                for block in content:
-                    if block:
-                        yield block, file.tell()
+                content = limited(decompressor(self.path, file, self.compression), self.path, file, self.limits)
+                for block in decoded(content, self.encoding):
+                    yield block, file.tell()
         except OSError as error:
             if isinstance(error, gzip.BadGzipFile):
                 raise self._damaged(error) from error
             raise DataError(f"cannot read {self.path}: {error.strerror or error}") from error
-        except _DAMAGE as error:
+        except DAMAGE as error:
             raise self._damaged(error) from error
 
     def texts(self) -> Iterator[tuple[str, int]]:
@@ -92,24 +87,6 @@ class TextFile:
                 break
         return bytes(found[:size])
 
-    def _decompressed(self, file: IO[bytes]) -> Iterator[bytes]:
-        content = _decompressor(self.path, file, self.compression)
-        produced = 0
-        while block := content.read(_BLOCK):
-            produced += len(block)
-            if self.compression and produced > max(_UNCHECKED_BYTES, self.limits.max_expansion * file.tell()):
-                raise DataError(
-                    f"{self.path}: its first {file.tell()} bytes hold more than {produced} bytes of text, over "
-                    f"{self.limits.max_expansion} times as much; if the file is trusted, raise --max-expansion"
-                )
-            yield block
-
-    def _without_bom(self, content: Iterator[bytes]) -> Iterator[bytes]:
-        mark = self.encoding.bom_size
-        for block in content:
-            yield block[mark:]
-            mark = max(0, mark - len(block))
-
     def _damaged(self, error: BaseException) -> DataError:
         return DataError(f"{self.path}: the {self.compression} data is truncated or damaged: {error}")
 
@@ -119,40 +96,58 @@ def open_text(path: Path, encoding: str, limits: Limits) -> TextFile:
 
     Raises:  DataError if it cannot be read, its encoding is unknown, or the bytes do not tell it.
     """
-    raw = _raw_file(path, limits)
-    samples = _samples(raw)
-    if encoding != "auto":
-        named = named_encoding(encoding, samples[0])
+    raw = raw_file(path, limits)
+    return replace(raw, encoding=choose_encoding(path, _samples(raw), encoding))
+
+
+def choose_encoding(name: object, samples: Sequence[bytes], wanted: str) -> Encoding:
+    """Return the encoding of samples of a text: the `wanted` one, or what `auto` finds. Raises as `open_text` does."""
+    if wanted != "auto":
+        named = named_encoding(wanted, samples[0])
         if named is None:
-            raise DataError(f"--encoding {encoding}: unknown encoding; examples are utf-8, gb18030, big5 and utf-16")
-        return replace(raw, encoding=named)
+            raise DataError(f"--encoding {wanted}: unknown encoding; examples are utf-8, gb18030, big5 and utf-16")
+        return named
     found = find_encoding(samples)
     if found is None:
         raise DataError(
-            f"{path}: the text is not UTF-8 and its encoding cannot be detected; give --encoding, such as gb18030, "
+            f"{name}: the text is not UTF-8 and its encoding cannot be detected; give --encoding, such as gb18030, "
             "big5, shift_jis, euc_kr, cp1252 or koi8-r"
         )
-    return replace(raw, encoding=found)
+    return found
 
 
-def _raw_file(path: Path, limits: Limits) -> TextFile:
+def raw_file(path: Path, limits: Limits) -> TextFile:
     """Return the file as decompressed bytes, treated as UTF-8."""
     try:
-        return TextFile(path, compression_of(path), Encoding("utf-8", "UTF-8"), limits)
+        with path.open("rb") as file:
+            return TextFile(path, compression_of(file.read(8)), Encoding("utf-8", "UTF-8"), limits)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-def refuse_archive(path: Path, limits: Limits) -> None:
-    """Raise DataError if a file, after decompression, is an archive of files or cannot be read."""
-    file = _raw_file(path, limits)
-    kind = archive_of(file.beginning(tarfile.BLOCKSIZE))
-    if kind is None:
-        return
-    command = {"tar": f"tar -xf {path} -C DIR", "zip": f"unzip {path} -d DIR"}.get(kind)
-    how = f" ({command})" if command else ""
-    named = f"{kind} archive" + (f", compressed with {file.compression}" if file.compression else "")
-    raise DataError(f"{path} is a {named}, not text; unpack it first{how} and give the folder: --input DIR")
+def limited(content: Any, name: object, file: IO[bytes], limits: Limits) -> Iterator[bytes]:
+    """Yield the blocks of what is decompressed from `file`. Raises DataError if it expands beyond the limit."""
+    produced = 0
+    while block := content.read(_BLOCK):
+        produced += len(block)
+        if content is not file and produced > max(_UNCHECKED_BYTES, limits.max_expansion * file.tell()):
+            raise DataError(
+                f"{name}: its first {file.tell()} bytes hold more than {produced} bytes of text, over "
+                f"{limits.max_expansion} times as much; if the file is trusted, raise --max-expansion"
+            )
+        yield block
+
+
+def decoded(content: Iterator[bytes], encoding: Encoding) -> Iterator[bytes]:
+    """Yield the blocks of a text as UTF-8 without byte order mark, none of them empty."""
+    content = _without_bom(content, encoding.bom_size)
+    yield from filter(None, content if encoding.is_utf_8 else transcode(content, encoding))
+
+
+def _without_bom(content: Iterator[bytes], mark: int) -> Iterator[bytes]:
+    for block in content:
+        yield block[mark:]
+        mark = max(0, mark - len(block))
 
 
 def _samples(raw: TextFile) -> list[bytes]:
@@ -167,7 +162,8 @@ def _samples(raw: TextFile) -> list[bytes]:
     return samples
 
 
-def _decompressor(path: Path, file: IO[bytes], compression: str | None) -> Any:
+def decompressor(path: object, file: IO[bytes], compression: str | None) -> Any:
+    """Return a reader of the content of a compressed file; the file itself if it is not compressed."""
     if compression == GZIP:
         return gzip.GzipFile(fileobj=file)
     if compression == XZ:
