@@ -19,7 +19,7 @@ from megalith.data.encoding import SentenceSettings
 from megalith.data.preprocess import PreprocessOptions, PreprocessReport, find_violations, preprocess
 from megalith.data.preprocess_options import ProgressListener, ProgressSnapshot
 from megalith.data.shares import Share, read_share
-from megalith.data.sources import END_OF_TEXT_SEPARATOR, FORMATS, Limits, SourceOptions
+from megalith.data.sources import END_OF_TEXT_SEPARATOR, FORMATS, UNKNOWN_SIZE, Limits, SourceOptions
 from megalith.errors import ConfigError
 from megalith.progress import Task, in_terminal, short, task
 from megalith.train.streams import warn
@@ -101,8 +101,8 @@ def _add_output(parser: CommandParser) -> None:
         metavar="PATH",
         nargs="+",
         action="extend",
-        help="files, folders and globs: jsonl, one JSON array, txt, csv, parquet, arrow, Hugging Face datasets; also "
-        "compressed: .gz, .xz, .zst, .bz2; tar and zip of txt or json",
+        help="files, folders, globs, - for standard input: jsonl, one JSON array, txt, csv, parquet, arrow, Hugging "
+        "Face datasets; also compressed: .gz, .xz, .zst, .bz2; tar and zip of txt or json",
     )
     add("--output-prefix", type=local_name, metavar="PREFIX", help="prefix of the output paths")
     add("--json-keys", metavar="KEY", nargs="+", default=["text"], help="keys or columns, one dataset each (text)")
@@ -363,7 +363,8 @@ class ConsoleProgress(ProgressListener):
 
     def advanced(self, snapshot: ProgressSnapshot) -> None:
         if self._bar is None and in_terminal():  # not before the workers are forked: it has a thread
-            total, before = snapshot.disk_total, snapshot.disk_before
+            total = None if snapshot.disk_total == UNKNOWN_SIZE else snapshot.disk_total
+            before = snapshot.disk_before
             self._bar = self._shown.enter_context(task("encoding", total, "B", done=before))
         if self._bar is not None:
             self._bar.reach(snapshot.disk, self._speed(snapshot))
@@ -417,6 +418,8 @@ def _progress_line(snapshot: ProgressSnapshot) -> str:
 
 
 def _remaining(snapshot: ProgressSnapshot) -> str:
+    if snapshot.disk_total == UNKNOWN_SIZE:
+        return f"{snapshot.disk} bytes read"
     done = snapshot.disk - snapshot.disk_before
     seconds = snapshot.seconds * (snapshot.disk_total - snapshot.disk) / max(1, done)
     minutes, rest = divmod(round(seconds), 60)

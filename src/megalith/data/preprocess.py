@@ -7,6 +7,7 @@ Imports no torch. Files get their final names when all of them are complete; a k
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from megalith.data.preprocess_options import (
     plan_sources,
 )
 from megalith.data.shares import LocatedChunk, chunks_of_share
-from megalith.data.sources import Source
+from megalith.data.sources import STDIN, Source
 from megalith.data.workers import Encoder, InProcessEncoder, PendingChunk, WorkerPool, can_fork
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
@@ -98,6 +99,8 @@ class _Run:
         self, options: PreprocessOptions, sources: list[Source], listener: ProgressListener, start: float
     ) -> None:
         self.options, self.sources, self.listener, self._start = options, sources, listener, start
+        if any(source.path == STDIN for source in sources):
+            self.options = replace(options, journal_interval=math.inf)  # nothing could be resumed
         self._workers = worker_count(options, sources)
         self._before = [0, *accumulate(source.disk_bytes for source in sources)]
         self._low, self._high = options.share.bounds(self._before[-1])
@@ -236,7 +239,7 @@ class _Run:
     def _resume_settings(self, tokenizer: Tokenizer) -> dict[str, str]:
         """Return all settings that decide the output, under the names that a user knows."""
         options = self.options
-        files = [(source.path.absolute(), source.path.stat()) for source in self.sources]
+        files = [(source.path.absolute(), source.path.stat()) for source in self.sources if source.path != STDIN]
         return {
             "input": "\n".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files),
             "reading of the input": "\n".join(f"{source.about} {options.source}" for source in self.sources),

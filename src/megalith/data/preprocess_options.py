@@ -9,7 +9,7 @@ from pathlib import Path
 from megalith.config import TokenizerConfig
 from megalith.data.encoding import SentenceSettings
 from megalith.data.shares import Share
-from megalith.data.sources import FORMATS, SourceOptions, SourcePlan, find_sources
+from megalith.data.sources import FORMATS, STDIN, SourceOptions, SourcePlan, find_sources
 from megalith.errors import DataError
 from megalith.tokenizers.build import tokenizer_violations
 
@@ -150,6 +150,8 @@ def _value_violations(options: PreprocessOptions) -> list[str]:
             f"--vocab-file is missing: a share of the input ({options.share.reason}) lacks some characters; make "
             "the vocabulary with --share 1/1 first"
         )
+    if str(STDIN) in options.inputs:
+        violations += _stdin_violations(options, makes_vocabulary=tokenizer is not options.tokenizer)
     if options.workers < 1:
         violations.append(f"--workers {options.workers} is below 1")
     if options.partitions < 1:
@@ -160,6 +162,20 @@ def _value_violations(options: PreprocessOptions) -> list[str]:
             "which keeps the order of its documents; leave out --partitions"
         )
     return violations
+
+
+def _stdin_violations(options: PreprocessOptions, *, makes_vocabulary: bool) -> list[str]:
+    """Return what needs the size of the input, or a second reading."""
+    problems = {
+        "other inputs beside it": len(options.inputs) > 1,
+        f"a share of the input ({options.share.reason})": options.share.count > 1,
+        "--keep-sequential-samples with --partitions": options.partitions > 1 and options.keep_sequential,
+        "making the --vocab-file": makes_vocabulary,
+    }
+    reason = "standard input is read once and its size is unknown; write it to a file and give its path"
+    return [
+        f"--input -: {problem} cannot be combined with it: {reason}" for problem, found in problems.items() if found
+    ]
 
 
 def _source_violations(source: SourceOptions) -> list[str]:

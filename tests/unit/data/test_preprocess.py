@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import sys
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -337,3 +341,66 @@ def test_append_eod_needs_an_end_in_the_vocabulary(tmp_path: Path) -> None:
     named = replace(options, tokenizer=replace(CHARACTERS, vocab_file=str(tmp_path / "c_vocab.json")), append_eod=True)
     with pytest.raises(DataError, match="--append-eod"):
         preprocess(named)
+
+
+def tar_of(name: str, content: bytes) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tape:
+        header = tarfile.TarInfo(name)
+        header.size = len(content)
+        tape.addfile(header, io.BytesIO(content))
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize("packing", ["plain", "gz", "tar"])
+@pytest.mark.parametrize("form", ["jsonl", "txt"])
+def test_standard_input_gives_the_bytes_of_a_file(
+    form: str, packing: str, tmp_path: Path, bpe: TokenizerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = range(9000)
+    text = lines(*({"text": f"document {number}"} for number in numbers))
+    if form == "txt":
+        text = "".join(f"document {number}<|endoftext|>" for number in numbers)
+    options = options_for(tmp_path / f"in.{form}", text, bpe, append_eod=True)
+    options = replace(options, source=replace(options.source, input_format=form, limits=Limits(1 << 15)))
+    if packing == "tar":
+        options = replace(options, source=replace(options.source, document_separator="<|endoftext|>"))
+    preprocess(options)
+    content = {"plain": bytes, "gz": gzip.compress, "tar": lambda found: tar_of(f"a.{form}", found)}[packing](
+        text.encode()
+    )
+    monkeypatch.setattr("megalith.data.sources.streams._KEPT_BYTES", 1 << 16)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    piped = replace(options, inputs=("-",), output_prefix=str(tmp_path / "piped"), workers=2, journal_interval=0.0)
+    assert not find_violations(piped)
+    report = preprocess(piped)
+    assert (report.num_documents, report.workers) == (9000, 2)
+    for ending in ("bin", "idx"):
+        expected = Path(f"{options.output_prefix}_text_document.{ending}").read_bytes()
+        assert Path(f"{piped.output_prefix}_text_document.{ending}").read_bytes() == expected
+    assert not list(tmp_path.glob("*unfinished*"))
+    if packing != "tar":
+        assert len(texts_of(f"{piped.output_prefix}_text_document", bpe)) == 9000
+
+
+def test_standard_input_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalith.data.sources.streams._KEPT_BYTES", 1 << 19)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "1"}\nx\n' * 50000)))
+    options = PreprocessOptions(("-",), str(tmp_path / "out"), NUMBERS)
+    with pytest.raises(DataError, match="-, line 2: "):
+        preprocess(options)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises((DataError, ConfigError), match="standard input"):
+        preprocess(options)
+    for more in (
+        {"inputs": ("-", "a.txt")},
+        {"share": Share(0, 2, "--share 1/2")},
+        {"partitions": 2, "keep_sequential": True},
+        {"tokenizer": TokenizerConfig(tokenizer_type="CharacterTokenizer")},
+    ):
+        violations = find_violations(replace(options, **more), files=False)
+        assert any("--input -" in violation for violation in violations)
+    for content, said in ((b"", "empty"), (b"PK\x03\x04" + bytes(600), "zip"), (b"PAR1" + bytes(600), "parquet")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        (violation,) = find_sources(["-"], SourceOptions()).violations
+        assert said in violation

@@ -7,12 +7,23 @@ documents. So memory does not grow with the files, and the order does not depend
 from megalith.data.sources.documents import BadDocument
 from megalith.data.sources.find import SourcePlan, find_sources
 from megalith.data.sources.formats import END_OF_TEXT_SEPARATOR, FORMATS, JSONL, format_of
-from megalith.data.sources.protocol import Chunk, ChunkDocuments, Limits, Payload, Source, SourceOptions
+from megalith.data.sources.protocol import (
+    STDIN,
+    UNKNOWN_SIZE,
+    Chunk,
+    ChunkDocuments,
+    Limits,
+    Payload,
+    Source,
+    SourceOptions,
+)
 
 __all__ = [
     "END_OF_TEXT_SEPARATOR",
     "FORMATS",
     "JSONL",
+    "STDIN",
+    "UNKNOWN_SIZE",
     "BadDocument",
     "Chunk",
     "Limits",

@@ -30,8 +30,8 @@ from megalith.data.sources.formats import (
     name_without_compression,
 )
 from megalith.data.sources.lines import TextFormat, TextPayload, split_at_separators
-from megalith.data.sources.protocol import ChunkDocuments, Row, RowSource, SourceOptions
-from megalith.data.sources.streams import DAMAGE, choose_encoding, decoded, decompressor, limited, raw_file
+from megalith.data.sources.protocol import STDIN, ChunkDocuments, Row, RowSource, SourceOptions
+from megalith.data.sources.streams import DAMAGE, choose_encoding, decoded, decompressor, limited, open_raw, raw_file
 from megalith.errors import DataError
 
 _DAMAGE = (*DAMAGE, OSError, tarfile.TarError, zipfile.BadZipFile, NotImplementedError)
@@ -100,6 +100,8 @@ class ArchiveSource(RowSource):
                 f"{path}: of an archive txt, json and jsonl are read, not {options.input_format}; unpack it and give "
                 f"the folder ({_UNPACK[packing].format(path)})"
             )
+        if packing == ZIP and path == STDIN:
+            raise DataError("-: a zip archive has its list at the end; write it to a file and give its path")
         self.kind: str | None = None
         with self._opened() as (_, members):
             self.kind = next((kind for name, _ in members if (kind := _kind(name)) in kinds), None)
@@ -152,7 +154,7 @@ class ArchiveSource(RowSource):
         """Open the archive; errors of reading become a DataError that names the member."""
         self._member = ""
         try:
-            with self.path.open("rb") as file:
+            with open_raw(self.path) as file:
                 yield file, (self._zip_members if self._packing == ZIP else self._tar_members)(file)
         except _DAMAGE as error:
             place = f"{self.path}: at or after {self._member}" if self._member else str(self.path)
@@ -160,7 +162,7 @@ class ArchiveSource(RowSource):
 
     def _tar_members(self, file: IO[bytes]) -> _Members:
         compression = raw_file(self.path, self._limits).compression
-        content, mode = decompressor(self.path, file, compression), "r|" if compression else "r:"
+        content, mode = decompressor(self.path, file, compression), "r|" if compression or self.path == STDIN else "r:"
         # `ignore_zeros`: archives may have been concatenated, as by `cat`.
         with tarfile.open(fileobj=content, mode=mode, tarinfo=_strict_header(), ignore_zeros=True) as tape:  # type: ignore[call-overload]
             while (member := tape.next()) is not None:

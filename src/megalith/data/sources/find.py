@@ -34,7 +34,7 @@ from megalith.data.sources.formats import (
     resolve_format,
 )
 from megalith.data.sources.lines import ArraySource, TextSource
-from megalith.data.sources.protocol import Source, SourceOptions
+from megalith.data.sources.protocol import STDIN, Source, SourceOptions
 from megalith.data.sources.streams import TextFile, open_text, raw_file
 from megalith.data.sources.tables import ArrowSource, CsvPreview, CsvSource, ParquetSource, has_header, preview_csv
 from megalith.errors import DataError
@@ -42,6 +42,7 @@ from megalith.tokenizers.protocol import json_object
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
 _PREVIEW_BYTES = 1 << 28  # bytes; longer than any document
+_PREVIEW_BYTES_OF_STDIN = 1 << 20  # they are kept
 _SPLITS = re.compile(r"(?:^|[-_.])(train|training|test|testing|validation|valid|val|dev|eval)(?=$|[-_.\d])", re.I)
 _ALIASES = {"training": "train", "testing": "test", "valid": "validation", "val": "validation", "dev": "validation"}
 _NUMBERED = re.compile(r"(?:^|-)(?P<split>[A-Za-z_][\w]*)-\d{5}-of-\d{5}\.")
@@ -118,6 +119,8 @@ def _unused_options(options: SourceOptions, kinds: Sequence[str]) -> list[str]:
 
 def _files(name: str, options: SourceOptions, plan: SourcePlan) -> list[Path]:
     """Return the files that one word of `--input` names."""
+    if name == str(STDIN):
+        return [STDIN]
     if url := _URL.match(name):
         raise DataError(f"{name}: only local files are read; download it first{_download_hint(name, url['scheme'])}")
     path = Path(name)
@@ -127,7 +130,9 @@ def _files(name: str, options: SourceOptions, plan: SourcePlan) -> list[Path]:
         return files
     if path.exists():
         if not path.is_file():
-            raise DataError(f"{name} is a device or a pipe; write its content to a file first")
+            raise DataError(
+                f"{name} is a device or a pipe; write its content to a file first, or send it to standard input (-)"
+            )
         return [path]
     if glob.has_magic(name):
         matched = sorted(glob.glob(name, recursive=True), key=natural_sort_key)
@@ -160,9 +165,9 @@ def _download_hint(url: str, scheme: str) -> str:
 
 def _format(path: Path, options: SourceOptions) -> str:
     """Return the format of a file, as given or by name and content. Raises DataError if it cannot be used."""
-    if not os.access(path, os.R_OK):
+    if path != STDIN and not os.access(path, os.R_OK):
         raise DataError(f"{path}: no permission to read it")
-    if path.stat().st_size == 0:
+    if path.stat().st_size == 0 if path != STDIN else not raw_file(path, options.limits).beginning(1):
         raise DataError(f"{path}: the file is empty")
     if packing := _archive(path, options):
         return packing
@@ -194,6 +199,8 @@ def _archive(path: Path, options: SourceOptions) -> str | None:
 def _source(
     path: Path, kind: str, text: TextFile | None, previews: dict[Path, CsvPreview], options: SourceOptions
 ) -> Source:
+    if kind in (PARQUET, ARROW) and path == STDIN:
+        raise DataError(f"-: {kind} is not read from standard input; write it to a file and give its path")
     if kind == PARQUET:
         return ParquetSource(path, options)
     if kind == ARROW:
@@ -244,7 +251,7 @@ def _beginning(text: TextFile) -> Iterator[bytes]:
     for block, _ in text.blocks():
         yield block
         seen += len(block)
-        if seen > _PREVIEW_BYTES:
+        if seen > (_PREVIEW_BYTES_OF_STDIN if text.path == STDIN else _PREVIEW_BYTES):
             return
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,6 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megalith.data.sources.documents import BadDocument, Document
+
+STDIN = Path("-")
+"""Standard input in the place of a file: of unknown size, and read once."""
+UNKNOWN_SIZE = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,8 @@ class Source(ABC):
     """What it was found to be, for the user."""
 
     def __init__(self, path: Path, limits: Limits) -> None:
-        self.path, self.disk_bytes, self._limits = path, path.stat().st_size, limits
+        self.path, self._limits = path, limits
+        self.disk_bytes = UNKNOWN_SIZE if path == STDIN else path.stat().st_size
 
     @abstractmethod
     def chunks(self, start: int = 0) -> Iterator[Chunk]:

@@ -5,23 +5,26 @@ from __future__ import annotations
 import bz2
 import codecs
 import gzip
+import io
 import lzma
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import IO, Any
 
 from megalith.data.sources.encodings import Encoding, find_encoding, named_encoding, transcode
 from megalith.data.sources.formats import BZIP2, GZIP, XZ, ZSTD, compression_of
-from megalith.data.sources.protocol import Limits
+from megalith.data.sources.protocol import STDIN, Limits
 from megalith.errors import DataError
 from megalith.tokenizers.protocol import import_for
 
 _BLOCK = 1 << 18
 _SAMPLE = 1 << 18
 _FURTHER_SAMPLES = 8  # spread over the file, because the beginning is often pure ASCII
+_KEPT_BYTES = 1 << 23  # of standard input, for those who look at its beginning
 _UNCHECKED_BYTES = 1 << 26  # decompressed bytes before the expansion ratio is checked
 DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 _ZSTD_READ = 1 << 12  # bytes; a compressed block of 4 may expand to 128 KiB, so this bounds the memory
@@ -39,7 +42,7 @@ class TextFile:
     @property
     def is_plain(self) -> bool:
         """Return whether the bytes on disk are the UTF-8 text, so that reading can begin anywhere."""
-        return self.compression is None and self.encoding.is_utf_8
+        return self.compression is None and self.encoding.is_utf_8 and self.path != STDIN
 
     @cached_property
     def about(self) -> str:
@@ -52,7 +55,7 @@ class TextFile:
         Raises:  DataError if the file cannot be read, is damaged, or expands beyond `Limits.max_expansion`.
         """
         try:
-            with self.path.open("rb") as file:
+            with open_raw(self.path) as file:
                 content = limited(decompressor(self.path, file, self.compression), self.path, file, self.limits)
                 for block in decoded(content, self.encoding):
                     yield block, file.tell()
@@ -91,6 +94,52 @@ class TextFile:
         return DataError(f"{self.path}: the {self.compression} data is truncated or damaged: {error}")
 
 
+def open_raw(path: Path) -> IO[bytes]:
+    """Open a file, or standard input from its beginning again, as long as few of its bytes have been read."""
+    if path != STDIN:
+        return path.open("rb")
+    return io.BufferedReader(_PipeReader(_pipe(sys.stdin.buffer)))
+
+
+class _Pipe:
+    """Stream whose first bytes are kept."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.stream, self.kept, self.position = stream, bytearray(), 0
+
+
+@cache
+def _pipe(stream: IO[bytes]) -> _Pipe:
+    return _Pipe(stream)
+
+
+class _PipeReader(io.RawIOBase):
+    """Reader of a pipe from its first byte. Raises DataError where those bytes are no longer kept."""
+
+    def __init__(self, pipe: _Pipe) -> None:
+        self._pipe, self._at = pipe, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        pipe = self._pipe
+        block = bytes(memoryview(pipe.kept)[self._at : self._at + len(buffer)])
+        if not block:
+            if self._at != pipe.position:
+                raise DataError("-: standard input was read already; write it to a file to read it again")
+            block = pipe.stream.read(len(buffer))
+            pipe.position += len(block)
+            if len(pipe.kept) < _KEPT_BYTES:
+                pipe.kept += block
+        buffer[: len(block)] = block
+        self._at += len(block)
+        return len(block)
+
+    def tell(self) -> int:
+        return self._at
+
+
 def open_text(path: Path, encoding: str, limits: Limits) -> TextFile:
     """Open a text file, detecting its compression and, unless it is named, its encoding.
 
@@ -119,7 +168,7 @@ def choose_encoding(name: object, samples: Sequence[bytes], wanted: str) -> Enco
 def raw_file(path: Path, limits: Limits) -> TextFile:
     """Return the file as decompressed bytes, treated as UTF-8."""
     try:
-        with path.open("rb") as file:
+        with open_raw(path) as file:
             return TextFile(path, compression_of(file.read(8)), Encoding("utf-8", "UTF-8"), limits)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
@@ -153,6 +202,8 @@ def _without_bom(content: Iterator[bytes], mark: int) -> Iterator[bytes]:
 def _samples(raw: TextFile) -> list[bytes]:
     """Return the beginning of a file and, if it is uncompressed, samples along it."""
     samples = [raw.beginning(_SAMPLE)]
+    if raw.path == STDIN:
+        return samples
     size = raw.path.stat().st_size
     if raw.compression is None and size > 2 * _SAMPLE:
         with raw.path.open("rb") as file:
