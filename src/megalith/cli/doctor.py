@@ -6,44 +6,57 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalith import __version__
+from megalith.cli.arguments import CommandParser
 from megalith.distributed.machine import machine_memory, memory_limit
-from megalith.errors import ConfigError, install_command
+from megalith.errors import install_command
 
 if TYPE_CHECKING:
     import torch
 
-_HELP = """usage: megalith doctor
-
-Reports what is installed, which devices, dtypes and attention kernels work here, and what is missing for which
-feature. Each device is tested with a matrix product and an attention step. Exit code 0: everything that training needs
-works; 1: something does not."""
-
-# Package -> the feature that needs it, and the extra that installs it.
+# Package -> the feature that needs it, and the extra that installs it; "" where pip installs it by its name.
 _EXTRAS = {
-    "tensorboard": ("--tensorboard-dir", "track"),
-    "wandb": ("--wandb-project", "track"),
+    "tensorboard": ("--tracker tensorboard, --tensorboard-dir", "track"),
+    "wandb": ("--tracker wandb, --wandb-project", "track"),
+    "trackio": ("--tracker trackio", ""),
+    "mlflow": ("--tracker mlflow", ""),
+    "swanlab": ("--tracker swanlab", ""),
     "sentencepiece": ("SentencePiece tokenizers: Llama2Tokenizer, GPTSentencePieceTokenizer", "data"),
+    "gigatoken": ("faster byte-level BPE in preprocessing", "data"),
     "pyarrow": ("parquet and arrow files in preprocessing", "data"),
     "zstandard": (".zst files in preprocessing", "data"),
     "orjson": ("faster reading of jsonl in preprocessing", "data"),
     "fastapi": ("megalith serve", "serve"),
     "uvicorn": ("megalith serve", "serve"),
+    "pydantic": ("megalith serve", "serve"),
+    "jinja2": ("chat templates in megalith serve", "serve"),
     "transformers": ("comparing an exported model with Hugging Face's", "hf"),
+    "gguf": ("checkpoint export --to gguf", "gguf"),
+    "llama_cpp": ("comparing an exported GGUF file with llama.cpp", "bench"),
     "lm_eval": ("lm-evaluation-harness", "eval"),
+    "matplotlib": ("pictures of curves", "plot"),
 }
 _NEEDED = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "rich")
 _SMALL_SHARED_MEMORY = 1 << 30
 _TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
-_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "CUDA_VISIBLE_DEVICES")
-_MARKS = {"ok": "  ok      ", "note": "  -       ", "bad": "  WRONG   "}
+# Environment variables that change what a run computes, how fast, or where it records.
+_VARIABLES = re.compile(
+    r"(NCCL|GLOO|TP|OMP|GOMP|KMP|MKL|ONEDNN|DNNL|OPENBLAS|CUDA|CUBLAS|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|MEGALITH)_\w+|"
+    r"HF_HUB_OFFLINE|HF_ENDPOINT|(WANDB|SWANLAB)_MODE|TRACKIO_DIR|MLFLOW_TRACKING_URI|LD_PRELOAD|NO_COLOR|TERM|CXX"
+)
+_PRIVATE = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|USER|ADDR|HOST|COMM_ID")
+_HARMLESS = re.compile(r"[\w.,:;=+-]{1,80}")
+_MARKS = {"ok": ("  ok      ", "green"), "note": ("  -       ", ""), "bad": ("  WRONG   ", "bold red")}
+_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 
 
 @dataclass(frozen=True)
@@ -54,28 +67,68 @@ class Finding:
     text: str
 
 
+def make_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="megalith doctor",
+        description="Report what is installed, which devices, dtypes and attention kernels work here, and what is "
+        "missing for which feature. Each device is tested with a matrix product and an attention step. Exit code 0: "
+        "everything that training needs works; 1: something does not.",
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="print it as a Markdown block for an issue, without paths and host names"
+    )
+    return parser
+
+
 def run(argv: Sequence[str]) -> int:
     """Print the report; return 1 if something that training needs does not work."""
-    if argv and argv[0] in ("-h", "--help"):
-        print(_HELP)
-        return 0
-    if argv:
-        raise ConfigError(f"megalith doctor takes no arguments: {' '.join(argv)}")
+    show = _show_shareable if make_parser().parse_args(argv).report else _printer()
     sections: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("Installation", _installation),
         ("Machine", _machine),
         ("Devices", _devices),
         ("Several processes", _processes),
+        ("Environment", _environment),
         ("Optional packages", _extras),
     ]
     wrong = 0
+    if show is _show_shareable:
+        print("```text")
     for title, find in sections:
-        print(title)
+        show(title, "bold", "")
         for finding in find():
-            print(f"{_MARKS[finding.level]}{finding.text}", flush=True)
+            show(*_MARKS[finding.level], finding.text)
             wrong += finding.level == "bad"
-    print(f"{wrong} problems found" if wrong else "everything that training needs works here")
+    show(f"{wrong} problems found" if wrong else "everything that training needs works here", "bold", "")
+    if show is _show_shareable:
+        print("```")
     return 1 if wrong else 0
+
+
+def _printer() -> Callable[[str, str, str], None]:
+    """Return the function that prints a mark in a style, and a text; without colours where rich is missing."""
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:
+        return lambda mark, style, text: print(mark + text, flush=True)
+    console = Console(highlight=False)
+    return lambda mark, style, text: console.print(Text.assemble((mark, style), text), soft_wrap=True)
+
+
+def _show_shareable(mark: str, style: str, text: str) -> None:
+    print(mark + shareable(text), flush=True)
+
+
+def shareable(text: str) -> str:
+    """Return text with the last parts of paths only, and without the names of the host, the folder and the clone."""
+    folders = {Path.cwd(): "this folder", Path(__file__).resolve().parents[3]: "CLONE", Path.home(): "HOME"}
+    for folder in sorted(folders, key=lambda path: -len(str(path))):
+        if folder != Path("/"):
+            text = re.sub(rf"{re.escape(str(folder))}(?![\w.-])", folders[folder], text)
+    text = re.sub(r"(?<![\w/.~-])~?/(?!dev/)[^\s:;,'\")]*?([^/\s:;,'\")]*)(?=[\s:;,'\")]|$)", r".../\1", text)
+    host = re.escape(platform.node())
+    return re.sub(rf"(?<![\w-]){host}(?![\w-])", "HOST", text) if host else text
 
 
 def _installation() -> Iterator[Finding]:
@@ -98,6 +151,7 @@ def _machine() -> Iterator[Finding]:
     if limit < machine:
         memory += f", limited to {_gigabytes(limit):.2f} GB (cgroup or ulimit -v)"
     yield Finding("ok", f"{platform.system()} {platform.machine()}, {usable} cores, {memory}")
+    yield Finding("ok", f"{platform.release()}, {' '.join(platform.libc_ver())}; {_processor()}")
     if threads:
         yield Finding("note", f"OMP_NUM_THREADS={threads}: tensor operations use {threads} of {usable} cores")
     shared = Path("/dev/shm")
@@ -113,13 +167,24 @@ def _machine() -> Iterator[Finding]:
     yield Finding("ok", f"{_gigabytes(free):.1f} GB free in {Path.cwd()}")
 
 
+def _processor() -> str:
+    """Return the name of the processor and those of its instruction sets that training uses."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = re.search(r"^(?:model name|Model)\s*:\s*(.+)", text, re.MULTILINE)
+    has = set(text.split())
+    return f"{named[1] if named else platform.machine()} ({' '.join(each for each in _INSTRUCTIONS if each in has)})"
+
+
 def _devices() -> Iterator[Finding]:
     try:
         import torch
     except Exception as error:  # whatever a broken installation raises
         yield Finding("bad", f"torch cannot be imported: {error}")
         return
-    from megalith.assemble.nvidia import unused_gpu
+    from megalith.assemble.nvidia import find_driver, unused_gpu
     from megalith.device import capability_of, is_cuda
 
     yield from _device(torch.device("cpu"), f"cpu, {torch.get_num_threads()} threads, torch {torch.__version__}")
@@ -135,6 +200,8 @@ def _devices() -> Iterator[Finding]:
         yield _compiler(torch.device("cpu"))
         return
     yield Finding("ok", f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
+    if driver := find_driver():
+        yield Finding("ok", str(driver))
     for number in range(torch.accelerator.device_count()):
         device = torch.device(accelerator.type, number)
         able = capability_of(device)
@@ -230,9 +297,13 @@ def _processes() -> Iterator[Finding]:
         yield Finding("note", "NCCL: not in this torch; --distributed-backend nccl becomes gloo without a GPU")
     launchers = [name for name in ("torchrun", "srun", "mpirun") if shutil.which(name)]
     yield Finding("ok", f"launchers: megalith train --nproc N{''.join(f', {name}' for name in launchers)}")
-    for name in _VARIABLES:
-        if name in os.environ:
-            yield Finding("note", f"{name}={os.environ[name]} is set")
+
+
+def _environment() -> Iterator[Finding]:
+    for name, value in sorted(os.environ.items()):
+        if _VARIABLES.fullmatch(name):
+            shown = not _PRIVATE.search(name) and _HARMLESS.fullmatch(value)
+            yield Finding("note", f"{name}={value}" if shown else f"{name} is set")
 
 
 def _extras() -> Iterator[Finding]:
@@ -240,14 +311,16 @@ def _extras() -> Iterator[Finding]:
         if importlib.util.find_spec(package) is not None:
             yield Finding("ok", f"{package} {_version(package)}: {use}")
         else:
-            yield Finding("note", f"{package} is missing: {use} ({install_command(extra)})")
+            command = install_command(extra) if extra else f"pip install {package}"
+            yield Finding("note", f"{package} is missing: {use} ({command})")
 
 
 def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package.replace("_", "-"))
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    """Return the version of the first installed distribution that an importable name may come from; "" if unknown."""
+    for name in (package.replace("_", "-"), f"{package}-skinny", f"{package.replace('_', '-')}-python"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""
 
 
 def _gigabytes(number: float) -> float:
