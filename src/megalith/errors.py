@@ -10,6 +10,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+EXIT_CODES = {
+    0: "finished, also where --exit-interval, --exit-duration-in-mins or --early-stopping-patience ends a run",
+    1: "an error in code of yours, or one that nobody foresaw; checkpoint diff: different; doctor: something is broken",
+    2: "the configuration or the command line is invalid; every violation was printed and nothing was started",
+    3: "data or tokenizer files are missing, damaged or unsuitable",
+    4: "a checkpoint is missing, damaged, of another model or could not be written",
+    5: "tensors or ranks cannot be divided as requested",
+    6: "another rank ended, never came, or stopped taking part",
+    7: "evaluate --fail-on-alarm: the result is implausible",
+    75: "stopped by a signal after saving: run it again to resume",
+    130: "interrupted: Ctrl-C, or a second one in a run that is saving",
+    141: "the reader of the output left before the work was done",
+}
+"""Exit code of every command -> what it means; 128 + n: ended by signal n. docs/launch.md shows it as a table."""
+
 
 class MegalithError(Exception):
     """Base of every error that is reported to the user as a message instead of a traceback."""

@@ -22,7 +22,7 @@ _WITHOUT_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "
 _WITH_A_PARSER = (
     *("megalith quickstart", "megalith preprocess", "megalith data", "megalith generate", "megalith serve"),
     *("megalith evaluate", "megalith checkpoint", "megalith schedule", "megalith compare"),
-    "megalith ladder",
+    *("megalith ladder", "megalith doctor", "megalith completion"),
     *("tools/checkpoint_util.py", "tools/checkpoint/convert.py", "tools/run_text_generation_server.py"),
     *("tools/preprocess_data.py", "tasks/main.py"),
 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -160,34 +163,86 @@ class Paint: ...
     assert "--paint-layers" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.fixture(scope="module")
+def completions() -> dict[str, str]:
+    """What `megalith completion` prints for each shell, and as the man page."""
+    made = {}
+    for kind in ("bash", "zsh", "fish", "man"):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert cli.main(["completion", kind]) == 0
+        made[kind] = out.getvalue()
+    return made
+
+
+ASK = {  # offers of the script for words, one a line
+    "bash": "COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _megalith; "
+    "printf '%s\\n' ${{COMPREPLY[@]}}",
+    "zsh": "_describe() {{ print -l -- ${{(P)2}} }}; _files() {{ }}; compdef() {{ }}; . ./script; "
+    "words=({words}); CURRENT=$#words; PREFIX=$words[-1]; _megalith",
+    "fish": "complete -C '{words}'",
+}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        (["tra"], {"train"}),
-        (["help", "tra"], {"train"}),
-        (["train", "--num-layers-per"], {"--num-layers-per-virtual-pipeline-stage"}),
-        (["train", "--disable-bias"], {"--disable-bias-linear"}),
-        (["train", "--hel"], {"--help", "--help-all"}),
-        (["serve", "--he"], {"--help"}),
-        (["train", "some"], set()),
+        ("tra", {"train"}),
+        ("help tra", {"train"}),
+        ("train --num-layers-per", {"--num-layers-per-virtual-pipeline-stage"}),
+        ("train --disable-bias", {"--disable-bias-linear"}),
+        ("train --hel", {"--help", "--help-all"}),
+        ("train --num-layers 2 --lr-decay-style c", {"constant", "cosine"}),
+        ("checkpoint ve", {"verify"}),
+        ("checkpoint convert --no-v", {"--no-verify"}),
+        ("serve --he", {"--help"}),
+        ("completion b", {"bash"}),
+        ("train some", set()),
     ],
 )
-def test_tab_completes_commands_and_flags(
-    typed: list[str], offered: set[str], capsys: pytest.CaptureFixture[str]
+def test_tab_completes_commands_flags_and_choices(
+    shell: str, typed: str, offered: set[str], completions: dict[str, str], tmp_path: Path
 ) -> None:
-    assert cli.main(["completion", "bash"]) == 0
-    words = f"COMP_WORDS=(megalith {' '.join(typed)}); COMP_CWORD={len(typed)}; _megalith; echo ${{COMPREPLY[@]}}"
-    script = f"{capsys.readouterr().out}\n{words}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == offered
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
+    (tmp_path / "script").write_text(completions[shell])
+    ask = ASK[shell].format(words=f"megalith {typed}")
+    ask = ask if shell == "zsh" else f". ./script; {ask}"
+    done = subprocess.run([shell, "-c", ask], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert not done.stderr
+    between = {"bash": "\n", "zsh": ":", "fish": "\t"}[shell]
+    assert {line.partition(between)[0] for line in done.stdout.splitlines()} - {"", "script"} == offered
 
 
 def test_completion_is_for_a_shell_that_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["completion", "fish"]) == 2
-    assert "bash or zsh" in capsys.readouterr().err
-    assert cli.main(["completion", "zsh"]) == 0
-    assert capsys.readouterr().out.startswith("autoload -Uz bashcompinit")
+    assert cli.main(["completion", "tcsh"]) == 2
+    assert "bash" in capsys.readouterr().err
+
+
+def test_the_man_page_has_what_help_has(completions: dict[str, str], tmp_path: Path) -> None:
+    page = completions["man"]
+    plain = page.replace("\\-", "-").replace("\\fB", "").replace("\\fR", "")
+    for command in cli.available_commands():
+        assert f".SS {command}\n" in plain, command
+    for flag in ("--num-layers", "--max-new-tokens", "--sentence-splitter", "--no-verify"):
+        assert f"\n{flag}" in plain, flag
+    assert not re.search(r"%\(|\n'", page), "unexpanded defaults, or requests of roff by accident"
+    (tmp_path / "megalith.1").write_text(page)
+    for words in (["mandoc", "-Tlint", "-Werror"], ["man", "--warnings", "-l"]):
+        if shutil.which(words[0]):
+            done = subprocess.run([*words, "megalith.1"], capture_output=True, text=True, cwd=tmp_path)
+            assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+
+
+def test_exit_codes_are_in_one_table(repository: Path) -> None:
+    page = (repository / "docs/launch.md").read_text(encoding="utf-8").partition("## Exit codes\n")[2]
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", page.partition("\n## ")[0], re.MULTILINE)
+    assert {int(code): about.replace("`", "") for code, about in rows} == errors.EXIT_CODES
+    raised = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.MegalithError)]
+    assert {one.exit_code for one in raised} <= set(errors.EXIT_CODES) and len(raised) > 8
+    contract = (repository / "tests/contract/exit_codes.txt").read_text(encoding="utf-8")
+    seen = {int(code) for code in re.findall(r"megalith .*\| (\d+)$", contract, re.MULTILINE)} - {128 + 15}
+    assert len(seen) > 5 and seen <= set(errors.EXIT_CODES)
 
 
 @pytest.mark.parametrize(("term", "colored"), [("dumb", False), ("xterm-256color", True)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,6 +27,37 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A flag, or an argument (without spellings), as --help shows it."""
+
+    spellings: tuple[str, ...]
+    placeholder: str
+    help: str
+    choices: tuple[str, ...]
+
+
+def options_of(parser: argparse.ArgumentParser) -> list[Option]:
+    """Return flags and arguments of a parser, without sub-commands and what its help hides."""
+    found = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) or action.help == argparse.SUPPRESS:
+            continue
+        choices = tuple(map(str, action.choices or ()))
+        named = action.metavar or (f"{{{','.join(choices)}}}" if choices else action.dest)
+        placeholder = "" if action.nargs == 0 else named if isinstance(named, str) else " ".join(named)
+        about = (action.help or "") % {**vars(action), "prog": parser.prog}
+        found.append(Option(tuple(action.option_strings), placeholder, about, choices))
+    return found
+
+
+def subcommands_of(parser: argparse.ArgumentParser) -> list[tuple[str, str, argparse.ArgumentParser]]:
+    """Return name, help and parser of each sub-command."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    about = {each.dest: each.help or "" for group in groups for each in group._choices_actions}
+    return [(name, about.get(name, ""), command) for group in groups for name, command in group.choices.items()]
 
 
 def closest_flag(word: str, parser: argparse.ArgumentParser) -> str | None:

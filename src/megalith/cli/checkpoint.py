@@ -58,19 +58,23 @@ _UNITS = "KMGTPE"
 _EXIT_DIFFERENT = 1
 
 
-def run(argv: Sequence[str]) -> int:
-    """Run a sub-command and return its exit code: 1 if two checkpoints differ, 4 if one is damaged."""
-    if argv and argv[0] in _TOOLS_OF_MEGATRON:
-        from megalith.compat.megatron.convert import run_tool
-
-        return run_tool(argv[0], argv[1:])
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megalith checkpoint", description="Verify, inspect, compare and convert checkpoints of any format."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (_add_verify, _add_inspect, _add_diff, add_convert, add_huggingface):
         add(commands)
-    options = parser.parse_args(argv)
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a sub-command and return its exit code: 1 if two checkpoints differ, 4 if one is damaged."""
+    if argv and argv[0] in _TOOLS_OF_MEGATRON:
+        from megalith.compat.megatron.convert import run_tool
+
+        return run_tool(argv[0], argv[1:])
+    options = make_parser().parse_args(argv)
     exit_code: int = options.run(options)
     return exit_code
 

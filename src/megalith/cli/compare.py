@@ -19,7 +19,7 @@ from megalith.report.verdict import Table, sentences, tables
 _MOST_COLUMNS = 80
 
 
-def _parser() -> CommandParser:
+def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="megalith compare",
         description="Compare runs: losses and costs, losses at equal steps, tokens, FLOPs and seconds, settings that "
@@ -37,7 +37,7 @@ def _parser() -> CommandParser:
 
 def run(argv: Sequence[str]) -> int:
     """Print the comparison, and write the page."""
-    parser = _parser()
+    parser = make_parser()
     if not argv:
         parser.print_help()
         return 0

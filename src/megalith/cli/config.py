@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megalith.config import load
 from megalith.config.render import flags_markdown, flags_text, note_lines, recipe_text
 
-_HELP = """usage: megalith config [--config RECIPE.toml] [flags of a run]
+HELP = """usage: megalith config [--config RECIPE.toml] [flags of a run]
        megalith config --flags [--markdown]
 
 Prints the complete configuration of flags for `megalith train` or pretrain_gpt.py as a TOML recipe; `# default` marks
@@ -19,7 +19,7 @@ data and tokenizer need not exist. --flags prints all flags that have an effect,
 def run(argv: Sequence[str]) -> int:
     """Print the configuration to stdout and notes about it to stderr."""
     if not argv or "--help" in argv or "-h" in argv:
-        print(_HELP)
+        print(HELP)
     elif list(argv) == ["--flags"]:
         print(flags_text(), end="")
     elif sorted(argv) == ["--flags", "--markdown"]:

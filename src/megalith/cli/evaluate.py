@@ -41,7 +41,7 @@ AS_MEGATRON = "tasks/main.py"
 EXIT_ALARM = 7
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     tasks = "\n".join(f"  {name:12}{about}" for name, about in TASKS.items())
     parser = CommandParser(
         prog="megalith evaluate",
@@ -86,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
             return 0
         request, file, fail, notes = read_flags(argv[1:])
         return _evaluate(request, file, fail, notes)
-    options = _parser().parse_args(list(argv))
+    options = make_parser().parse_args(list(argv))
     request = Request(
         checkpoint=options.checkpoint,
         task=options.task,

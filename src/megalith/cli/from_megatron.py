@@ -18,7 +18,7 @@ from megalith.config.reading import read_recipe
 from megalith.config.render import given_recipe, note_lines
 from megalith.errors import ConfigError
 
-_HELP = """usage: megalith from-megatron SCRIPT.sh [ARGUMENTS OF THE SCRIPT]
+HELP = """usage: megalith from-megatron SCRIPT.sh [ARGUMENTS OF THE SCRIPT]
 
 Reads a launch script of Megatron-LM (bash) and prints the recipe of its run, the command that starts it here, and
 notes. The script also runs unchanged. Nothing is executed: variables, arrays, comments, continued lines, functions and
@@ -64,7 +64,7 @@ _RECIPE_FILE = "recipe.toml"
 def run(argv: Sequence[str]) -> int:
     """Print the recipe to stdout and notes to stderr."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(_HELP)
+        print(HELP)
         return 0
     path = Path(argv[0])
     try:

@@ -27,7 +27,7 @@ _SAMPLING_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "repetit
 """Options that do not apply to the [MASK] of a BERT."""
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="megalith generate",
         description="Continue a text with a trained GPT, answer it with a T5, or fill its [MASK] with a BERT. "
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(argv: Sequence[str]) -> int:
     """Generate for each prompt and print the result."""
-    options = _parser().parse_args(list(argv))
+    options = make_parser().parse_args(list(argv))
     sampling = Sampling(
         0.0 if options.greedy else options.temperature,
         options.top_k,
@@ -164,7 +164,7 @@ def _fill_masks(trained: Trained, text: str, *, options: argparse.Namespace) -> 
     """Print a text with the likeliest token in place of each [MASK], and the candidates with their probabilities."""
     from megalith.evaluate.fill_mask import fill_masks
 
-    unused = [name for name in _SAMPLING_OPTIONS if getattr(options, name) != _parser().get_default(name)]
+    unused = [name for name in _SAMPLING_OPTIONS if getattr(options, name) != make_parser().get_default(name)]
     if unused:
         flags = ", ".join("--" + name.replace("_", "-") for name in unused)
         raise ConfigError(

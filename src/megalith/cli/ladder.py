@@ -39,7 +39,7 @@ _POLL_SECONDS = 0.1
 _SHOWN_LINES = 12
 
 
-def _parser() -> CommandParser:
+def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="megalith ladder",
         usage="megalith ladder --folder DIR [--depths N ...] [--widths N ...] --tokens-per-parameter R R ... "
@@ -68,7 +68,7 @@ def _parser() -> CommandParser:
 
 def run(argv: Sequence[str]) -> int:
     """Train what is not yet trained, and print what the runs say."""
-    parser = _parser()
+    parser = make_parser()
     if not argv:
         parser.print_help()
         return 0

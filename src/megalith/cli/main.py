@@ -39,8 +39,9 @@ COMMANDS: dict[str, str] = {
     "ladder": "train a family of sizes, fit the law of their losses, and predict and check a larger model",
     "doctor": "check this installation and this machine, and name what is missing for which feature",
     "schedule": "draw a pipeline schedule with its bubble and live activations",
-    "completion": "print the completion script for bash or zsh",
+    "completion": "print the completion script for bash, zsh or fish, or the man page",
 }
+ABOUT = "megalith: pretraining of large transformer language models, from text to a trained model"
 
 _EXIT_INTERRUPTED = 130
 _EXIT_BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
@@ -62,11 +63,7 @@ _PRINTING_COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code.
-
-    0 finished, 1 unexpected, 2 configuration, 3 data, 4 checkpoint, 5 layout, 6 another process failed, 75 stopped by
-    a signal after saving, 130 interrupted, 141 the reader of the output left before the work was done.
-    """
+    """Run one command line and return its exit code, one of `megalith.errors.EXIT_CODES`."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
@@ -103,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def available_commands() -> dict[str, str]:
     """Return the commands whose modules are installed, name -> description."""
-    return {name: about for name, about in COMMANDS.items() if find_spec(_module(name))}
+    return {name: about for name, about in COMMANDS.items() if find_spec(module_of(name))}
 
 
 def _run(name: str, argv: list[str]) -> int:
@@ -113,12 +110,13 @@ def _run(name: str, argv: list[str]) -> int:
         hint = f"did you mean `megalith {guesses[0]}`?" if guesses else f"commands: {', '.join(commands)}"
         raise ConfigError(f"megalith has no command {name}; {hint}")
     with collections_paused():
-        command = importlib.import_module(_module(name))
+        command = importlib.import_module(module_of(name))
     exit_code: int = command.run(argv)
     return exit_code
 
 
-def _module(name: str) -> str:
+def module_of(name: str) -> str:
+    """Return the module of a command."""
     return f"megalith.cli.{name.replace('-', '_')}"
 
 
@@ -126,14 +124,14 @@ def _help() -> str:
     commands = [f"  {name:15}{about}" for name, about in available_commands().items()]
     return "\n".join(
         [
-            "megalith: pretraining of large transformer language models, from text to a trained model",
+            ABOUT,
             "",
             "usage: megalith COMMAND [options]",
             "",
             *commands,
             "",
             "`megalith help COMMAND` describes a command; `megalith version` names this version;",
-            '`eval "$(megalith completion bash)"` (or zsh) lets Tab complete commands and flags.',
+            "`megalith completion` prints scripts that let Tab complete commands and flags, and a man page.",
         ]
     )
 

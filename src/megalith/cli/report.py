@@ -11,7 +11,7 @@ from megalith.errors import ConfigError, DataError
 from megalith.report import find_run, read_history, render_page, run_name
 
 
-def _parser() -> CommandParser:
+def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="megalith report",
         description="Write an HTML page of a run: curves, restarts, skipped steps, checkpoints, changes of the "
@@ -25,7 +25,7 @@ def _parser() -> CommandParser:
 
 def run(argv: Sequence[str]) -> int:
     """Write the page and print its path."""
-    parser = _parser()
+    parser = make_parser()
     if not argv:
         parser.print_help()
         return 0

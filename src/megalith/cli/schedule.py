@@ -18,7 +18,7 @@ _FLAGS = SizeNames(stages="--pp", chunks="--vp", micro_batches="--microbatches")
 _COSTS = ("forward", "input gradient", "weight gradient")
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="megalith schedule",
         description="Draw a pipeline schedule by simulation: F, B and W are forward pass, backward pass and weight "
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(argv: Sequence[str]) -> int:
     """Print the schedule that the flags describe and a summary; ConfigError lists all invalid values."""
-    parser = _parser()
+    parser = make_parser()
     options, unknown = parser.parse_known_args(list(argv))
     found = [_unknown(word, parser) for word in unknown]
     sizes = [

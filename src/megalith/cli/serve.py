@@ -94,7 +94,7 @@ def _server_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="megalith serve",
         description="Serve a trained model: a page at /, OpenAI's API under /v1, Megatron's at PUT /api. Architecture "
@@ -131,7 +131,7 @@ def run(argv: Sequence[str]) -> int:
             return 0
         flags = read_flags(argv[1:], _server_parser())
     else:
-        options = _parser().parse_args(list(argv))
+        options = make_parser().parse_args(list(argv))
         flags = ServerFlags(
             checkpoint=options.checkpoint,
             server=options,

@@ -54,7 +54,7 @@ _PR_SET_PDEATHSIG = 1
 # Settings about how a run starts from a checkpoint; they do not apply when it resumes.
 _ONCE = ("finetune", "ckpt_step", "no_load_optim", "no_load_rng", "override_opt_param_scheduler")
 
-_HELP = """usage: megalith train [--nproc N] [--config RECIPE.toml] [flags]
+HELP = """usage: megalith train [--nproc N] [--config RECIPE.toml] [flags]
        python pretrain_gpt.py [flags]
 
 Trains a GPT, or a BERT or T5 with --model-family. Flags have Megatron's names and override those of a recipe.
@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
     """Train as the flags say and return one of the exit codes that the help text lists."""
     began = time.monotonic()
     if not {"-h", "--help", "--help-all"}.isdisjoint(argv):
-        print(_HELP)
+        print(HELP)
         print(flags_text(imported(argv)) if "--help-all" in argv else common_flags_text(), end="")
         return EXIT_FINISHED
     if os.environ.get("MEGALITH_EXPLAIN", "0") not in ("", "0"):

@@ -199,6 +199,11 @@ def _terminal_lines(setting: Setting) -> list[str]:
     return [f"{left:{_COLUMN}}{right[0]}", *(" " * _COLUMN + line for line in right[1:])]
 
 
+def documented(setting: Setting) -> tuple[str, str, tuple[str, ...]]:
+    """Return what --help shows of a setting beside its flags: placeholder of the value, meaning and choices."""
+    return "" if setting.kind is bool else _placeholder(setting), _meaning(setting), setting.about.choices
+
+
 def _broken_at_choices(left: str) -> list[str]:
     """Return a flag and its choices, wrapped between choices."""
     lines = [""]

@@ -54,7 +54,7 @@ def started(folder: Path) -> list[str]:
 
 
 def plan_of(*words: str) -> Any:
-    return make_plan(*ladder._parser().parse_known_args(["--folder", "unused", *TRAINING, *words]))
+    return make_plan(*ladder.make_parser().parse_known_args(["--folder", "unused", *TRAINING, *words]))
 
 
 @pytest.mark.parametrize(

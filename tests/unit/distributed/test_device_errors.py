@@ -260,7 +260,7 @@ def test_a_server_names_what_its_gpu_lacked() -> None:
     ],
 )
 def test_a_server_knows_flags_with_which_it_needs_less_memory(given: list[str], flags: tuple[str, ...]) -> None:
-    options = serve._parser().parse_args(["C", *given])
+    options = serve.make_parser().parse_args(["C", *given])
     found = "; ".join(
         serve._memory_flags(
             serve._ServerOptions(

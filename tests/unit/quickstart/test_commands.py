@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megalith.cli.main import main
-from megalith.cli.quickstart import Quickstart, build_parser, compare_repeated_steps, program, words_of
+from megalith.cli.quickstart import Quickstart, compare_repeated_steps, make_parser, program, words_of
 from megalith.cli.quickstart.model import MODEL_SIZES, Machine, ModelSize, Plan
 from megalith.config import load
 from megalith.errors import DataError, MegalithError, install_command
@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 
 def quickstart(out: Path) -> Quickstart:
-    made = Quickstart(build_parser().parse_args(["--out", str(out), "--device", "cpu"]))
+    made = Quickstart(make_parser().parse_args(["--out", str(out), "--device", "cpu"]))
     made.clear_folder()
     return made
 

@@ -45,7 +45,7 @@ PROBE_STEPS = 12  # enough that a pause of the machine does not move their media
 PROGRESS = re.compile(r"iteration +(\d+)/ +(\d+) .*lm loss: (\S+)")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megalith quickstart",
         description="Train a small GPT on local text, kill and resume the training, evaluate it and generate text.",
@@ -68,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:  MegalithError if an option, the data or one of the commands fails; it carries the exit code.
     """
-    options = build_parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     if not 0.0 < options.minutes <= 24 * 60:
         raise ConfigError(f"--minutes {options.minutes:g} is not between 0 and 1440 (a day)")
     from megalith.assemble.model import choose_device
