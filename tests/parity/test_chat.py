@@ -13,8 +13,8 @@ import torch
 
 from megalith.assemble.trained import load_trained
 from megalith.serve.engine import Engine
-from megalith.serve.http.chat_template import BadDialogue, stop_ids_beside, template_beside
 from megalith.serve.model_runner import ModelRunner
+from megalith.tokenizers.chat_template import BadDialogue, stop_ids_beside, template_beside
 
 transformers = pytest.importorskip("transformers", reason="the second witness needs the hf extra (transformers)")
 httpx = pytest.importorskip("httpx", reason="the dev extra is not installed")

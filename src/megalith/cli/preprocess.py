@@ -106,6 +106,12 @@ def _add_output(parser: CommandParser) -> None:
     )
     add("--output-prefix", type=local_name, metavar="PREFIX", help="prefix of the output paths")
     add("--json-keys", metavar="KEY", nargs="+", default=["text"], help="keys or columns, one dataset each (text)")
+    add(
+        "--chat-template",
+        type=local_name,
+        metavar="FILE",
+        help="make text of messages (key messages): a Jinja chat template, or the word tokenizer for its own",
+    )
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
 
 
@@ -196,6 +202,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, file
     if given.bad_lines not in ("stop", "skip"):
         violations.append(f"--bad-lines {given.bad_lines}: give stop or skip")
     violations += [f"{name} is missing" for name in ("--input", "--output-prefix") if not getattr(given, _dest(name))]
+    if given.chat_template is not None and given.json_keys is parser.get_default("json_keys"):
+        given.json_keys = ["messages"]
     tokenizer = TokenizerConfig(**read_tokenizer_flags(given, violations))
     options = PreprocessOptions(
         inputs=tuple(given.input or ()),
@@ -203,6 +211,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, file
         tokenizer=tokenizer,
         source=_source(given, numbers),
         append_eod=given.append_eod,
+        chat_template=given.chat_template,
         sentences=_sentences(given, environ, notes),
         workers=numbers["--workers"] or os.cpu_count() or 1,
         partitions=numbers["--partitions"] or 1,

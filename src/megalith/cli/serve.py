@@ -412,12 +412,12 @@ async def _run_server(
 ) -> int:
     """Run the HTTP server on a loaded model; return the exit code."""
     from megalith.serve.http.app import build_app
-    from megalith.serve.http.chat_template import read_template, stop_ids_beside, template_beside
     from megalith.serve.http.metrics import RequestLog
     from megalith.serve.http.server import serve, url_of
     from megalith.serve.http.service import EncoderInput, Service
     from megalith.serve.model_runner import text_ids
     from megalith.serve.worker import look_after
+    from megalith.tokenizers.chat_template import read_template, stop_ids_beside, template_beside
 
     tokenizer, given = trained.tokenizer, launch.flags.server.chat_template
     template = template_beside(tokenizer) if given is None else read_template(given, tokenizer)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megalith.config import TokenizerConfig
 from megalith.data.indexed import smallest_dtype
 from megalith.data.sentences import PunctuationSplitter, SentenceSplitter, find_parameters
-from megalith.data.sources import BadDocument, ChunkDocuments, Payload
+from megalith.data.sources import BadDocument, ChunkDocuments, Dialogue, Payload
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.fast_bpe import SURE_IDS, ArrayEncoder, array_encoder
@@ -53,6 +53,7 @@ class EncodeSettings:
         append_eod: end each document that has tokens with the end-of-document id.
         sentences: how texts are split, None to leave them whole.
         skip_bad: pass over documents that cannot be read; otherwise nothing after the first is encoded.
+        chat_template: file of a Jinja template that makes text of messages, or TOKENIZERS for the tokenizer's.
         expected_bytes: of text for each process, as far as it shows; decides what is worth being loaded at once.
     """
 
@@ -62,6 +63,7 @@ class EncodeSettings:
     sentences: SentenceSettings | None = None
     skip_bad: bool = False
     expected_bytes: int = 0
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,13 @@ class ChunkEncoder:
         self._settings = settings
         tokenizer = tokenizer or build_tokenizer(settings.tokenizer)
         self._encode = array_encoder(tokenizer, settings.expected_bytes)
+        self._template = None
+        if settings.chat_template is not None:
+            from megalith.tokenizers.chat_template import added_around, find_template  # which imports jinja2
+
+            self._template, encode = find_template(settings.chat_template, tokenizer), self._encode
+            before, behind = added_around(tokenizer)
+            self._encode = lambda texts: [ids[before : len(ids) - behind] for ids in encode(texts)]
         self._dtype = smallest_dtype(tokenizer.vocab_size)
         self._eod = require_eod(tokenizer, "--append-eod") if settings.append_eod else None
         self._splitter = settings.sentences.splitter() if settings.sentences else None
@@ -141,6 +150,8 @@ class ChunkEncoder:
         columns, num_documents = self._new_buffers(part), 0
         problems: list[tuple[int, str]] = []
         for number, document in part.documents:
+            if self._template is not None and isinstance(document, Dialogue):
+                document = self._render(document)
             reason = document.reason if isinstance(document, BadDocument) else self._add(columns, document)
             if reason is None:
                 num_documents += 1
@@ -152,6 +163,13 @@ class ChunkEncoder:
 
     def _new_buffers(self, part: ChunkDocuments) -> list[_TokenBuffer]:
         return [_TokenBuffer(self._encode, self._eod, self._dtype, part.num_bytes) for _ in self._settings.keys]
+
+    def _render(self, dialogue: Dialogue) -> list[str | list[str]] | BadDocument:
+        assert self._template is not None
+        try:
+            return [self._template.render(dialogue.messages, add_generation_prompt=False)]
+        except ValueError as error:  # BadDialogue
+            return BadDocument(f"--chat-template does not take the messages: {error}")
 
     def _add(self, columns: list[_TokenBuffer], document: list[str | list[str]]) -> str | None:
         """Append a document to its buffers; if one buffer cannot hold it, undo all and return the reason."""

@@ -234,13 +234,19 @@ class _Run:
             options.sentences,
             options.skip_bad,
             (self._high - self._low) // self._workers,
+            options.chat_template,
         )
 
     def _resume_settings(self, tokenizer: Tokenizer) -> dict[str, str]:
         """Return all settings that decide the output, under the names that a user knows."""
         options = self.options
         files = [(source.path.absolute(), source.path.stat()) for source in self.sources if source.path != STDIN]
-        return {
+        template = {}
+        if options.chat_template is not None:
+            from megalith.tokenizers.chat_template import find_template
+
+            template = {"--chat-template": find_template(options.chat_template, tokenizer).source}
+        return template | {
             "input": "\n".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files),
             "reading of the input": "\n".join(f"{source.about} {options.source}" for source in self.sources),
             "tokenizer": json.dumps(tokenizer.fingerprint(), sort_keys=True),

@@ -58,6 +58,7 @@ class PreprocessOptions:
         output_prefix: beginning of the output paths; `_{key}_document.bin` and `.idx` are added.
         source: how the inputs are read; each of its keys makes a dataset.
         append_eod: end each document with the end-of-document id.
+        chat_template: file of a Jinja template that makes text of messages, or `tokenizer` for the tokenizer's.
         sentences: how texts are split into sentences, None to leave them whole; with it output names end in `sentence`.
         workers: processes that encode; the output is the same for any number.
         partitions: Megatron's partitions; above 1 they change the order of the documents, and their files are kept.
@@ -74,6 +75,7 @@ class PreprocessOptions:
     tokenizer: TokenizerConfig
     source: SourceOptions = SourceOptions()
     append_eod: bool = False
+    chat_template: str | None = None
     sentences: SentenceSettings | None = None
     workers: int = 1
     partitions: int = 1
@@ -152,6 +154,14 @@ def _value_violations(options: PreprocessOptions) -> list[str]:
         )
     if str(STDIN) in options.inputs:
         violations += _stdin_violations(options, makes_vocabulary=tokenizer is not options.tokenizer)
+    if options.chat_template is not None:
+        others = {"--split-sentences": options.sentences, "--json-keys with several keys": len(options.source.keys) > 1}
+        others["making the --vocab-file"] = tokenizer is not options.tokenizer
+        violations += [
+            f"--chat-template {options.chat_template} cannot be combined with {other}"
+            for other, given in others.items()
+            if given
+        ]
     if options.workers < 1:
         violations.append(f"--workers {options.workers} is below 1")
     if options.partitions < 1:

@@ -11,8 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
+import tokenizers
 
+from megalith.cli.preprocess import parse
 from megalith.config import TokenizerConfig
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocess import PreprocessOptions, find_violations, preprocess
@@ -404,3 +407,55 @@ def test_standard_input_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
         (violation,) = find_sources(["-"], SourceOptions()).violations
         assert said in violation
+
+
+TURNS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}more{% endif %}"
+)
+SAID = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "second"}]
+
+
+def test_messages_become_text_by_a_template(tmp_path: Path, bpe: TokenizerConfig) -> None:
+    shared = [{"from": "human", "value": "first"}, {"from": "gpt", "value": "second"}]
+    rows = [{"messages": SAID}, {"messages": shared}, {"messages": "text"}, {"messages": [{"role": 1}]}]
+    (tmp_path / "turns.jinja").write_text(TURNS)
+    options = options_for(tmp_path / "in.jsonl", lines(*rows), bpe, json_keys=("messages",), skip_bad=True)
+    given = replace(options, chat_template=str(tmp_path / "turns.jinja"))
+    assert preprocess(given).num_skipped == 1
+    said = "<|user|>first<|assistant|>second"
+    assert texts_of(str(tmp_path / "in_messages_document"), bpe) == [said, said, "text"]
+    with pytest.raises(DataError, match="line 1: .*--chat-template"):
+        preprocess(replace(options, skip_bad=False))
+    (tmp_path / "turns.jinja").write_text("{{ raise_exception('no such role') }}")
+    with pytest.raises(DataError, match="line 1: .*no such role"):
+        preprocess(replace(given, skip_bad=False))
+    for damaged in ("{% if %}", "{{ ''.__class__.__mro__ }}"):
+        (tmp_path / "turns.jinja").write_text(damaged)
+        with pytest.raises(DataError, match="template"):
+            preprocess(replace(given, skip_bad=False))
+    for value in ("tokenizer", str(tmp_path / "absent.jinja")):
+        with pytest.raises(DataError, match="--chat-template"):
+            preprocess(replace(given, chat_template=value))
+
+
+def test_the_template_of_a_tokenizer_writes_its_special_tokens_itself(tmp_path: Path) -> None:
+    words = {"<s>": 0, "</s>": 1, "first": 2, "second": 3}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="</s>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.add_special_tokens(["<s>", "</s>"])
+    model.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    (tmp_path / "model").mkdir()
+    model.save(str(tmp_path / "model" / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ bos_token }}{{ messages[0].content }}"}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config))
+    table = pyarrow.table({"messages": [SAID, SAID[1:]]})
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
+    model_flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "model")]
+    command = ["--input", str(tmp_path / "in.parquet"), "--output-prefix", str(tmp_path / "out"), *model_flags]
+    preprocess(parse([*command, "--chat-template", "tokenizer", "--append-eod"]).options)
+    assert [ids.tolist() for ids in IndexedDataset(str(tmp_path / "out_messages_document"))[:]] == [
+        [0, 2, 1],
+        [0, 3, 1],
+    ]
+    with pytest.raises(ConfigError, match="--split-sentences"):
+        parse([*command, "--chat-template", "tokenizer", "--split-sentences", "--sentence-splitter", "marks"])

@@ -14,12 +14,12 @@ from megalith.errors import DataError
 from megalith.serve.engine import Engine
 from megalith.serve.engine import Limits as EngineLimits
 from megalith.serve.http.app import build_app
-from megalith.serve.http.chat_template import ChatTemplate
 from megalith.serve.http.metrics import RequestLog
 from megalith.serve.http.service import EncoderInput, Service
 from megalith.serve.http.settings import Defaults, ServerSettings
 from megalith.serve.model_runner import DecoderPrompt
 from megalith.serve.worker import Worker
+from megalith.tokenizers.chat_template import ChatTemplate
 
 from ...fake_runner import FakeRunner
 

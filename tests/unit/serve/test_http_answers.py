@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megalith.serve.http.chat_template import ChatTemplate
+from megalith.tokenizers.chat_template import ChatTemplate
 
 from .http_client import ALPHABET, EOD, same_text, served
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megalith.errors import DataError
-from megalith.serve.http.chat_template import BadDialogue, ChatTemplate, read_template, stop_ids_beside, template_beside
+from megalith.tokenizers.chat_template import BadDialogue, ChatTemplate, read_template, stop_ids_beside, template_beside
 
 from .http_client import LetterTokenizer
 

@@ -11,11 +11,11 @@ import pytest
 
 from megalith.serve.engine import Limits as EngineLimits
 from megalith.serve.http import openai
-from megalith.serve.http.chat_template import ChatTemplate
 from megalith.serve.http.schemas import ChatRequest, CompletionRequest
 from megalith.serve.http.service import Collected, Sample
 from megalith.serve.http.settings import Limits, ServerSettings
 from megalith.serve.request import Token
+from megalith.tokenizers.chat_template import ChatTemplate
 
 from .http_client import ALPHABET, EOD, LetterTokenizer, served
 

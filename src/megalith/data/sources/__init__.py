@@ -4,7 +4,7 @@ The parent process walks through the sources in order and only finds where docum
 documents. So memory does not grow with the files, and the order does not depend on the number of processes.
 """
 
-from megalith.data.sources.documents import BadDocument
+from megalith.data.sources.documents import BadDocument, Dialogue
 from megalith.data.sources.find import SourcePlan, find_sources
 from megalith.data.sources.formats import END_OF_TEXT_SEPARATOR, FORMATS, JSONL, format_of
 from megalith.data.sources.protocol import (
@@ -28,6 +28,7 @@ __all__ = [
     "Chunk",
     "Limits",
     "ChunkDocuments",
+    "Dialogue",
     "Payload",
     "SourcePlan",
     "Source",

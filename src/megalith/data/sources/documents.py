@@ -24,6 +24,13 @@ class BadDocument:
     reason: str
 
 
+@dataclass(frozen=True)
+class Dialogue(BadDocument):
+    """Messages with role and content; no text unless a chat template makes one of it."""
+
+    messages: Sequence[dict[str, Any]] = ()
+
+
 def json_documents(
     lines: Sequence[bytes], keys: tuple[str, ...], encoding: str, limit: int
 ) -> Iterator[tuple[int, Document | BadDocument]]:
@@ -40,11 +47,10 @@ def json_documents(
             # The lenient parser below accepts everything that orjson does, with the same result.
             try:
                 parsed = parse(line)
-                document: Document = [parsed[key] for key in keys]
-            except (ValueError, KeyError, TypeError, IndexError):
-                document = []
-            if document and all(type(text) is str for text in document):
-                yield number, document
+            except ValueError:
+                pass
+            else:
+                yield number, document_of(parsed, keys)
                 continue
         if not line.isspace():
             yield number, _document_of_line(line, keys, encoding)
@@ -139,7 +145,20 @@ def text_of(value: Any, key: str) -> str | list[str] | BadDocument:
     """Return a value that is a text or a list of texts; BadDocument for any other."""
     if isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value)):
         return value
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        messages = [_message(message) for message in value]
+        if all(isinstance(message.get("role"), str) for message in messages):
+            reason = f"the value of {json.dumps(key)} is a dialogue; give --chat-template"
+            return Dialogue(reason, messages)
     return BadDocument(f"the value of {json.dumps(key)} is not text but {json.dumps(value, default=str)[:_SHOWN]}")
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with role and content; ShareGPT's have `from` and `value`."""
+    if "role" in message or not {"from", "value"} <= message.keys():
+        return message
+    speaker = message["from"]
+    return {"role": {"human": "user", "gpt": "assistant"}.get(str(speaker), speaker), "content": message["value"]}
 
 
 def text_documents(

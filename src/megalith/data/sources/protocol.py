@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megalith.data.sources.documents import BadDocument, Document
+from megalith.data.sources.documents import BadDocument, Dialogue, Document
 
 STDIN = Path("-")
 """Standard input in the place of a file: of unknown size, and read once."""
@@ -154,6 +154,8 @@ class RowsPayload:
 
 def utf8_size(document: Document | BadDocument) -> int:
     """Return the size of the texts of a document in UTF-8 bytes."""
+    if isinstance(document, Dialogue):
+        return sum(len(str(message.get("content"))) for message in document.messages)
     if isinstance(document, BadDocument):
         return 0
     every = (text for texts in document for text in ([texts] if isinstance(texts, str) else texts))

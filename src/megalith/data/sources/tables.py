@@ -180,7 +180,10 @@ def _text_columns(path: Path, schema: Any, options: SourceOptions) -> list[str]:
     names = [schema.names[at] for at in choose_columns(path, schema.names, len(schema.names), options)]
     for name in names:
         kind = schema.field(name).type
-        inner = kind.value_type if types.is_list(kind) or types.is_dictionary(kind) else kind
+        is_list = types.is_list(kind) or types.is_large_list(kind)
+        inner = kind.value_type if is_list or types.is_dictionary(kind) else kind
+        if is_list and types.is_struct(inner):  # messages, of which each row tells
+            continue
         if not (types.is_string(inner) or types.is_large_string(inner) or _is_string_view(types, inner)):
             raise DataError(f"{path}: column {name} holds {kind}, not text; give another as --text-column")
     return names

@@ -15,13 +15,12 @@ from typing import Any
 
 from starlette.types import Receive
 
-from megalith.serve.http.chat_template import BadDialogue
 from megalith.serve.http.errors import printable, refusal
 from megalith.serve.http.schemas import ChatRequest, CompletionRequest, sampling_of, text_fields_of, token_texts
 from megalith.serve.http.service import Collected, Sample, Service, request_violation, too_long
 from megalith.serve.request import Finished, PromptLogprobs, Request, Token, TopLogprobs
 from megalith.serve.worker import Answer
-from megalith.tokenizers import Tokenizer
+from megalith.tokenizers.chat_template import BadDialogue, added_around
 
 _DEFAULT_TOKENS = 16
 _RESERVED = frozenset({"messages", "tools", "documents"})
@@ -285,7 +284,8 @@ async def _plan_chat(service: Service, body: ChatRequest) -> Plan:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise refusal("max_tokens", "is the old name of max_completion_tokens; give one of them")
     ids = await service.encode(_render(service, body), "messages")
-    ids = _strip_added_tokens(service.tokenizer, ids)
+    before, behind = added_around(service.tokenizer)
+    ids = ids[before : len(ids) - behind]
     most = service.max_output_tokens(ids)
     if most < 1:
         raise too_long(service, "messages", f"{len(ids)} tokens")
@@ -317,19 +317,6 @@ def _render(service: Service, body: ChatRequest) -> str:
         return service.template.render(messages, **variables)
     except BadDialogue as error:
         raise refusal("messages", f"the chat template does not take them: {printable(str(error), 300)}") from None
-
-
-def _strip_added_tokens(tokenizer: Tokenizer, ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Remove the tokens that a tokenizer adds around every text: a chat template writes its own."""
-    around = tuple(tokenizer.encode(""))
-    if not around:
-        return ids
-    letter = tuple(tokenizer.encode("a"))
-    for before in range(len(around), -1, -1):
-        behind = len(around) - before
-        if letter[:before] + letter[len(letter) - behind :] == around:
-            return ids[before : len(ids) - behind]
-    return ids
 
 
 @dataclass(frozen=True)

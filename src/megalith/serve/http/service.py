@@ -16,13 +16,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from megalith.errors import DataError
-from megalith.serve.http.chat_template import ChatTemplate
 from megalith.serve.http.errors import ApiError, refusal
 from megalith.serve.http.metrics import Metrics, RequestLog
 from megalith.serve.http.settings import ServerSettings
 from megalith.serve.request import Beams, Event, Finished, PromptLogprobs, QueueFullError, Request, RequestError, Token
 from megalith.serve.worker import Answer, Worker
 from megalith.tokenizers import Tokenizer
+from megalith.tokenizers.chat_template import ChatTemplate
 
 _LONGEST_TOKEN = 128  # bytes: GPT-2's is; a text longer than the context times this cannot fit
 

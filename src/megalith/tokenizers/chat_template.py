@@ -22,6 +22,8 @@ from megalith.tokenizers.protocol import end_ids
 
 _CONFIG, _TEMPLATE, _GENERATION = "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
 _SPECIAL = "special_tokens_map.json"
+TOKENIZERS = "tokenizer"
+"""Name of the template in the folder of the tokenizer, where a file could be named."""
 _MARK = "ANSWER"
 
 
@@ -36,6 +38,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=_EXTENSIONS)
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+        self.source = source
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
@@ -118,6 +121,25 @@ def read_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate:
         raise DataError(f"--chat-template {path} cannot be read: {error}") from error
     folder = _folder(tokenizer)
     return ChatTemplate(source, _special_tokens(folder) if folder else None)
+
+
+def find_template(named: str, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the template of a file, or the tokenizer's. Raises DataError if there is none."""
+    template = template_beside(tokenizer) if named == TOKENIZERS else read_template(Path(named), tokenizer)
+    if template is None:
+        raise DataError(f"--chat-template {named}: the tokenizer has no chat template; give a Jinja file")
+    return template
+
+
+def added_around(tokenizer: Tokenizer) -> tuple[int, int]:
+    """Return how many tokens a tokenizer adds before and behind every text; a chat template writes its own."""
+    around = tuple(tokenizer.encode(""))
+    letter = tuple(tokenizer.encode("a")) if around else ()
+    for before in range(len(around), -1, -1):
+        behind = len(around) - before
+        if letter[:before] + letter[len(letter) - behind :] == around:
+            return before, behind
+    return 0, 0
 
 
 def _folder(tokenizer: Tokenizer) -> Path | None:
