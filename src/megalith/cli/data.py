@@ -1,4 +1,4 @@
-"""`megalith data COMMAND`: inspect, verify and merge .bin/.idx datasets."""
+"""`megalith data COMMAND`: inspect, measure, verify and merge .bin/.idx datasets."""
 
 from __future__ import annotations
 
@@ -37,17 +37,38 @@ def make_parser() -> argparse.ArgumentParser:
         description="Inspect, verify and merge .bin/.idx datasets; `megalith preprocess` writes them.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_inspect, _add_verify, _add_merge):
+    for add in (_add_inspect, _add_stats, _add_verify, _add_merge):
         add(commands)
     return parser
 
 
 def _add_inspect(commands: Any) -> None:
     parser = commands.add_parser("inspect", help="print counts, lengths, tokenizer card and documents of a dataset")
+    parser.add_argument(
+        "--first", type=int, default=0, metavar="I", help="first document to print, from 0 (default: 0)"
+    )
+    _add_dataset(parser)
+    parser.set_defaults(sample=None)
+
+
+def _add_stats(commands: Any) -> None:
+    parser = commands.add_parser(
+        "stats",
+        help="as inspect, of all of the content: duplicates, scripts of the letters, and documents from all over it",
+        description="Print what inspect prints, the documents that equal an earlier one, and with a tokenizer the "
+        "scripts of the letters in a sample.",
+    )
+    parser.add_argument(
+        "--sample", type=int, default=1000, metavar="N", help="documents for the scripts (default: 1000)"
+    )
+    _add_dataset(parser)
+    parser.set_defaults(first=None)
+
+
+def _add_dataset(parser: CommandParser) -> None:
     add = parser.add_argument
     add("prefix", type=local_name, metavar="PREFIX", help="path of the dataset without .bin and .idx")
     add("--documents", type=int, default=3, metavar="N", help="number of documents to print (default: 3)")
-    add("--first", type=int, default=0, metavar="I", help="first document to print, from 0 (default: 0)")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add_import_flag(parser)
     add_tokenizer_flags(parser, about="to show documents as text instead of ids")
@@ -68,12 +89,15 @@ def _run_inspect(options: argparse.Namespace) -> int:
         if note:
             print(f"note: {note}")
     found, card = dataset_statistics(dataset), read_fingerprint(options.prefix)
+    content = {} if options.sample is None else _content(dataset, found, options.sample, tokenizer)
     if options.json:
-        print(json.dumps(_record(dataset, found, card)))
+        print(json.dumps(_record(dataset, found, card) | content))
         return 0
     _print_counts(dataset, found)
+    _print_content(found, content)
     print("tokenizer " + (json.dumps(card) if card else "unknown: no .card beside the files"))
-    for number in range(options.first, min(options.first + options.documents, found.documents)):
+    shown = range(options.first or 0, min((options.first or 0) + options.documents, found.documents))
+    for number in shown if options.first is not None else _spread(found.documents, options.documents):
         _print_document(dataset, number, tokenizer)
     return 0
 
@@ -108,6 +132,44 @@ def _print_counts(dataset: IndexedDataset, found: DatasetStatistics) -> None:
         bar = "#" * max(1, round(_BAR * part.documents / most))
         print(f"  {part.low:>9,} to {part.high:>9,}  {part.documents:>11,}  {part.tokens / found.tokens:6.1%}  {bar}")
     print("  (tokens of a document, documents, share of all tokens)")
+
+
+def _spread(documents: int, count: int) -> list[int]:
+    """Return up to `count` numbers of documents, evenly spread over all."""
+    count = min(documents, max(0, count))
+    return [(2 * at + 1) * documents // (2 * count) for at in range(count)]
+
+
+def _content(
+    dataset: IndexedDataset, found: DatasetStatistics, sample: int, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """Return what only reading the tokens tells."""
+    from megalith.data.dataset_tools import count_duplicates, letters_by_script
+
+    with task("hashing documents", found.tokens, " tokens") as hashing:
+        documents, tokens = count_duplicates(dataset, hashing.advance)
+    content: dict[str, Any] = {"duplicate_documents": documents, "duplicate_tokens": tokens}
+    if tokenizer is not None:
+        texts = (
+            tokenizer.decode(dataset.get(sequence).tolist())
+            for number in _spread(found.documents, sample)
+            for sequence in range(*map(int, dataset.document_index[number : number + 2]))
+        )
+        content["letters_by_script"] = letters_by_script(texts)
+    return content
+
+
+def _print_content(found: DatasetStatistics, content: dict[str, Any]) -> None:
+    if not content:
+        return
+    documents, tokens = content["duplicate_documents"], content["duplicate_tokens"]
+    print(f"repeated  {documents:,} documents equal an earlier one ({tokens / max(1, found.tokens):.1%} of the tokens)")
+    scripts = content.get("letters_by_script")
+    if scripts is None:
+        print("scripts   unknown without the tokenizer's flags")
+        return
+    total = sum(scripts.values())
+    print("scripts   " + (", ".join(f"{name} {n / total:.1%}" for name, n in scripts.items()) or "no letter"))
 
 
 def _print_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> None:

@@ -5,7 +5,10 @@ Merging repeats Megatron's tools/merge_datasets.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,6 +150,36 @@ def dataset_statistics(dataset: IndexedDataset) -> DatasetStatistics:
         longest=longest,
         histogram=histogram,
     )
+
+
+def count_duplicates(dataset: IndexedDataset, on_read: Callable[[int], None] = lambda done: None) -> tuple[int, int]:
+    """Count the documents, and their tokens, that equal an earlier one by a hash of 128 bits; empty ones do not count.
+
+    Memory: 16 bytes a document, and those of a sort. `on_read` receives the tokens of each document.
+    """
+    digests, lengths = bytearray(), np.concatenate([np.zeros(0, np.int64), *_document_lengths(dataset)])
+    lengths = lengths[lengths > 0]
+    bounds = dataset.document_index.tolist()
+    for first, last in zip(bounds, bounds[1:], strict=False):
+        if last > first:
+            content = b"".join(dataset.get(sequence).tobytes() for sequence in range(first, last))
+            digests += hashlib.blake2b(content, digest_size=16).digest()
+            on_read(len(content) // dataset.dtype.itemsize)
+    _, earliest = np.unique(np.frombuffer(digests, "S16"), return_index=True)
+    return len(lengths) - len(earliest), int(lengths.sum() - lengths[earliest].sum())
+
+
+def letters_by_script(texts: Iterable[str]) -> dict[str, int]:
+    """Count letters by script, the most frequent first: the first word of their names in Unicode, Han for CJK."""
+    characters: Counter[str] = Counter()
+    for text in texts:
+        characters.update(text)
+    scripts: Counter[str] = Counter()
+    for character, count in characters.items():
+        if character.isalpha():
+            name = unicodedata.name(character, "unnamed").split()[0].capitalize()
+            scripts["Han" if name == "Cjk" else name] += count
+    return dict(scripts.most_common())
 
 
 def verify_tokens(dataset: IndexedDataset, vocab_size: int, on_read: Callable[[int], None] = lambda done: None) -> int:

@@ -1,4 +1,4 @@
-"""`megalith data inspect | verify | merge`, and the sentence splitter's parameters."""
+"""`megalith data inspect | stats | verify | merge`, and the sentence splitter's parameters."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import pytest
 
 from megalith.cli.main import main
 from megalith.cli.preprocess import parse
-from megalith.config import DataConfig
+from megalith.config import DataConfig, TokenizerConfig
 from megalith.data.build import build_gpt_datasets
 from megalith.data.dataset_tools import dataset_statistics
 from megalith.data.encoding import SentenceSettings
 from megalith.data.indexed import IndexedDataset, IndexedWriter
 from megalith.data.sentences import SentenceSplitter, find_parameters
 from megalith.errors import DataError
+from megalith.tokenizers import build_tokenizer, train_byte_level_bpe
 from megalith.tokenizers.fingerprint import read_fingerprint, write_fingerprint
 from megalith.tokenizers.null import NullTokenizer
 
@@ -58,6 +59,27 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "inspect", prefix, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["documents"], record["tokens"], record["lengths"]) == (3, 5, [[2, 3, 2, 5]])
+
+
+def test_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["same words", "other", "\u4e2d\u6587 \u043c\u0438\u0440", "same words", "", "same words"]
+    vocab_file, merge_file = train_byte_level_bpe(texts, 280, tmp_path / "tokenizer")
+    tokenizer = build_tokenizer(TokenizerConfig(vocab_file=str(vocab_file), merge_file=str(merge_file)))
+    ids = [tokenizer.encode(text) for text in texts]
+    prefix = write(tmp_path / "a", ids, tokenizer.fingerprint())
+    flags = ["--vocab-file", str(vocab_file), "--merge-file", str(merge_file)]
+    assert main(["data", "stats", prefix, *flags, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["documents"], record["tokens"], record["longest"]) == (6, sum(map(len, ids)), max(map(len, ids)))
+    assert (record["duplicate_documents"], record["duplicate_tokens"]) == (2, 2 * len(ids[0]))
+    assert record["letters_by_script"] == {"Latin": 32, "Cyrillic": 3, "Han": 2}
+    assert main(["data", "stats", prefix, *flags, "--sample", "1", "--documents", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\b2 documents\b", shown) and "Latin 100.0%" in shown
+    assert re.findall(r"^document (\d+):", shown, re.MULTILINE) == ["1", "4"]
+    assert main(["data", "stats", write(tmp_path / "b", [[], []])]) == 0
+    assert main(["data", "inspect", prefix]) == 0
+    assert "equal" not in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
