@@ -161,8 +161,7 @@ def count_duplicates(dataset: IndexedDataset, on_read: Callable[[int], None] = l
     lengths = lengths[lengths > 0]
     bounds = dataset.document_index.tolist()
     for first, last in zip(bounds, bounds[1:], strict=False):
-        if last > first:
-            content = b"".join(dataset.get(sequence).tobytes() for sequence in range(first, last))
+        if content := b"".join(dataset.get(sequence).tobytes() for sequence in range(first, last)):
             digests += hashlib.blake2b(content, digest_size=16).digest()
             on_read(len(content) // dataset.dtype.itemsize)
     _, earliest = np.unique(np.frombuffer(digests, "S16"), return_index=True)

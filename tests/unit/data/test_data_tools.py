@@ -78,6 +78,13 @@ def test_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"\b2 documents\b", shown) and "Latin 100.0%" in shown
     assert re.findall(r"^document (\d+):", shown, re.MULTILINE) == ["1", "4"]
     assert main(["data", "stats", write(tmp_path / "b", [[], []])]) == 0
+    with IndexedWriter(str(tmp_path / "c"), "uint16") as writer:
+        for _ in range(2):  # documents of one sequence without tokens
+            writer.add_document([], [0])
+        writer.finalize()
+    capsys.readouterr()
+    assert main(["data", "stats", str(tmp_path / "c"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["duplicate_documents"] == 0
     assert main(["data", "inspect", prefix]) == 0
     assert "equal" not in capsys.readouterr().out.splitlines()[-1]
 
