@@ -22,6 +22,7 @@ FLOORS = {
     "torch_builds": -1,  # a table
     "device": -1,  # what torch can do on a device, under all that computes
     "registry": -2,  # what users add: a value of names and objects
+    "hub": -2,  # names of models and data on the Hugging Face Hub
     "progress": 1,  # of long work; all that works reports to it
     "layout": -1,  # pure integers, which the rules of the configuration use
     "config": 0,

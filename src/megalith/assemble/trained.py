@@ -23,6 +23,7 @@ from megalith.config.groups import TokenizerConfig
 from megalith.device import capability_of, is_host
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError, LayoutError
+from megalith.hub import MODEL_FILES, fetched
 from megalith.layout import shard_range
 from megalith.models.families import model_class
 from megalith.models.language_model import GenerativeModel, LanguageModel, Stage
@@ -88,7 +89,7 @@ def load_trained(
     """Load a model from a save folder of any format, one `iter_*` folder of it, or a Hugging Face model folder.
 
     Args:
-        path: Save folder, or the folder of one iteration in it.
+        path: Save folder, or the folder of one iteration in it, or `hf:ORG/NAME[@REVISION]`, which is fetched.
         context: Ranks over which the model is sharded, independent of the checkpoint's layout; all of them call this. A
             single process by default.
         registry: Registered objects that model and tokenizer may use.
@@ -99,7 +100,7 @@ def load_trained(
         LayoutError: The model does not divide over the ranks.
     """
     context = context or ParallelContext.solo(device)
-    folder, named = split_path(path)
+    folder, named = split_path(Path(fetched(str(path), MODEL_FILES)))
     store, iteration = DirectoryStore(folder, context), named if iteration is None else iteration
     try:
         return _trained(store, *_find(store, iteration), device, tokenizer, context, dtype, registry)

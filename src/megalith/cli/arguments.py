@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megalith.config.tokenizer_flags import add_import_flag, add_tokenizer_flags
-from megalith.config.values import DEVICES, local_path
+from megalith.config.values import DEVICES, model_path
 from megalith.errors import ConfigError
 from megalith.registry import EMPTY, Registry
 from megalith.train.streams import warn
@@ -75,7 +75,11 @@ def below_one(options: argparse.Namespace, *flags: str) -> list[str]:
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that select a checkpoint, its tokenizer and the device."""
     add = parser.add_argument
-    add("checkpoint", type=local_path, help="save folder (--save), an iter_* folder in it, or a Hugging Face folder")
+    add(
+        "checkpoint",
+        type=model_path,
+        help="save folder (--save), an iter_* folder in it, a Hugging Face folder, or hf:ORG/NAME[@REVISION]",
+    )
     add("--iteration", type=int, metavar="N", help="iteration of the checkpoint (default: the newest intact one)")
     add("--device", choices=DEVICES, default="auto", help="device (default: auto)")
     add_import_flag(parser)

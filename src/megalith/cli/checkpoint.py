@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalith.cli.checkpoint_convert import add_convert, add_huggingface
-from megalith.config.values import local_path
+from megalith.config.values import local_path, model_path
 from megalith.errors import CheckpointError, MegalithError, NewerFormatError
 from megalith.progress import task
 
@@ -273,8 +273,8 @@ def _add_diff(commands: Any) -> None:
         description="Compares tensors layer by layer, and the other state. Exit code 0: bit-identical; 1: different.",
     )
     add = diff.add_argument
-    add("one", type=local_path, metavar="A", help="a save folder, or one checkpoint folder, of any format")
-    add("other", type=local_path, metavar="B", help="the checkpoint to compare with")
+    add("one", type=model_path, metavar="A", help="a save folder, or one checkpoint folder, of any format")
+    add("other", type=model_path, metavar="B", help="the checkpoint to compare with")
     add("--iteration", type=int, metavar="N", help="iteration to read from save folders (default: the tracker's)")
     add("--weights", action="store_true", help="compare only weights and architecture")
     add("--all", action="store_true", help="print every difference instead of the first 20 of each kind")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megalith.config import RunConfig
 from megalith.config.saved_args import megatron_args
 from megalith.config.tokenizer_flags import add_import_flag, imported_by
-from megalith.config.values import local_path
+from megalith.config.values import local_path, model_path
 from megalith.errors import CheckpointError, ConfigError
 from megalith.progress import task
 from megalith.train.streams import warn
@@ -89,7 +89,7 @@ def add_huggingface(commands: Any) -> None:
         "SAVE_DIR/release, from which --load SAVE_DIR starts. (--load HF_DIR works as well.)",
     )
     add = bring.add_argument
-    add("source", type=local_path, metavar="HF_DIR", help="a folder with config.json and safetensors files")
+    add("source", type=model_path, metavar="HF_DIR", help="folder with config.json and safetensors, or hf:ORG/NAME")
     add("destination", type=local_path, metavar="SAVE_DIR", help="save folder to write to")
     add(
         "--iteration",
@@ -106,7 +106,7 @@ def add_huggingface(commands: Any) -> None:
         "tokenizer's files; with --to gguf as one GGUF file, with a Modelfile for ollama.",
     )
     add = take.add_argument
-    add("source", type=local_path, metavar="DIR", help="a save folder, or one checkpoint folder")
+    add("source", type=model_path, metavar="DIR", help="a save folder, or one checkpoint folder")
     add("destination", type=local_path, metavar="OUT", help="folder to create")
     add("--to", choices=("hf", "gguf"), default="hf", help="format (default: hf)")
     add("--iteration", type=int, metavar="N", help="iteration to read from a save folder (default: the tracker's)")

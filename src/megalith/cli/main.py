@@ -32,6 +32,7 @@ COMMANDS: dict[str, str] = {
     "serve": "serve a trained checkpoint over HTTP: a page, OpenAI's API, Megatron's API",
     "evaluate": "measure a trained checkpoint",
     "checkpoint": "inspect, verify, compare and convert checkpoints of any format",
+    "push": "upload an exported model folder to the Hugging Face Hub",
     "config": "print the complete configuration of a command line, or all flags",
     "from-megatron": "translate a launch script of Megatron: recipe, command and notes",
     "report": "write an HTML page of a run: curves, changes of the configuration, saves and restarts",

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megalith.config.fields import Setting
+from megalith.errors import ConfigError
+from megalith.hub import MODEL_FILES, TOKENIZER_FILES, fetched, is_named
 from megalith.registry import IMPORT_FLAG, Registered
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -66,6 +68,8 @@ def expanded(path: str) -> str:
 
 def local_name(text: str) -> str:
     """Convert an argument that is the prefix of a path, as an argparse type."""
+    if is_named(text):
+        raise argparse.ArgumentTypeError(f"{text}: {_NOT_OF_THE_HUB}")
     if problem := remote(text):
         raise argparse.ArgumentTypeError(f"{text}: {problem}")
     try:
@@ -77,6 +81,14 @@ def local_name(text: str) -> str:
 def local_path(text: str) -> Path:
     """Convert an argument that is a path, as an argparse type."""
     return Path(local_name(text))
+
+
+def model_path(text: str) -> Path:
+    """Convert an argument that is a path or `hf:ORG/NAME[@REVISION]`, a model to fetch, as an argparse type."""
+    try:
+        return Path(fetched(text, MODEL_FILES)) if is_named(text) else local_path(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def value_from_words(setting: Setting, words: list[str]) -> Any:
@@ -184,7 +196,7 @@ def _chosen(setting: Setting, word: str) -> str:
     if isinstance(word, Registered) and word.entry.kind == about.registers:
         return word
     if not about.choices and not about.registers:
-        return expanded(word) if holds_paths(setting) else word
+        return _path(setting, word) if holds_paths(setting) else word
     if word in about.choices:
         return word
     choices = ", ".join(about.choices)
@@ -195,6 +207,26 @@ def _chosen(setting: Setting, word: str) -> str:
         others = f"not one of {choices}, and" if choices else "but"
         raise BadValue(f"{others} nothing is registered under this name; {IMPORT_FLAG} the module that registers it")
     raise BadValue(f"not one of {choices}" + (f"; did you mean {guess}?" if guess else ""))
+
+
+_FROM_THE_HUB = {
+    "load": MODEL_FILES,
+    "pretrained_checkpoint": MODEL_FILES,
+    "tokenizer_model": TOKENIZER_FILES,
+}
+_NOT_OF_THE_HUB = "a name of the Hugging Face Hub names no path here"
+
+
+def _path(setting: Setting, word: str) -> str:
+    """Return a local path, where `hf:ORG/NAME` is fetched first."""
+    if not is_named(word):
+        return expanded(word)
+    if setting.name not in _FROM_THE_HUB:
+        raise BadValue(_NOT_OF_THE_HUB)
+    try:
+        return fetched(word, _FROM_THE_HUB[setting.name])
+    except ConfigError as error:
+        raise BadValue(str(error)) from error
 
 
 # Layer patterns: a frequency N, or a list of 0 and 1 such as "[0]*3+[1]" or "([1]*3+[0])*2". Megatron evaluates them as

@@ -1,7 +1,7 @@
 """Hugging Face tokenizers: files of a model folder, special tokens, and the library that encodes.
 
-Nothing is downloaded and no code of the folder is run. As in Megatron, special tokens in a text become their ids, and
-the tokens that the tokenizer adds around every text (Llama's beginning of text) are included.
+Only `hf:ORG/NAME` is downloaded, and no code of the folder is run. As in Megatron, special tokens in a text become
+their ids, and the tokens that the tokenizer adds around every text (Llama's beginning of text) are included.
 
 tokenizer.json needs only the library `tokenizers`. The SentencePiece model of a Llama folder is read by sentencepiece,
 as the slow tokenizer class of transformers did. Other files in folders without tokenizer.json are converted by
@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import DataError
+from megalith.hub import TOKENIZER_FILES as HUB_FILES
+from megalith.hub import fetched
 from megalith.tokenizers.byte_level import END_OF_TEXT, byte_level_tokenizer, read_byte_pair_vocabulary
 from megalith.tokenizers.fingerprint import file_hashes
 from megalith.tokenizers.protocol import Tokenizer, import_for, json_object, require_ids, require_text
@@ -208,7 +210,7 @@ def find_folder(named: str) -> Path:
 
     Raises:  DataError if there is none.
     """
-    path = Path(named)
+    path = Path(fetched(named, HUB_FILES))
     if path.is_file() and path.name in (TOKENIZER_FILE, *SLOW_FILES):
         return path.parent
     if path.is_dir():
@@ -219,8 +221,8 @@ def find_folder(named: str) -> Path:
     if found is None:
         raise DataError(
             f"--tokenizer-model {named} is not a folder; give one with a {TOKENIZER_FILE}, or the name of a model in "
-            f"{hub_cache(os.environ)}. Nothing is downloaded here; `hf download NAME --local-dir DIR` gets a model of "
-            "the Hugging Face hub"
+            f"{hub_cache(os.environ)}. Nothing is downloaded without a prefix: hf:{named} fetches it from the "
+            "Hugging Face Hub"
         )
     return found
 

@@ -255,7 +255,7 @@ def test_all_violations_come_at_once(tmp_path: Path) -> None:
         (
             "no such file",
             "no file matches",
-            "hf download --repo-type dataset org/name",
+            "hf:org/name",
             "the file is empty",
             "is empty",
         ),

@@ -37,7 +37,8 @@ from megalith.data.sources.lines import ArraySource, TextSource
 from megalith.data.sources.protocol import STDIN, Source, SourceOptions
 from megalith.data.sources.streams import TextFile, open_text, raw_file
 from megalith.data.sources.tables import ArrowSource, CsvPreview, CsvSource, ParquetSource, has_header, preview_csv
-from megalith.errors import DataError
+from megalith.errors import ConfigError, DataError
+from megalith.hub import DATASET_FILES, fetched, is_named
 from megalith.tokenizers.protocol import json_object
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
@@ -65,7 +66,7 @@ class SourcePlan:
         """Record the DataError that a block raises as a violation."""
         try:
             yield
-        except DataError as error:
+        except (DataError, ConfigError) as error:
             self.violations.append(f"--input {error}")
 
 
@@ -121,6 +122,8 @@ def _files(name: str, options: SourceOptions, plan: SourcePlan) -> list[Path]:
     """Return the files that one word of `--input` names."""
     if name == str(STDIN):
         return [STDIN]
+    if is_named(name):
+        plan.notes.append(f"{name} is read from {(name := fetched(name, DATASET_FILES, 'dataset'))}")
     if url := _URL.match(name):
         raise DataError(f"{name}: only local files are read; download it first{_download_hint(name, url['scheme'])}")
     path = Path(name)
@@ -142,10 +145,7 @@ def _files(name: str, options: SourceOptions, plan: SourcePlan) -> list[Path]:
         return files
     hint = ""
     if name.count("/") == 1 and not path.suffix:
-        hint = (
-            "; if it is a dataset of the Hugging Face hub, download it first: "
-            f"hf download --repo-type dataset {name} --local-dir DIR"
-        )
+        hint = f"; a dataset of the Hugging Face Hub is fetched by --input hf:{name}"
     raise DataError(f"{name}: no such file{hint}")
 
 
@@ -157,8 +157,9 @@ def _download_hint(url: str, scheme: str) -> str:
         "ftp": f"curl -O {url}",
         "s3": f"aws s3 cp --recursive {url} DIR",
         "gs": f"gcloud storage cp --recursive {url} DIR",
-        "hf": "hf download --repo-type dataset NAME --local-dir DIR",
     }
+    if scheme.lower() == "hf":
+        return ", or give --input hf:ORG/NAME"
     command = commands.get(scheme.lower())
     return f": {command}" if command else " and give its path"
 

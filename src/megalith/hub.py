@@ -1,0 +1,122 @@
+"""The Hugging Face Hub, by its own library: `hf:ORG/NAME[@REVISION]` in the place of a local path.
+
+Nothing is fetched without the prefix, and no code or pickle at all. Endpoint, tokens, cache, offline mode, resumed
+transfers and their progress are huggingface_hub's (HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megalith.errors import ConfigError
+
+PREFIX = "hf:"
+_NAME = re.compile(r"hf:(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?P<inside>/[^@]+)?(?:@(?P<revision>[^@]+))?")
+TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors")
+_TEXTS = ("json", "jsonl", "ndjson", "txt", "text", "csv", "tsv")
+DATASET_FILES = tuple(
+    [f"*.{form}{packed}" for form in _TEXTS for packed in ("", ".gz", ".xz", ".zst", ".bz2")]
+    + ["*.parquet", "*.arrow", "*.tar", "*.tar.*", "*.tgz", "*.zip"]
+)
+UPLOADED_FILES = (*MODEL_FILES, "*.md", "*.gguf", "Modelfile", "LICENSE*", "NOTICE*")
+_NOT_READ = ("original/*", "consolidated*")  # the same weights again, in the form of their makers
+
+
+def is_named(name: str) -> bool:
+    """Return whether a name has the prefix of the Hub, and is no URL."""
+    return name.startswith(PREFIX) and not name.startswith(f"{PREFIX}/")
+
+
+@cache  # of one command, so that a branch that moves meanwhile is read once
+def fetched(name: str, patterns: Sequence[str], repo_type: str = "model") -> str:
+    """Return the local folder, in the cache of the Hub, of what `name` names; `name` itself without the prefix.
+
+    Args:
+        name: `hf:ORG/NAME[@REVISION]`; of a dataset also `hf:ORG/NAME/PATH`, a folder, file or glob in it.
+        patterns: of the files to fetch.
+
+    Raises:  ConfigError if it does not exist, may not be read, has no such files, or the Hub cannot be reached.
+    """
+    if not is_named(name):
+        return name
+    match = _NAME.fullmatch(name)
+    if match is None or (match["inside"] and repo_type != "dataset"):
+        raise ConfigError(f"{name}: give hf:ORG/NAME or hf:ORG/NAME@REVISION")
+    inside = (match["inside"] or "").strip("/")
+    if inside:
+        patterns = (inside, f"{inside}/*")
+    with _explained(name, match["repo"], repo_type) as library:
+        folder = Path(
+            library.snapshot_download(
+                match["repo"],
+                repo_type=repo_type,
+                revision=match["revision"],
+                allow_patterns=list(patterns),
+                ignore_patterns=list(_NOT_READ),
+            )
+        )
+    if not any(path.is_file() for pattern in patterns for path in folder.rglob(Path(pattern).name)):
+        raise ConfigError(f"{name} has no file that is read here: {', '.join(patterns)}")
+    if "*.safetensors" in patterns and not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{name} has no *.safetensors; pickles of weights (*.bin) are not fetched")
+    return str(folder / inside)
+
+
+def push(folder: Path, repo: str, *, private: bool, revision: str | None, message: str | None) -> str:
+    """Upload the files of a folder that other programs read; return the URL of the commit. Raises ConfigError."""
+    with _explained(f"{PREFIX}{repo}", repo, "model") as library:
+        hub = library.HfApi()
+        hub.create_repo(repo, private=private, exist_ok=True)
+        if revision is not None:
+            hub.create_branch(repo, branch=revision, exist_ok=True)
+        commit = hub.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            revision=revision,
+            commit_message=message or f"Upload {folder.resolve().name} with megalith",
+            allow_patterns=list(UPLOADED_FILES),
+        )
+    return str(commit.commit_url)
+
+
+@contextmanager
+def _explained(name: str, repo: str, repo_type: str) -> Iterator[Any]:
+    """Import the library; its errors become a ConfigError with the remedy."""
+    try:
+        import huggingface_hub as library
+        from huggingface_hub import constants, utils
+    except ImportError as error:
+        raise ConfigError(f"{name} needs the package huggingface_hub: pip install huggingface_hub") from error
+    page = f"{constants.ENDPOINT}/{'datasets/' if repo_type == 'dataset' else ''}{repo}"
+    login = "`hf auth login` or HF_TOKEN"
+    try:
+        yield library
+    except utils.GatedRepoError as error:
+        raise ConfigError(f"{name} is gated: accept its terms at {page}, then give a token by {login}") from error
+    except utils.RevisionNotFoundError as error:
+        raise ConfigError(f"{name}: no such revision; {page}/tree/main has its branches and tags") from error
+    except utils.RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{name}: no such {repo_type} at {page}; if it is private, give a token that may read it by {login}"
+        ) from error
+    except utils.HFValidationError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    except (utils.LocalEntryNotFoundError, utils.OfflineModeIsEnabled) as error:
+        offline = constants.HF_HUB_OFFLINE
+        why = "HF_HUB_OFFLINE is set" if offline else f"{constants.ENDPOINT} was not reached"
+        raise ConfigError(
+            f"{name} is not in the cache ({constants.HF_HUB_CACHE}), and {why}; fetch it where there is a "
+            f"network (`hf download {repo}`) and copy the cache, or set HF_ENDPOINT to a mirror"
+        ) from error
+    except utils.HfHubHTTPError as error:
+        code = error.response.status_code if error.response is not None else "?"
+        remedy = f"give a token that may do this by {login}" if code in (401, 403) else "try again later"
+        raise ConfigError(f"{name}: {page} answered {code}: {error}; {remedy}") from error
+    except OSError as error:
+        raise ConfigError(f"{name}: {error}; is {constants.ENDPOINT} reachable?") from error
