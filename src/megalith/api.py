@@ -8,14 +8,19 @@ only registers things starts quickly.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from megalith.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TokenizerConfig, from_values, load
+from megalith.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TokenizerConfig, from_values
+from megalith.config import load as load_config
+from megalith.config.build import ArgsReader
 from megalith.config.fields import setting
 from megalith.errors import CheckpointError, ConfigError, DataError, MegalithError
-from megalith.registry import Registry, collect, mark
+from megalith.registry import EMPTY, Registry, collect, mark
 from megalith.schedules.parameters import LearningRateSchedule
 
 if TYPE_CHECKING:
@@ -29,7 +34,8 @@ if TYPE_CHECKING:
     from megalith.nn.registered_attention import Attend
     from megalith.nn.registered_loss import Vocabulary
     from megalith.optim.rules import UpdateBatch, UpdateRule
-    from megalith.train.loop import TrainingRun, train
+    from megalith.text_model import Completion, TextModel
+    from megalith.train.loop import TrainingRun
     from megalith.train.results import Evaluation, SavedCheckpoint, StepResult
     from megalith.train.step import train_step
     from megalith.train.user_hooks import Control
@@ -38,6 +44,8 @@ if TYPE_CHECKING:
 Thing = TypeVar("Thing")
 
 _LATER = {
+    "Completion": "megalith.text_model:Completion",
+    "TextModel": "megalith.text_model:TextModel",
     "Control": "megalith.train.user_hooks:Control",
     "Evaluation": "megalith.train.results:Evaluation",
     "Hook": "megalith.train.user_hooks:UserHook",
@@ -59,13 +67,13 @@ _LATER = {
     "UpdateRule": "megalith.optim.rules:UpdateRule",
     "Vocabulary": "megalith.nn.registered_loss:Vocabulary",
     "load_trained": "megalith.assemble.trained:load_trained",
-    "train": "megalith.train.loop:train",
     "train_step": "megalith.train.step:train_step",
 }
 
 __all__ = [
     "Attend",
     "CheckpointError",
+    "Completion",
     "ConfigError",
     "Control",
     "DataConfig",
@@ -87,6 +95,7 @@ __all__ = [
     "SavedCheckpoint",
     "Split",
     "StepResult",
+    "TextModel",
     "TokenizerConfig",
     "Trained",
     "TrainingRun",
@@ -273,13 +282,77 @@ def register_tokenizer(name: str, *, settings: type | None = None) -> Callable[[
     return mark("tokenizer", name, settings=settings)
 
 
+@overload  # a str is a folder, never a list of flags
+def load(folder: str | os.PathLike[str], /, *, registry: Registry | None = None) -> TextModel: ...  # type: ignore[overload-overlap]
+
+
+@overload
+def load(
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    files: bool = True,
+    saved_args: ArgsReader | None = None,
+    registry: Registry | None = None,
+) -> RunConfig: ...
+
+
+def load(
+    argv: Sequence[str] | str | os.PathLike[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    files: bool = True,
+    saved_args: ArgsReader | None = None,
+    registry: Registry | None = None,
+) -> RunConfig | TextModel:
+    """Load a trained model from a folder, or the configuration of a run from a list of flags.
+
+    The folder is a save folder of any format, one `iter_*` folder of it, a Hugging Face model folder, or
+    `hf:ORG/NAME[@REVISION]`, which is fetched. The model is loaded onto the GPU if there is one;
+    `TextModel(load_trained(...))` takes device, dtype and tokenizer. What `megalith generate` prints as a warning is a
+    `UserWarning` here.
+
+    Args:
+        argv: The folder, or a list of flags, to which the other arguments belong as of `megalith.config.load`.
+        registry: Registered objects that the model or the run may use, as of `collect`.
+
+    Raises:
+        ConfigError: The model writes no text, or the flags violate a rule.
+        CheckpointError, DataError: As of `load_trained`.
+    """
+    if not isinstance(argv, str | os.PathLike):
+        return load_config(argv, environ, files=files, saved_args=saved_args, registry=registry)
+    from megalith.assemble.model import choose_device
+    from megalith.assemble.trained import load_trained
+    from megalith.text_model import TextModel
+
+    trained = load_trained(Path(argv).expanduser(), choose_device("auto"), registry=registry or EMPTY)
+    for note in trained.notes:
+        warnings.warn(note, stacklevel=2)
+    return TextModel(trained)
+
+
+def train(run: TrainingRun | RunConfig) -> Iterator[StepResult]:
+    """Train, and yield the result of each step; evaluate and save as the configuration says. Nothing is printed.
+
+    Of a configuration the run is built first and closed at the end, also after a `break` of the loop, which loses the
+    steps since the last save. Of a run of `training` the remaining iterations are trained.
+
+    Raises:
+        MegalithError: As `megalith train` ends with.
+    """
+    from megalith.train.loop import train
+
+    with training(run) if isinstance(run, RunConfig) else nullcontext(run) as built:
+        yield from train(built)
+
+
 @contextmanager
 def training(config: RunConfig, hooks: Sequence[Hook] = ()) -> Iterator[TrainingRun]:
     """Build a run as `megalith train` does, restore the checkpoint of `--load`, and hold the lock of `--save`.
 
-    All processes of the run enter it together. Drive the run by `train(run)`, which yields each StepResult and
-    evaluates and saves as the configuration says; or by `train_step(run.state, run.train, num_micro_batches)` and
-    `run.saver.save(run.state)`. Nothing is printed.
+    All processes of the run enter it together. Drive the run by `train(run)`, or by
+    `train_step(run.state, run.train, num_micro_batches)` and `run.saver.save(run.state)`. Nothing is printed.
 
     Raises:
         MegalithError: As `megalith train` ends with.

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from megalith.api import load
 from megalith.cli.main import main
+from megalith.errors import ConfigError
 from megalith.tokenizers.word_piece import WordPieceTokenizer
 
 from ..chinese import SIZE, documents, write_text, write_vocabulary
@@ -212,6 +214,13 @@ def test_masks_are_filled(bert: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert filled == f"\u4e00{best[0][0][0]}\u4e0e{best[1][0][0]}"
     shares = [float(share) for _, share in best[0]]
     assert shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 100
+    assert main([*words, "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert found["text"] == filled and [len(mask) for mask in found["masks"]] == [3, 3]
+    assert [candidate["text"] for candidate in found["masks"][1]] == [text for text, _ in best[1]]
+    with pytest.raises(ConfigError, match="fills in its"):
+        load(bert)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
@@ -222,6 +231,11 @@ def test_a_server_answers_as_the_command_line(
     words = ["--prompt", prompt, "--temperature", "5", "--top-p", "0", "--max-new-tokens", "6", "--seed", "7"]
     assert main(["generate", str(t5), *words]) == 0
     alone = capsys.readouterr().out
+    model = load(t5)
+    written = model.generate([prompt, "\u4e03"], temperature=5, top_p=0, max_new_tokens=6, seed=7)
+    assert written[0].text + "\n" == alone and len(written) == 2
+    with pytest.raises(ConfigError, match="answers one"):
+        model.score(prompt)
     with started(warm, [t5, "--port", 0, "--tp", ranks], ranks) as server:
         body = {"prompt": prompt, "temperature": 5, "max_tokens": 6, "seed": 7}
         status, found = server.ask("POST", "/v1/completions", body)
@@ -252,6 +266,7 @@ def test_a_server_answers_as_the_command_line(
             "generate {} --prompt x[MASK] --temperature 0 --seed 7",
             "--temperature, --seed are for text generation",
         ),
+        ("bert", "generate {} --prompt x[MASK] --json --stream", "--stream is for text generation"),
         ("bert", "generate {} --tp 2 --prompt x", "--tp 2 is for a T5"),
         ("bert", "generate {} --tp 2 --prompt x", "megalith evaluate --task masked measures it"),
         ("bert", "generate {} --tp 2", "--tp 2 needs --prompt TEXT"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shlex
 import shutil
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from megalith.api import load
 from megalith.checkpoint.files import manifest
 from megalith.cli.main import main
 from megalith.tokenizers import train_byte_level_bpe
 
+from .test_serve import started
 from .warm import WarmProcess
 
 TEXT = "the king said to the queen that the crown of the kingdom is heavy\n\n" * 200
@@ -36,7 +39,7 @@ def saved(warm: WarmProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
     train = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
         "--micro-batch-size 8 --train-iters 120 --lr 0.005 --eval-iters 0 --save-interval 60 --hidden-dropout 0 "
-        "--attention-dropout 0 --num-workers 0"
+        "--attention-dropout 0 --num-workers 0 --make-vocab-size-divisible-by 1"
     )
     paths = ["--data-path", str(work / "data_text_document"), "--save", str(folder / "saved"), *tokenizer]
     done = warm.run([*shlex.split(train), *paths], folder)
@@ -130,3 +133,50 @@ def test_a_checkpoint_without_its_tokenizer_takes_it_by_flags(generate: Generate
     assert done.stdout.startswith("the king said to the queen"), done.stderr
     wrong = generate(*asked, "--tokenizer-model", "a file", "--vocab-size", "many")
     assert wrong.returncode == 2 and "--vocab-size many" in wrong.stderr
+
+
+def test_program_command_line_and_server_write_the_same(generate: Generate, warm: WarmProcess, saved: Path) -> None:
+    model, prompt = load(saved), "the queen said"
+    written = model.generate(prompt, temperature=0, max_new_tokens=9)
+    asked = [saved, "--prompt", prompt, "--greedy", "--max-new-tokens", 9]
+    assert generate(*asked).stdout == f"{prompt}{written.text}\n"
+    (line,) = generate(*asked, "--json").stdout.splitlines()
+    assert json.loads(line) == json.loads(json.dumps(vars(written)))
+    assert written.finish_reason == "length" and len(written.token_ids) == 9
+    with started(warm, [saved, "--port", 0]) as server:
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": 9}
+        status, found = server.ask("POST", "/v1/completions", body)
+    assert status == 200 and json.loads(found)["choices"][0]["text"] == written.text
+    assert "".join(model.stream(prompt, temperature=0, max_new_tokens=9)) == written.text
+
+
+def test_samples_as_json_at_the_end_or_as_they_come(generate: Generate, saved: Path) -> None:
+    asked = [saved, "--num-samples", 3, "--seed", 7, "--max-new-tokens", 6, "--temperature", 2, "--json"]
+    lines = [
+        json.loads(line) for line in generate(*asked, stdin="the\n" + "king " * 50 + "\nking\n").stdout.splitlines()
+    ]
+    assert [line["prompt"] for line in lines] == ["the"] * 3 + ["king"] * 3
+    model = load(saved)
+    samples = model.generate(["the"] * 3, seed=7, max_new_tokens=6, temperature=2)
+    assert [line["text"] for line in lines[:3]] == [sample.text for sample in samples]
+    assert len({sample.text for sample in samples}) > 1
+    events = [json.loads(line) for line in generate(*asked, "--stream", "--prompt", "the").stdout.splitlines()]
+    for number, sample in enumerate(samples):
+        *tokens, end = [event for event in events if event["sample"] == number]
+        assert end == {"sample": number, "finish_reason": sample.finish_reason}
+        assert "".join(token["text"] for token in tokens) == sample.text
+        assert [(token["token_id"], token["logprob"]) for token in tokens] == list(
+            zip(sample.token_ids, sample.logprobs, strict=True)
+        )
+    assert [event["sample"] for event in events[:3]] == [0, 1, 2], "token by token"
+
+
+def test_scores_of_a_text_are_those_of_evaluate(generate: Generate, saved: Path, tmp_path: Path) -> None:
+    text = "the king said to the queen that the crown of the queen is light\n" * 6
+    (tmp_path / "text.txt").write_text(text)
+    words = ["evaluate", saved, "--task", "text", "--data", tmp_path / "text.txt", "--json", tmp_path / "result.json"]
+    assert main(list(map(str, words))) == 0
+    result = json.loads((tmp_path / "result.json").read_text())["result"]
+    scores = load(saved).score(text)
+    assert len(scores) == result["num_tokens"] > 64, "several windows"
+    assert -float(scores.sum()) == result["total"]

@@ -42,6 +42,7 @@ FLOORS = {
     "assemble": 5,
     "evaluate": 6,
     "compat": 7,
+    "text_model": 7,  # writes and scores text, for commands and programs
     "cli": 8,  # the edge: it speaks through compat
     "api": 9,  # what users' programs import
 }

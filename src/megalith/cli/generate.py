@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megalith.cli.arguments import CommandParser, add_checkpoint_flags, below_one, load_model
 from megalith.config.tokenizer_flags import imported_by, tokenizer_of_flags
@@ -18,12 +20,11 @@ from megalith.train.streams import warn
 
 if TYPE_CHECKING:
     from megalith.assemble.trained import Trained
-    from megalith.config.families import Objective
-    from megalith.distributed.context import ParallelContext
-    from megalith.serve.engine import Engine, Limits
+    from megalith.text_model import TextModel
 
 
-_SAMPLING_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "greedy", "stop", "seed")
+_SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
+_TEXT_OPTIONS = (*_SAMPLING, "max_new_tokens", "greedy", "stop", "seed", "stream")
 """Options that do not apply to the [MASK] of a BERT."""
 
 
@@ -46,6 +47,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--stop", action="append", default=[], help="text that ends the output; may be repeated")
     add("--seed", type=int, default=1234, help="seed of sampling (default: 1234)")
     add("--num-samples", type=int, default=1, help="number of continuations, or candidates per [MASK] (default: 1)")
+    add(
+        "--json",
+        action="store_true",
+        help="print a JSON object a line for each continuation, with token ids and logprobs",
+    )
+    add("--stream", action="store_true", help="with --json: an object for each token as it comes; text always comes so")
     add("--tp", type=int, default=1, metavar="N", help="tensor-parallel size of a T5 under torchrun (default: 1)")
     return parser
 
@@ -53,30 +60,27 @@ def make_parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str]) -> int:
     """Generate for each prompt and print the result."""
     options = make_parser().parse_args(list(argv))
-    sampling = Sampling(
-        0.0 if options.greedy else options.temperature,
-        options.top_k,
-        options.top_p,
-        repetition_penalty=options.repetition_penalty,
-    )
-    violations = sampling.violations() + below_one(options, "--max-new-tokens", "--num-samples", "--tp")
+    sampling = {name: getattr(options, name) for name in _SAMPLING}
+    if options.greedy:
+        sampling["temperature"] = 0.0
+    violations = Sampling(**sampling).violations() + below_one(options, "--max-new-tokens", "--num-samples", "--tp")
     if options.tp > 1 and options.prompt in (None, "-"):
         violations.append(f"--tp {options.tp} needs --prompt TEXT")
     if violations:
         raise ConfigError(violations)
     if options.tp > 1:
-        return _answer_tensor_parallel(sampling, options)
+        return _answer_tensor_parallel(options, sampling)
 
     from megalith.assemble.model import choose_device
 
     tokenizer = tokenizer_of_flags(options)
     device, registry = choose_device(options.device), imported_by(options)
     trained = load_model(options.checkpoint, device, options.iteration, tokenizer, registry=registry)
-    reply = _build_reply(trained, sampling, options)
+    reply = _build_reply(trained, options, sampling)
     if options.prompt is not None:
         reply(sys.stdin.read() if options.prompt == "-" else options.prompt)
         return 0
-    for text in _read_prompts():
+    for text in _read_prompts(shows_prompt=not options.json):
         try:
             reply(text)
         except MegalithError as error:  # concerns this prompt only
@@ -84,10 +88,11 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _answer_tensor_parallel(sampling: Sampling, options: argparse.Namespace) -> int:
+def _answer_tensor_parallel(options: argparse.Namespace, sampling: dict[str, Any]) -> int:
     """Print the answer of a T5 whose layers are tensor-parallel; the first rank samples and prints."""
     from megalith.assemble.ranks import join_ranks
     from megalith.assemble.reading import model_in, ranks_of, require_text_model, saved_args
+    from megalith.text_model import TextModel
 
     registry = imported_by(options)
     model = model_in(saved_args(options.checkpoint, options.iteration), options.checkpoint, registry)
@@ -103,68 +108,24 @@ def _answer_tensor_parallel(sampling: Sampling, options: argparse.Namespace) -> 
         trained = load_model(
             options.checkpoint, context.device, options.iteration, tokenizer, context, registry=registry
         )
-        _answer_text(trained, options.prompt, sampling=sampling, options=options, context=context)
+        _write(TextModel(trained, context), options, sampling, options.prompt, follows=context.rank > 0)
     return 0
 
 
-def _build_reply(trained: Trained, sampling: Sampling, options: argparse.Namespace) -> Callable[[str], None]:
+def _build_reply(trained: Trained, options: argparse.Namespace, sampling: dict[str, Any]) -> Callable[[str], None]:
     """Return the function that prints the reply to a prompt, by the objective of the model."""
-    replies: dict[Objective, Callable[[], Callable[[str], None]]] = {
-        "causal": lambda: partial(
-            _continue_text, trained, _build_engine(trained, options), sampling=sampling, options=options
-        ),
-        "masked": lambda: partial(_fill_masks, trained, options=options),
-        "spans": lambda: partial(_answer_text, trained, sampling=sampling, options=options),
-    }
-    return replies[trained.model.config.family.objective]()
+    if trained.model.config.family.objective == "masked":
+        return partial(_fill_masks, trained, options)
+    from megalith.text_model import TextModel
+
+    return partial(_write, TextModel(trained), options, sampling)
 
 
-def _answer_text(
-    trained: Trained,
-    text: str,
-    *,
-    sampling: Sampling,
-    options: argparse.Namespace,
-    context: ParallelContext | None = None,
-) -> None:
-    """Print what T5 writes for a text: the spans for its <extra_id_N> if it was trained on span corruption.
-
-    All tensor-parallel ranks call this.
-    """
-    from megalith.serve.engine import Engine
-    from megalith.serve.model_runner import RankRunner, blocks_for, decoder_prompt_of, runner_of, text_ids
-
-    try:
-        ids = text_ids(trained.tokenizer, text)
-    except DataError as error:
-        raise ConfigError(f"--prompt {error}") from error
-    if not ids:
-        raise ConfigError("--prompt is empty; give a text for the encoder")
-    model = trained.writer
-    length = model.config.max_position_embeddings
-    if model.config.position_embedding_type != "learned_absolute":
-        length = max(len(ids), options.max_new_tokens)
-    blocks = blocks_for(len(ids)) + options.num_samples * blocks_for(1 + min(length, options.max_new_tokens))
-    if context is not None:
-        shared = RankRunner(model, context, blocks, context_length=length)
-        if context.rank > 0:
-            shared.follow()
-            return
-    runner = runner_of(model, blocks, context_length=length) if context is None else shared
-    engine = Engine(
-        runner, trained.tokenizer, _limits(options), decoder_prompt=decoder_prompt_of(model, trained.tokenizer)
-    )
-    try:
-        _print_samples(engine, _request(ids, sampling, options), "")
-    finally:
-        engine.close()
-
-
-def _fill_masks(trained: Trained, text: str, *, options: argparse.Namespace) -> None:
+def _fill_masks(trained: Trained, options: argparse.Namespace, text: str) -> None:
     """Print a text with the likeliest token in place of each [MASK], and the candidates with their probabilities."""
     from megalith.evaluate.fill_mask import fill_masks
 
-    unused = [name for name in _SAMPLING_OPTIONS if getattr(options, name) != make_parser().get_default(name)]
+    unused = [name for name in _TEXT_OPTIONS if getattr(options, name) != make_parser().get_default(name)]
     if unused:
         flags = ", ".join("--" + name.replace("_", "-") for name in unused)
         raise ConfigError(
@@ -175,17 +136,24 @@ def _fill_masks(trained: Trained, text: str, *, options: argparse.Namespace) -> 
         filled = fill_masks(trained.model, trained.tokenizer, text, options.num_samples)
     except DataError as error:
         raise ConfigError(f"--prompt {error}") from error
+    if options.json:
+        _print_json(prompt=text, **dataclasses.asdict(filled))
+        return
     print(filled.text)
     for number, candidates in enumerate(filled.masks, 1):
         shown = "  ".join(f"{candidate.text} {candidate.probability:.1%}" for candidate in candidates)
         print(f"  [MASK] {number}: {shown}")
 
 
-def _read_prompts() -> Iterator[str]:
+def _print_json(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def _read_prompts(*, shows_prompt: bool) -> Iterator[str]:
     """Yield the prompts that the user types, until the end of the input or Ctrl-C."""
     while True:
         try:
-            text = input("Prompt: " if sys.stdin.isatty() else "")
+            text = input("Prompt: " if shows_prompt and sys.stdin.isatty() else "")
         except (EOFError, KeyboardInterrupt):
             if sys.stdin.isatty():
                 print()
@@ -194,62 +162,51 @@ def _read_prompts() -> Iterator[str]:
             yield text
 
 
-def _limits(options: argparse.Namespace) -> Limits:
-    """Return limits under which one engine draws all samples of a request at once."""
-    from megalith.serve.engine import Limits
-
-    samples = options.num_samples
-    return Limits(max_num_seqs=max(64, samples), samples=max(128, samples))
-
-
-def _build_engine(trained: Trained, options: argparse.Namespace) -> Engine:
-    """Build an engine whose KV cache holds `--num-samples` sequences of the model's context length."""
-    from megalith.serve.engine import Engine
-    from megalith.serve.model_runner import blocks_for, runner_of
-
-    runner = runner_of(trained.gpt, options.num_samples * blocks_for(trained.model.config.max_position_embeddings))
-    return Engine(runner, trained.tokenizer, _limits(options))
-
-
-def _request(ids: Sequence[int], sampling: Sampling, options: argparse.Namespace) -> Request:
-    return Request(
-        tuple(ids),
-        options.max_new_tokens,
-        sampling,
-        seed=options.seed,
-        n=options.num_samples,
-        stop_texts=tuple(options.stop),
-    )
-
-
-def _continue_text(
-    trained: Trained, engine: Engine, text: str, *, sampling: Sampling, options: argparse.Namespace
+def _write(
+    model: TextModel, options: argparse.Namespace, sampling: dict[str, Any], text: str, *, follows: bool = False
 ) -> None:
-    ids = trained.tokenizer.encode(text)
-    _print_samples(engine, _request(ids, sampling, options), trained.tokenizer.decode(ids))
-
-
-def _print_samples(engine: Engine, request: Request, shown: str) -> None:
-    """Print the samples after `shown`: the first as it is generated, the others when all are complete."""
-    answers, begun, full = [""] * request.n, False, False
+    """Print the continuations of a text, or the answers to it; a rank that `follows` the first prints nothing."""
+    wanted = {"max_new_tokens": options.max_new_tokens, "stop": options.stop, "seed": options.seed, **sampling}
     try:
-        for event in engine.run(request):
-            if isinstance(event, Finished) and event.reason == "error":
-                raise MegalithError(event.message)
-            if not isinstance(event, Token):
-                full |= isinstance(event, Finished) and event.reason == "length"
-                continue
-            if event.sample == 0:
-                sys.stdout.write(event.text if begun else shown + event.text)
-                sys.stdout.flush()
-                begun = True
-            answers[event.sample] += event.text
+        request = model.request(text, n=options.num_samples, logprobs=0 if options.json else None, **wanted)
+        if follows:
+            assert not list(model.events([request]))
+        elif options.json and options.stream:
+            _print_tokens(model, request)
+        elif options.json:
+            for completion in model.generate([text] * options.num_samples, **wanted):
+                _print_json(**dataclasses.asdict(completion))
+        else:
+            _print_samples(model, request)
     except RequestError as error:
         flag = {"n": "num-samples", "stop_texts": "stop"}.get(error.field, error.field.replace("_", "-"))
         raise ConfigError(f"--{flag} {error.message}") from error
+
+
+def _print_tokens(model: TextModel, request: Request) -> None:
+    for _, event in model.events([request]):
+        if isinstance(event, Token):
+            _print_json(sample=event.sample, token_id=event.id, text=event.text, logprob=event.logprob)
+        elif isinstance(event, Finished):
+            _print_json(sample=event.sample, finish_reason=event.reason)
+
+
+def _print_samples(model: TextModel, request: Request) -> None:
+    """Print the prompt and the samples: the first as it is generated, the others when all are complete."""
+    shown = "" if model.answers else model.tokenizer.decode(request.prompt)
+    answers, begun, full = [""] * request.n, False, False
+    for _, event in model.events([request]):
+        if not isinstance(event, Token):
+            full |= isinstance(event, Finished) and event.reason == "length"
+            continue
+        if event.sample == 0:
+            sys.stdout.write(event.text if begun else shown + event.text)
+            sys.stdout.flush()
+            begun = True
+        answers[event.sample] += event.text
     sys.stdout.write("\n")
     for answer in answers[1:]:
         sys.stdout.write(f"{shown}{answer}\n")
-    room = engine.max_output_tokens(len(request.prompt))
+    room = model.max_output_tokens(request)
     if full and room < request.max_new_tokens:
         warn(f"note: the text ends after {room} tokens, at the context length; --max-new-tokens is larger")
