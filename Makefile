@@ -30,7 +30,7 @@ unknown_extras := $(strip $(foreach extra,$(subst $(comma), ,$(EXTRAS)),$(if $(s
 $(if $(unknown_extras),$(error EXTRAS names $(unknown_extras), which pyproject.toml does not have))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install dev test test-full test-gpu campaign check format bench bench-scaling speedrun gpu docs wheelhouse release clean a-named-torch
+.PHONY: help quickstart install dev test test-full test-gpu campaign ecosystem check format bench bench-scaling speedrun gpu docs wheelhouse release clean a-named-torch
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -52,6 +52,9 @@ test-gpu: .venv/.installed-dev ## Run the tests that need a CUDA device
 
 campaign: .venv/.installed-dev ## Random kills, bit flips, API fuzzing, simulated clusters as root (ARGS='kill --kills 10 --seed 1')
 	$(BIN)/python -m tests.campaigns $(ARGS)
+
+ecosystem: .venv/.installed-dev ## Try transformers, llama.cpp, lm-eval, trackers, ... on small models (docs/results/ecosystem.md)
+	$(BIN)/python -m tests.ecosystem $(ARGS)
 
 check: .venv/.installed-dev ## Formatting, lint, types and floors
 	$(BIN)/ruff format --check .
