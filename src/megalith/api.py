@@ -11,7 +11,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -343,8 +343,12 @@ def train(run: TrainingRun | RunConfig) -> Iterator[StepResult]:
     """
     from megalith.train.loop import train
 
-    with training(run) if isinstance(run, RunConfig) else nullcontext(run) as built:
-        yield from train(built)
+    return _train_configuration(run) if isinstance(run, RunConfig) else train(run)
+
+
+def _train_configuration(config: RunConfig) -> Iterator[StepResult]:
+    with training(config) as run:
+        yield from train(run)
 
 
 @contextmanager
