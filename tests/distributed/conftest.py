@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import multiprocessing
 import os
@@ -11,7 +10,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -113,7 +111,8 @@ def serve(pipe: Connection, device: str) -> None:
     """What a process of the pool does."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
-    import torch.distributed as dist
+
+    from megalith.distributed.forked import joined
 
     torch.set_num_threads(1)
     while True:
@@ -125,19 +124,9 @@ def serve(pipe: Connection, device: str) -> None:
             own = torch.device(device, rank) if device == "cuda" else None
             if own is not None:
                 torch.cuda.set_device(own)
-            dist.init_process_group(
-                "gloo" if own is None else "nccl",
-                store=dist.FileStore(store, world_size),
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=seconds),
-                device_id=own,
-            )
-            result = getattr(_module(file), name)(*args)
-            dist.barrier()  # one that leaves at once may not yet be known to another
+            with joined(rank, world_size, store, seconds, own):
+                result = getattr(_module(file), name)(*args)
             pipe.send_bytes(_packed(True, result))
-            dist.destroy_process_group()
-            gc.collect()  # the threads of a process group end with its last reference, which may be in a cycle
         except BaseException:
             pipe.send_bytes(_packed(False, traceback.format_exc()))
             return

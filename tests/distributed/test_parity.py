@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from megalith.assemble.model import build_chunks, build_run_optimizer, defer_weight_gradients, draw_weights
 from megalith.config import RunConfig, load
@@ -30,15 +29,15 @@ from megalith.data.samples import SplitRatios, SplitSpec
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
 from megalith.layout import Layout
-from megalith.nn.moe.experts import name_among_all
-from megalith.nn.placement import dim_of, global_shape, local_pieces
+from megalith.prove.compare import TOLERANCE, Comparison, compare_gradients
+from megalith.prove.record import gradient_pieces
 from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedule, WeightDecaySchedule
 from megalith.tokenizers.null import NullTokenizer
 from megalith.train.state import TrainState
 from megalith.train.step import MicroBatch, train_step
 from megalith.train.step_hooks import BlendCount
 
-LENGTH, SAMPLES, STEPS, TOLERANCE = 16, 8, 3, 1e-10
+LENGTH, SAMPLES, STEPS = 16, 8, 3
 
 
 @dataclass(frozen=True)
@@ -754,27 +753,6 @@ def _blend(vocab_size: int, layout: Layout, replica: int, steps: int) -> Iterato
     return BatchLoader(blend, 1, 0, num_workers=2, rank=replica, num_ranks=layout.dp)
 
 
-def _pieces_of_gradients(state: TrainState) -> dict[str, list[tuple[Any, ...]]]:
-    """The clipped gradients that are here: name -> (dim, global shape, first row, rows); NaN where not owned."""
-    buffers = state.optimizer.gradients
-    pieces: dict[str, list[tuple[Any, ...]]] = {}
-    for chunk in state.chunks:
-        for name, placement in chunk.placements().items():
-            if name == chunk.copied_weight:
-                continue
-            tp = state.context.etp if ".mlp.experts." in name else state.context.tp
-            start, stop = buffers.owned_range(name)
-            grad = torch.full(buffers.shapes[name], torch.nan, dtype=buffers.dtype)
-            if start < stop:
-                grad.view(-1)[start:stop] = buffers.grad_shards[name].reshape(-1)
-            dim, shape = dim_of(placement), global_shape(grad.shape, placement, tp.size)
-            everywhere = name_among_all(name, chunk)
-            for piece in local_pieces(placement, shape[dim], tp.size, tp.index):
-                rows = grad.narrow(dim, piece.local, piece.length).clone()
-                pieces.setdefault(everywhere, []).append((dim, shape, piece.whole, rows))
-    return pieces
-
-
 def batches_of(case: Case, replica: int, steps: int) -> Iterator[MicroBatch]:
     """The micro-batches of a replica for so many steps."""
     read = {"blend": _blend, "pairs": _pairs_of_texts, "spans": _spans_of_texts}.get(case.data, _batches)
@@ -821,7 +799,7 @@ def _run(case: Case, flags: str = "", steps: int = STEPS) -> dict[str, Any]:
             sum_over_ranks=make_sum_over_ranks(state),
             hooks=[BlendCount(state, SOURCES)] if case.data == "blend" else (),
         )
-        gradients = gradients or _pieces_of_gradients(state)
+        gradients = gradients or gradient_pieces(state)
         results.append((sum(result.further_losses.values(), result.loss), result.grad_norm))
         tokens.append(dict(result.source_tokens))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if case.compiled else 0
@@ -832,22 +810,6 @@ def make_sum_over_ranks(state: TrainState) -> Any:
     from megalith.train.consensus import NeverStop, RankConsensus
 
     return RankConsensus(NeverStop(), state.context, contributes=state.contributes_losses).sum_over_ranks
-
-
-def _compare(name: str, wanted: Tensor, pieces: list[tuple[Any, ...]]) -> float:
-    """The relative error of a gradient; every row of it is held somewhere, and whoever holds it has it right."""
-    largest, worst = float(wanted.abs().max()), 0.0
-    bound = TOLERANCE * largest + 1e-15
-    covered = torch.zeros(wanted.shape, dtype=torch.bool)
-    for dim, shape, start, rows in pieces:
-        assert tuple(shape) == tuple(wanted.shape), name
-        there, here = wanted.narrow(dim, start, rows.shape[dim]), ~rows.isnan()
-        error = float((there - rows)[here].abs().max()) if bool(here.any()) else 0.0
-        assert error <= bound, f"gradient of {name}, rows from {start}: off by {error:.3g}, allowed {bound:.3g}"
-        worst = max(worst, error)
-        covered.narrow(dim, start, rows.shape[dim]).logical_or_(here)
-    assert bool(covered.all()), f"gradient of {name}: some rows are held by no rank"
-    return worst / (largest + 1e-15 / TOLERANCE)
 
 
 class _Alone(dict[str, dict[str, Any]]):
@@ -897,12 +859,6 @@ def _table() -> Iterator[None]:
         Path(path).write_text(_HEAD + "\n".join(rows) + "\n")
 
 
-def _joined(pieces: list[tuple[Any, ...]]) -> Tensor:
-    """The gradient of one process, which holds every piece, out of its pieces."""
-    ordered = sorted(pieces, key=lambda piece: int(piece[2]))
-    return torch.cat([rows for _, _, _, rows in ordered], dim=ordered[0][0])
-
-
 def _check(case: Case, ranks: Any, alone: dict[str, dict[str, Any]]) -> None:
     reference = alone[case.reference]
     seconds = 600.0 if case.compiled else 120.0
@@ -913,16 +869,12 @@ def _check(case: Case, ranks: Any, alone: dict[str, dict[str, Any]]) -> None:
         for (loss, norm), (wanted_loss, wanted_norm) in zip(result["steps"], reference["steps"], strict=True):
             assert loss == pytest.approx(wanted_loss, rel=TOLERANCE)
             assert norm == pytest.approx(wanted_norm, rel=TOLERANCE)
-    held: dict[str, list[tuple[Any, ...]]] = {}
-    for result in results:
-        for name, pieces in result["gradients"].items():
-            held.setdefault(name, []).extend(pieces)
-    wanted = {name: _joined(pieces) for name, pieces in reference["gradients"].items()}
-    assert set(held) == set(wanted)
-    errors = {name: _compare(name, gradient, held[name]) for name, gradient in wanted.items()}
+    found = Comparison()
+    compare_gradients(found, reference["gradients"], [result["gradients"] for result in results], 1, floor=1e-15)
+    assert not found.differences, str(found.differences[0])
     losses = zip(results[0]["steps"], reference["steps"], strict=True)
     loss_error = max(abs(loss - wanted_loss) / wanted_loss for (loss, _), (wanted_loss, _) in losses)
-    FOUND[case] = (loss_error, max(errors.values()), len(errors))
+    FOUND[case] = (loss_error, found.worst["gradient"][0], found.counts["gradient"])
 
 
 PREDICTION = [
@@ -1044,7 +996,7 @@ def test_the_reference_moves(alone: dict[str, dict[str, Any]]) -> None:
     for result in alone.values():
         losses = [loss for loss, _ in result["steps"]]
         assert len(set(losses)) == STEPS
-        assert all(float(pieces[0][3].abs().max()) > 0 for name, pieces in result["gradients"].items())
+        assert all(float(pieces[0].tensor.abs().max()) > 0 for name, pieces in result["gradients"].items())
 
 
 def test_muon_of_each_rank_alone_makes_other_steps(ranks: Any) -> None:

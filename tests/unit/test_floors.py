@@ -41,6 +41,7 @@ FLOORS = {
     "serve": 4,
     "assemble": 5,
     "evaluate": 6,
+    "prove": 6,
     "compat": 7,
     "text_model": 7,  # writes and scores text, for commands and programs
     "cli": 8,  # the edge: it speaks through compat
@@ -67,6 +68,7 @@ MAY_IMPORT_TORCH_DISTRIBUTED = {
     "distributed/p2p.py": "torch.distributed",
     "distributed/context.py": "torch.distributed",
     "distributed/launch.py": "torch.distributed",
+    "distributed/forked.py": "torch.distributed",
     "checkpoint/": "torch.distributed.checkpoint",
     "parallel/fsdp.py": "torch.distributed",
 }

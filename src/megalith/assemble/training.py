@@ -79,6 +79,7 @@ def build_run(
     probe: Probe = no_probe,
     began: float | None = None,
     observer: StartObserver | None = None,
+    dtype: torch.dtype | None = None,
 ) -> BuiltRun:
     """Build every part of a run on this rank and restore its checkpoint, if any; all ranks call it together.
 
@@ -87,6 +88,7 @@ def build_run(
         probe: Called at each point of a step, to inject faults.
         began: `time.monotonic()` at the start of the program; now by default.
         observer: Receives the progress of the start.
+        dtype: Of weights; the run's if None.
 
     Raises:
         MegalithError: With the exit codes of `megalith train`.
@@ -98,13 +100,12 @@ def build_run(
     store, found = find_start(config, context)
     _check_fits(config, found, identity, observer, context.device)
     changes = _changes(config, found, observer)
-    padded = padded_vocabulary(config, tokenizer, found)
+    padded, streams = padded_vocabulary(config, tokenizer, found), RandomStreams(config.train.seed, context)
     observer.vocabulary_padded(config, tokenizer, padded, resumed=found is not None)
-    streams = RandomStreams(config.train.seed, context)
     observer.initialized(config, time.monotonic() - began)
     timers = Timers(config.log.timing_log_level, context.device)
     with timers.time("model-and-optimizer-setup"):
-        start = _Start(config, context, tokenizer, identity, streams, observer, probe)
+        start = _Start(config, context, tokenizer, identity, streams, observer, probe, dtype)
         state, found = _build_and_load(start, padded, store, found)
     observer.setup_done()
     with timers.time("train/valid/test-data-iterators-setup"):
@@ -112,8 +113,7 @@ def build_run(
     loop_config = build_loop_config(config, state.chunks, context, observer)
     observer.data_done()
     observer.timed(config, gather_times(timers.take(), context))
-    saver = _saver(config, context, identity, probe)
-    valid_sets = _validation_sets(config, loaders)
+    saver, valid_sets = _saver(config, context, identity, probe), _validation_sets(config, loaders)
     run = TrainingRun(
         loop_config,
         state,
@@ -144,6 +144,7 @@ class _Start:
     streams: RandomStreams
     observer: StartObserver
     probe: Probe
+    dtype: torch.dtype | None
 
 
 def _build_and_load(
@@ -258,7 +259,7 @@ def _check_fits(
 def _build_state(start: _Start, padded: int, *, fresh: bool) -> TrainState:
     config, context, streams = start.config, start.context, start.streams
     start.observer.building_model(config)
-    chunks = build_chunks(config, padded, context, streams.own)
+    chunks = build_chunks(config, padded, context, streams.own, dtype=start.dtype)
     if fresh:
         draw_weights(config, chunks, streams, context)
     start.observer.model_built(config, _parameter_counts(chunks, context))

@@ -67,12 +67,7 @@ def run(argv: Sequence[str]) -> int:
         print(HELP)
         return 0
     path = Path(argv[0])
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ConfigError(f"{path}: {reason}; give a launch script of bash") from error
-    script = read_script(text, argv[1:], os.environ)
+    script = _read(path, argv[1:], os.environ)
     launches = find_launch(script)
     for line in script.notes:
         print(f"note: {path}: {line}", file=sys.stderr)
@@ -83,6 +78,30 @@ def run(argv: Sequence[str]) -> int:
         lines = ", ".join(str(launch.line) for launch in training)
         print(f"note: {path} starts {len(training)} trainings (lines {lines}); the last one is shown", file=sys.stderr)
     return _show(path, training[-1], script)
+
+
+def _read(path: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> Script:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ConfigError(f"{path}: {reason}; give a launch script of bash") from error
+    return read_script(text, arguments, environ)
+
+
+def launch_of(
+    path: Path, arguments: Sequence[str], environ: Mapping[str, str]
+) -> tuple[Launch, tuple[str, ...], Script]:
+    """Return the last training that a launch script starts, its flags with those of its program, and the script.
+
+    Raises:
+        ConfigError: The file is no script, or starts no training.
+    """
+    script = _read(path, arguments, environ)
+    training = [launch for launch in find_launch(script) if _implied_flags(launch) is not None]
+    if not training:
+        raise ConfigError(f"{path}: the script starts no training (such as pretrain_gpt.py with torchrun)")
+    return training[-1], (*(_implied_flags(training[-1]) or ()), *training[-1].flags), script
 
 
 def _implied_flags(launch: Launch) -> tuple[str, ...] | None:

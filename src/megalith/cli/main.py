@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "preprocess": "turn text (jsonl, txt, csv, parquet, ...) into tokenised .bin/.idx files",
     "data": "inspect, verify and merge .bin/.idx datasets",
     "train": "train a model with Megatron's flags, --config RECIPE.toml, or both",
+    "prove": "compare a command line, script or recipe in miniature with one process, before it runs",
     "generate": "continue a prompt with a trained checkpoint",
     "serve": "serve a trained checkpoint over HTTP: a page, OpenAI's API, Megatron's API",
     "evaluate": "measure a trained checkpoint",
@@ -60,6 +61,7 @@ _PRINTING_COMMANDS = (
     "schedule",
     "from-megatron",
     "doctor",
+    "prove",
 )
 
 

@@ -1,0 +1,80 @@
+"""`megalith prove`: a command line, script or recipe in miniature over its layout, against one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megalith.cli.arguments import CommandParser
+from megalith.cli.from_megatron import launch_of
+from megalith.config import load
+from megalith.config.build import imported
+from megalith.errors import ConfigError, PeerError
+
+EXIT_MISMATCH = 1
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="megalith prove",
+        usage="megalith prove FLAGS | run.sh ARGUMENTS | recipe.toml FLAGS  [--gpus NxDEVICE] [--quick] [--json FILE]",
+        description="Train the configuration in miniature, in fp64 on CPU ranks, and compare losses, gradients, "
+        "weights and every printed number with one process. FLAGS are those of `megalith train`. Of the run only its "
+        "command line is read. Exit codes: 0 proven, 1 a mismatch, 2 cannot run.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--gpus", metavar="NxDEVICE", help="GPUs of the run, such as 64xH100, where the command line does not say")
+    add("--quick", action="store_true", help="prove the first miniature only")
+    add("--json", metavar="FILE", help="write the certificate")
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Prove what the command line names and print the verdict; return one of the exit codes of the help text."""
+    options, words = _parser().parse_known_args(list(argv))
+    if not words:
+        raise ConfigError("nothing to prove: give the flags of a run, its launch script or its recipe")
+    flags, environ = _command(words)
+    count, _, device = (options.gpus or "").partition("x")
+    if options.gpus is not None:
+        if not re.fullmatch(r"[1-9]\d*", count):
+            raise ConfigError(f"--gpus {options.gpus}: give a number of GPUs, and their name behind an x: 64xH100")
+        environ = {**environ, "RANK": "0", "WORLD_SIZE": count}
+    config = load(flags, environ, files=False, registry=imported(flags))
+    import torch
+
+    from megalith.prove.proof import prove, text
+
+    torch.set_num_threads(1)  # forks of a process with threads hang
+    try:
+        proof = prove(config, list(argv), device=device, quick=options.quick)
+    except PeerError as error:
+        raise ConfigError(f"the miniature does not run in one process: {error}") from error
+    if options.json:
+        certificate = json.dumps(proof.certificate(), indent=1, default=str)
+        try:
+            Path(options.json).write_text(certificate + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {options.json}: {error.strerror}; give a file that can be written") from error
+    print(text(proof))
+    return 0 if proof.holds else EXIT_MISMATCH
+
+
+def _command(words: Sequence[str]) -> tuple[list[str], Mapping[str, str]]:
+    """Return flags and launch environment of flags, of a recipe with flags, or of a launch script with arguments."""
+    first = words[0]
+    if first.startswith("-"):
+        return list(words), {}
+    if first.endswith(".toml"):
+        return ["--config", *words], {}
+    path = Path(first)
+    launch, flags, script = launch_of(path, words[1:], os.environ)
+    for note in script.notes:
+        print(f"note: {path}: {note}", file=sys.stderr)
+    world = (launch.processes or 1) * (launch.hosts or 1)
+    return list(flags), {"RANK": "0", "WORLD_SIZE": str(world)}

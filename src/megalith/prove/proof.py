@@ -1,0 +1,283 @@
+"""The proof of a configuration: its miniatures in their layouts against one process, and what that shows."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
+
+from megalith import __version__
+from megalith.config import RunConfig, all_settings
+from megalith.config.run import plain
+from megalith.distributed.forked import run_forked
+from megalith.errors import PeerError
+from megalith.progress import task
+from megalith.prove.cause import Cause, find_cause
+from megalith.prove.compare import TOLERANCE, Comparison, Difference, compare
+from megalith.prove.miniature import SAVED, STEPS, Miniature, miniatures, write_data
+from megalith.prove.record import Record, record
+
+SECONDS = 60.0  # of a rank without an answer
+ALWAYS_UNCOVERED = (
+    "NCCL, and kernels and branches that only a GPU takes",
+    "real sizes: what overflows, runs out of memory or depends on a large number",
+    "your data and tokenizer: a miniature has documents of its own",
+)
+_UNCOVERED = {
+    "bf16": "bf16: the proof is in fp64",
+    "fp16": "fp16 and its loss scale: the proof is in fp64",
+    "fp8": "fp8",
+    "compile": "compiled blocks (--compile)",
+    "hidden_dropout": "dropout, which is off",
+    "attention_dropout": "dropout, which is off",
+    "moe_input_jitter_eps": "jitter of router inputs, which is off",
+    "hooks": "your hooks",
+    "step_batch_size_schedule": "--step-batch-size-schedule: the batch is constant",
+    "use_cpu_initialization": "--use-cpu-initialization: weights are drawn by name",
+    "use_precision_aware_optimizer": "dtypes of optimizer states",
+    "optimizer_cpu_offload": "offloaded optimizer states",
+    "data_source": "registered datasets",
+}
+
+
+@dataclass
+class Result:
+    """A miniature and what comparing it has shown.
+
+    Attributes:
+        cause: Of its first difference; None if there is none.
+        failure: Why its ranks ended, where one process did not; empty if they did not.
+        resumed: Layouts in which its checkpoint was continued.
+    """
+
+    miniature: Miniature
+    comparison: Comparison
+    cause: Cause | None = None
+    failure: str = ""
+    resumed: list[str] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        """True if nothing differs."""
+        return self.cause is None and not self.failure
+
+
+@dataclass
+class Proof:
+    """Results for the miniatures of a run; `left` are those that were not asked for."""
+
+    run: RunConfig
+    command: Sequence[str]
+    device: str = ""
+    results: list[Result] = field(default_factory=list)
+    left: list[Miniature] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        """True if all miniatures equal one process."""
+        return all(result.holds for result in self.results)
+
+    @property
+    def uncovered(self) -> list[str]:
+        """Return what this proof does not show."""
+        changed = {name for result in self.results for name in result.miniature.changed}
+        left = [f"the miniature {one}, left out by --quick" for one in self.left]
+        if not all(result.resumed for result in self.results):
+            left.append("checkpoints and resumes, left out by --quick or after a mismatch")
+        return [*ALWAYS_UNCOVERED, *dict.fromkeys(text for name, text in _UNCOVERED.items() if name in changed), *left]
+
+    def certificate(self) -> dict[str, Any]:
+        """Return the proof as plain values, with a SHA-256 of all else."""
+        content: dict[str, Any] = {
+            "megalith": __version__,
+            "verdict": "proven" if self.holds else "mismatch",
+            "command": list(self.command),
+            "layout": str(self.run.layout),
+            "device": self.device,
+            "tolerance": TOLERANCE,
+            "steps": STEPS,
+            "miniatures": [_plain(result) for result in self.results],
+            "not covered": self.uncovered,
+        }
+        text = json.dumps(content, sort_keys=True, default=str)
+        return content | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _plain(result: Result) -> dict[str, Any]:
+    comparison, cause = result.comparison, result.cause
+    return {
+        "axes": dict(result.miniature.axes),
+        "ranks": result.miniature.world_size,
+        "changed": {
+            name: {"run": plain(old), "here": plain(new)} for name, (old, new) in result.miniature.changed.items()
+        },
+        "compared": {
+            kind: {"count": count, "worst": comparison.worst.get(kind, (0.0, ""))[0]}
+            | {"where": comparison.worst.get(kind, (0.0, ""))[1]}
+            for kind, count in comparison.counts.items()
+        },
+        "differences": [str(one) for one in comparison.differences],
+        "failure": result.failure,
+        "checkpoint continued in": result.resumed,
+        "cause": None
+        if cause is None
+        else {
+            "first": str(cause.difference),
+            "kind": cause.difference.kind,
+            "name": cause.difference.name,
+            "layer": cause.layer,
+            "axes": list(cause.axes),
+            "operation": cause.operation,
+        },
+    }
+
+
+@task("proving")
+def prove(run: RunConfig, command: Sequence[str], *, device: str = "", quick: bool = False) -> Proof:
+    """Compare every miniature of a run with one process.
+
+    Args:
+        command: As typed, for the certificate.
+        device: What the run is meant for, likewise.
+        quick: Only the first miniature, without checkpoints.
+
+    Raises:
+        ConfigError: The run has no miniature.
+        PeerError: A miniature does not run in one process.
+    """
+    _warm(run, checkpoints=not quick)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_data(run, folder)
+        chosen = miniatures(run, folder)
+        proof = Proof(run, command, device, left=chosen[1:] if quick else [])
+        for miniature in chosen[:1] if quick else chosen:
+            alone = run_forked(1, record, miniature.alone(), seconds=SECONDS)[0]
+            checkpoints = None if quick else folder / str(len(proof.results))
+            result = _compared(miniature, alone, checkpoints)
+            if result.holds and checkpoints is not None:
+                _resume(result, alone, checkpoints)
+            proof.results.append(result)
+        return proof
+
+
+def _warm(run: RunConfig, *, checkpoints: bool) -> None:
+    """Import what ranks would import, each for itself."""
+    names = ["megalith.checkpoint.store.saving", "megalith.checkpoint.sources"] if checkpoints else []
+    names += ["megalith.parallel.fsdp", "torch._dynamo"] if run.fully_sharded else []
+    for name in names:
+        importlib.import_module(name)
+
+
+def _compared(miniature: Miniature, alone: Record, checkpoints: Path | None) -> Result:
+    """Compare a miniature, which saves its checkpoints in a folder, and find the cause of the first difference."""
+    saves: dict[str, Any] = {} if checkpoints is None else {"save": str(checkpoints), "save_interval": SAVED}
+    found, failure = _outcome(miniature, alone, **saves)
+    result = Result(miniature, found, failure=failure)
+    if failure or found.differences:
+        first, axes = _fewest_axes(miniature, alone)
+        if first is not None:
+            result.cause = find_cause(first, axes)
+        elif found.differences:
+            result.cause = find_cause(found.differences[0], tuple(miniature.axes))
+    return result
+
+
+def _resume(result: Result, alone: Record, checkpoints: Path) -> None:
+    """Continue the checkpoint of a miniature in its own layout, in one process, and in another layout if there is one.
+
+    Each continuation is compared with the process that was not interrupted.
+    """
+    own = result.miniature
+    others = [own.without(axis) for axis in list(own.axes)[:1]]
+    for layout in {str(one): one for one in (own, own.alone(), *others)}.values():
+        found, failure = _outcome(layout, alone, resumed=True, load=str(checkpoints), ckpt_step=SAVED)
+        result.resumed.append(str(layout))
+        result.comparison.merge(found)
+        if failure or found.differences:
+            path = f"the checkpoint of {own}, continued in {layout}: a state that is not saved or not restored"
+            result.failure = f"{path}: {failure}" if failure else ""
+            result.cause = replace(find_cause(found.differences[0], ()), operation=path) if found.differences else None
+            return
+
+
+def _outcome(miniature: Miniature, alone: Record, *, resumed: bool = False, **settings: Any) -> tuple[Comparison, str]:
+    """Return how a miniature, with other settings, compares with one process; or why its ranks ended."""
+    try:
+        ranks = run_forked(miniature.world_size, partial(record, **settings), miniature, seconds=SECONDS)
+    except PeerError as error:
+        return Comparison(), str(error)
+    return compare(alone, ranks, resumed=resumed), ""
+
+
+def _fewest_axes(miniature: Miniature, alone: Record) -> tuple[Difference | None, tuple[str, ...]]:
+    """Return the first difference with the fewest axes with which there is one, and these."""
+    for axes in _fewer(miniature.axes):
+        smaller = miniature.without(*(axis for axis in miniature.axes if axis not in axes))
+        if set(smaller.axes) != set(axes):
+            continue
+        differences = _outcome(smaller, alone)[0].differences
+        if differences:
+            return differences[0], axes
+    return None, tuple(miniature.axes)
+
+
+def _fewer(axes: Iterable[str]) -> Iterable[tuple[str, ...]]:
+    names = tuple(axes)
+    return chain.from_iterable(combinations(names, count) for count in range(1, len(names)))
+
+
+def text(proof: Proof) -> str:
+    """Return the verdict for a screen."""
+    run, lines = proof.run, list[str]()
+    number = len(proof.results)
+    equal = f"{number} miniature{'s' * (number > 1)} of {run.layout}, {STEPS} steps in fp64"
+    lines.append(f"proven: {equal}, equal one process" if proof.holds else f"MISMATCH: {equal}")
+    for result in proof.results:
+        ranks = result.miniature.world_size
+        lines.append(f"{result.miniature} ({ranks} rank{'s' * (ranks > 1)}):")
+        for kind, count in result.comparison.counts.items():
+            error, where = result.comparison.worst.get(kind, (0.0, "none"))
+            wrong = sum(one.kind == kind for one in result.comparison.differences)
+            differs = f", {wrong} differ{'s' * (wrong == 1)}" if wrong else ""
+            lines.append(f"  {count:5} {kind}s{differs}; worst within 1e-10: {error:.1e} ({where})")
+        if result.resumed:
+            lines.append(f"  checkpoint of step {SAVED} continued in: {', '.join(result.resumed)}")
+        if result.failure:
+            lines.append(f"  its ranks ended, one process did not: {result.failure.strip().splitlines()[-1]}")
+        if result.cause:
+            lines.append(f"  first: {result.cause}")
+    lines.append("changed: " + ", ".join(_changes(proof.results)))
+    lines.append("kept: " + ", ".join(_kept(run, proof.results)))
+    lines += ["not covered:", *(f"  {one}" for one in proof.uncovered)]
+    return "\n".join(lines)
+
+
+def _changes(results: Sequence[Result]) -> list[str]:
+    """Return the changed sizes, as the settings of the run's command line."""
+    changed = {name: pair for result in results for name, pair in result.miniature.changed.items()}
+    given = results[0].miniature.given if results else frozenset[str]()
+    return [f"{name} {_short(old)} -> {_short(new)}" for name, (old, new) in changed.items() if name in given]
+
+
+def _kept(run: RunConfig, results: Sequence[Result]) -> list[str]:
+    changed = {name for result in results for name in result.miniature.changed}
+    settings = all_settings(run.registry)
+    names = [name for name in settings if name in run.given and name not in changed and settings[name].group in _SHOWN]
+    return [f"{name} {_short(getattr(getattr(run, settings[name].group), name))}" for name in names]
+
+
+_SHOWN = ("model", "train", "schedule", "data", "precision", "optimizer", "parallel")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)

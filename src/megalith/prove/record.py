@@ -1,0 +1,168 @@
+"""What a rank of a miniature computes and holds: every printed number, gradient, weight and moment, in fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megalith.assemble.training import build_run
+from megalith.checkpoint import DirectoryStore
+from megalith.config import RunConfig
+from megalith.distributed.context import ParallelContext
+from megalith.nn.moe.experts import name_among_all
+from megalith.nn.placement import dim_of, global_shape, local_pieces
+from megalith.prove.miniature import SAVED, Miniature
+from megalith.train.checkpoint_content import chunks_to_load
+from megalith.train.loop import TrainingRun, train
+from megalith.train.results import Evaluation, Hook, StepResult
+from megalith.train.state import TrainState
+from megalith.train.step_hooks import BeforeUpdate
+
+
+class Piece(NamedTuple):
+    """A box of a global tensor: where it begins there, the shape of all of it, and its elements (NaN: not owned)."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    tensor: Tensor
+
+
+Pieces = dict[str, list[Piece]]
+
+
+@dataclass
+class Record:
+    """What one rank saw and holds.
+
+    Attributes:
+        numbers: Step, 0 for those of the whole run -> name -> value, equal on all ranks.
+        gradients: Of each step, reduced and before clipping.
+        outputs: Layer -> norms of its output vectors in the first step.
+        state: Weights and optimizer states after the last step, by their keys in a checkpoint.
+        saved: Those after the step that is saved; of a run that resumes there, those that it starts with.
+    """
+
+    numbers: dict[str, float] = field(default_factory=dict)
+    gradients: list[Pieces] = field(default_factory=list)
+    outputs: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    state: Pieces = field(default_factory=dict)
+    saved: Pieces = field(default_factory=dict)
+
+
+def record(rank: int, miniature: Miniature, **settings: Any) -> Record:
+    """Train a miniature as `megalith train` does, on this rank, with other `settings` if any."""
+    config, device = miniature.config(rank, **settings), torch.device("cpu")
+    context = ParallelContext.solo(device)
+    if miniature.world_size > 1:
+        context = ParallelContext.create(config.layout, device)
+    found = Record()
+    with ExitStack() as stack:
+        for place in config.checkpoint.save_folders:
+            stack.enter_context(DirectoryStore(place, context).claim())
+        built = build_run(config, context, dtype=torch.float64)
+        run = built.run
+        stack.callback(built.loaders.close)
+        stack.callback(run.close)
+        run.hook = _Numbers(found.numbers)
+        observe(run, found)
+        if built.resumed_at is not None:
+            found.saved = state_pieces(run.state, config)
+        for result in train(run):
+            if result.iteration == SAVED:
+                found.saved = state_pieces(run.state, config)
+    found.numbers["model FLOPs"] = run.state.flops
+    found.state = state_pieces(run.state, config)
+    return found
+
+
+def observe(run: TrainingRun, found: Record) -> None:
+    """Make the steps of a run record their gradients, and the first one the outputs of layers."""
+    state, vectors = run.state, dict[str, list[Tensor]]()
+
+    def before_update() -> None:
+        found.gradients.append(gradient_pieces(state))
+        for handle in handles:
+            handle.remove()
+        for name, norms in vectors.items():
+            found.outputs[name] = np.sort(torch.cat(norms).numpy())
+        vectors.clear()
+
+    def after(name: str, module: nn.Module, _: object, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if module.training and isinstance(hidden, Tensor):
+            vectors.setdefault(name, []).append(hidden.detach().double().norm(dim=-1).flatten())
+
+    handles = []
+    for chunk in state.chunks:
+        blocks = set(chunk.blocks())
+        handles += [
+            module.register_forward_hook(partial(after, name))
+            for name, module in chunk.named_modules()
+            if module in blocks
+        ]
+    step = run.take_step
+    assert isinstance(step, partial)
+    run.take_step = partial(step, hooks=[*step.keywords["hooks"], BeforeUpdate(before_update)])
+
+
+class _Numbers(Hook):
+    """Keeps everything that a run prints, but seconds."""
+
+    def __init__(self, numbers: dict[str, float]) -> None:
+        self._numbers = numbers
+
+    def after_step(self, result: StepResult) -> None:
+        self._add(f"step {result.iteration}", dataclasses.asdict(result))
+
+    def after_evaluation(self, evaluation: Evaluation) -> None:
+        moment = f"{evaluation.split} after step {evaluation.iteration}{', final' if evaluation.final else ''}"
+        self._add(moment, {**dataclasses.asdict(evaluation), "perplexity": math.exp(min(20.0, evaluation.loss))})
+
+    def _add(self, moment: str, values: Mapping[Any, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                self._add(f"{moment}, {name}", value)
+            elif isinstance(value, list | tuple):
+                self._add(f"{moment}, {name}", dict(enumerate(value)))
+            elif isinstance(value, int | float) and name != "seconds":
+                self._numbers[f"{moment}, {name}"] = float(value)
+
+
+def gradient_pieces(state: TrainState) -> Pieces:
+    """Return the gradients that are here, by the global names of their parameters."""
+    buffers = state.optimizer.gradients
+    pieces: Pieces = {}
+    for chunk in state.chunks:
+        for name, placement in chunk.placements().items():
+            if name == chunk.copied_weight:
+                continue
+            tp = state.context.etp if ".mlp.experts." in name else state.context.tp
+            start, stop = buffers.owned_range(name)
+            grad = torch.full(buffers.shapes[name], torch.nan, dtype=buffers.dtype)
+            if start < stop:
+                grad.view(-1)[start:stop] = buffers.grad_shards[name].reshape(-1)
+            dim, shape = dim_of(placement), global_shape(grad.shape, placement, tp.size)
+            everywhere = name_among_all(name, chunk)
+            for piece in local_pieces(placement, shape[dim], tp.size, tp.index):
+                rows = grad.narrow(dim, piece.local, piece.length).clone()
+                offset = tuple(piece.whole * (axis == dim) for axis in range(len(shape)))
+                pieces.setdefault(everywhere, []).append(Piece(offset, tuple(shape), rows))
+    return pieces
+
+
+def state_pieces(state: TrainState, config: RunConfig) -> Pieces:
+    """Return the weights and optimizer states that are here, replicas included, by their keys in a checkpoint."""
+    pieces: Pieces = {}
+    for chunk in chunks_to_load(state, config, with_optimizer=True):
+        pieces.setdefault(chunk.key, []).append(Piece(chunk.offset, chunk.global_shape, chunk.tensor.detach().clone()))
+    return pieces

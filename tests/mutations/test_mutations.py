@@ -1,0 +1,231 @@
+"""`megalith prove` finds faults that are planted in the code, by a plain command line that uses the feature."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.cli import prove
+from megalith.distributed.comm import AsyncHandle
+from megalith.optim.gradients import GradientBuffers
+from megalith.optim.norms import GlobalNorms
+from megalith.parallel import context, data, tensor
+from megalith.parallel.experts import TokenPeers
+from megalith.train import loop
+from megalith.train.step import MicroBatchRunner
+
+BASE = (
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
+    "--position-embedding-type rope --micro-batch-size 1 --global-batch-size 64 --train-iters 1000 --lr 1e-3 "
+    "--eval-interval 100 --eval-iters 10 --data-path my-data_text_document --tokenizer-type GPT2BPETokenizer "
+    "--vocab-file vocab.json --merge-file merges.txt --bf16"
+)
+EXPERTS = "--num-experts 8 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong: `attribute` of `owner` is replaced by what `make` makes of it; and where it must be found."""
+
+    owner: Any
+    attribute: str
+    make: Callable[[Any], Any]
+    flags: str
+    gpus: int
+    kind: str
+    name: str
+    axis: str
+
+
+def _experts_scaled(init: Any) -> Any:
+    def wrong(self: Any, ctx: Any, *, experts: bool = False) -> None:
+        init(self, ctx, experts=experts)
+        self._grad_scale *= ctx.ep.size if experts else 1
+
+    return wrong
+
+
+def _evaluated(change: Callable[[Any, int], int], scale: Callable[[Any], float]) -> Callable[[Any], Any]:
+    def make(evaluate: Any) -> Any:
+        def wrong(state: Any, eval_set: Any, number: int, **options: Any) -> Any:
+            found = evaluate(state, eval_set, change(state.context, number), **options)
+            return dataclasses.replace(found, loss=found.loss * scale(state.context))
+
+        return wrong
+
+    return make
+
+
+FAULTS = {
+    "gradients summed over replicas": Fault(
+        data._Replicas, "_scale_", lambda _: lambda self, grads: grads, "", 2, "gradient", ".", "dp"
+    ),
+    "partial gradients of sequence parallelism not summed": Fault(
+        GradientBuffers,
+        "_reduce_partial_grads",
+        lambda _: lambda self: None,
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        2,
+        "gradient",
+        "norm|bias",
+        "tp",
+    ),
+    "tied embeddings not summed": Fault(
+        GradientBuffers,
+        "_reduce_partial_grads",
+        lambda _: lambda self: None,
+        "--pipeline-model-parallel-size 2",
+        4,
+        "gradient",
+        "embedding",
+        "pp",
+    ),
+    "norm counts replicas": Fault(
+        GlobalNorms,
+        "_counted",
+        lambda _: lambda self, tensors: list(tensors.values()),
+        "--tensor-model-parallel-size 2",
+        2,
+        "number",
+        "grad_norm|num_zeros",
+        "tp",
+    ),
+    "positions of context ranks swapped": Fault(
+        context,
+        "positions_of",
+        lambda right: lambda length, parts, index, device=None: right(length, parts, parts - 1 - index, device),
+        "--context-parallel-size 2",
+        4,
+        "output",
+        "layers.0",
+        "cp",
+    ),
+    "a step of the ring dropped": Fault(
+        context,
+        "ring_blocks",
+        lambda right: lambda *args: [*right(*args)[:-1], []],
+        "--context-parallel-size 2",
+        2,
+        "output",
+        "layers.0",
+        "cp",
+    ),
+    "updated weights not gathered": Fault(
+        data.Zero1,
+        "gather",
+        lambda _: lambda self, parameters: AsyncHandle(parameters),
+        "--use-distributed-optimizer",
+        2,
+        "number|weight",
+        "loss|params_norm|.",
+        "dp",
+    ),
+    "gradients of experts scaled by expert-parallel ranks": Fault(
+        data._Replicas,
+        "__init__",
+        _experts_scaled,
+        f"{EXPERTS} --expert-model-parallel-size 2",
+        4,
+        "gradient",
+        "experts",
+        "ep",
+    ),
+    "auxiliary loss over the tokens of one rank": Fault(
+        TokenPeers,
+        "sum_of_micro_batch",
+        lambda _: lambda self, x: x,
+        f"{EXPERTS} --context-parallel-size 2",
+        2,
+        "number",
+        "load_balancing|aux",
+        "cp",
+    ),
+    "sum behind a row-parallel product dropped": Fault(
+        tensor.TensorParallel,
+        "reduce",
+        lambda _: lambda self, x: AsyncHandle(x),
+        "--tensor-model-parallel-size 2",
+        2,
+        "output",
+        "layers.0",
+        "tp",
+    ),
+    "cross-entropy over a part of the vocabulary": Fault(
+        tensor.TensorParallel,
+        "all_reduce_sum",
+        lambda _: lambda self, x: x,
+        "--tensor-model-parallel-size 2",
+        2,
+        "number",
+        "loss",
+        "tp",
+    ),
+    "gradients not divided by micro-batches": Fault(
+        MicroBatchRunner,
+        "num_micro_batches",
+        lambda _: property(lambda self: 1, lambda self, value: None),
+        "",
+        2,
+        "gradient",
+        ".",
+        "dp",
+    ),
+    "validation over too few samples": Fault(
+        loop,
+        "evaluate",
+        _evaluated(lambda context, number: max(1, number // context.dp.size), lambda context: 1.0),
+        "",
+        2,
+        "number",
+        "validation",
+        "dp",
+    ),
+    "validation loss times context-parallel ranks": Fault(
+        loop,
+        "evaluate",
+        _evaluated(lambda context, number: number, lambda context: context.cp.size),
+        "--context-parallel-size 2",
+        2,
+        "number",
+        "validation",
+        "cp",
+    ),
+}
+ALWAYS = ("partial gradients of sequence parallelism not summed", "validation loss times context-parallel ranks")
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(one, marks=[] if one in ALWAYS else pytest.mark.full) for one in FAULTS], ids=str
+)
+def test_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted, file = FAULTS[fault], tmp_path / "certificate.json"
+    right = planted.owner.__dict__.get(planted.attribute)
+    monkeypatch.setattr(planted.owner, planted.attribute, planted.make(right))
+    words = f"{BASE} {planted.flags}".split()
+    assert prove.run([*words, "--gpus", f"{planted.gpus}xH100", "--quick", "--json", str(file)]) == 1
+    (found,) = json.loads(file.read_text())["miniatures"]
+    cause = found["cause"]
+    assert re.search(planted.kind, cause["kind"]), cause
+    assert re.search(planted.name, cause["name"]), cause
+    assert planted.axis in cause["axes"], cause
+
+
+@pytest.mark.parametrize(
+    "flags", ["--tensor-model-parallel-size 2 --sequence-parallel", pytest.param(EXPERTS, marks=pytest.mark.full)]
+)
+def test_no_fault_no_alarm(flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "certificate.json"
+    words = [*f"{BASE} {flags}".split(), "--gpus", "2", "--json", str(file)]
+    assert prove.run(words) == 0
+    certificate = json.loads(file.read_text())
+    assert certificate["verdict"] == "proven"
+    assert all(one["compared"]["gradient"]["count"] > 20 for one in certificate["miniatures"])
+    assert all("one process" in one["checkpoint continued in"] for one in certificate["miniatures"])
+    assert "NCCL" in capsys.readouterr().out

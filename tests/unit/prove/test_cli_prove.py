@@ -1,0 +1,44 @@
+"""`megalith prove`: what it takes, and its exit codes where nothing is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megalith.cli import main
+
+SCRIPT = """GPUS=4
+ARGS="--num-layers 4 --hidden-size 64 --num-attention-heads 5 --seq-length 64 --max-position-embeddings 64
+  --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --mock-data
+  --tokenizer-type NullTokenizer --vocab-size 100"
+torchrun --nproc_per_node $GPUS pretrain_gpt.py $ARGS --tensor-model-parallel-size $1
+"""
+
+
+def said(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main.main(["prove", *argv]) == 2
+    return capsys.readouterr().err
+
+
+def test_violations_of_a_script_are_those_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(SCRIPT, encoding="utf-8")
+    error = said([str(path), "2"], capsys)
+    assert "--num-attention-heads 5" in error
+    assert "--tensor-model-parallel-size 2" in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ([], "flags"),
+        (["--gpus", "H100", "--num-layers", "2"], "--gpus H100"),
+        (["--gpus", "0xH100", "--num-layers", "2"], "--gpus 0xH100"),
+        (["missing.sh"], "missing.sh"),
+        (["missing.toml"], "missing.toml"),
+        (["--num-layers", "2"], "--hidden-size"),
+    ],
+)
+def test_bad_input_is_named(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert named in said(argv, capsys)
