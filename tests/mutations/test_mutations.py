@@ -8,17 +8,22 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megalith.assemble import training
 from megalith.cli import prove
+from megalith.distributed import comm
 from megalith.distributed.comm import AsyncHandle
+from megalith.optim import norms
 from megalith.optim.gradients import GradientBuffers
 from megalith.optim.norms import GlobalNorms
+from megalith.optim.optimizer import Optimizer
 from megalith.parallel import context, data, tensor
 from megalith.parallel.experts import TokenPeers
-from megalith.train import loop
+from megalith.train import checkpoint_restore, loop, step
 from megalith.train.step import MicroBatchRunner
 
 BASE = (
@@ -28,6 +33,9 @@ BASE = (
     "--vocab-file vocab.json --merge-file merges.txt --bf16"
 )
 EXPERTS = "--num-experts 8 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
+
+
+RESUME = ""  # in place of an axis: the fault shows where a checkpoint is continued
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,32 @@ def _experts_scaled(init: Any) -> Any:
     def wrong(self: Any, ctx: Any, *, experts: bool = False) -> None:
         init(self, ctx, experts=experts)
         self._grad_scale *= ctx.ep.size if experts else 1
+
+    return wrong
+
+
+def _averaged(init: Any) -> Any:
+    def wrong(self: Any, ctx: Any, *, experts: bool = False) -> None:
+        init(self, ctx, experts=experts)
+        self._grad_scale /= ctx.cp.size
+
+    return wrong
+
+
+def _alone_in_sharing(init: Any) -> Any:
+    def wrong(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self.sharing = 1
+
+    return wrong
+
+
+def _counts_of_one_replica(apply_step: Any) -> Any:
+    def wrong(state: Any, runner: Any, *args: Any, **options: Any) -> Any:
+        before = state.lr_schedule_samples
+        update = apply_step(state, runner, *args, **options)
+        state.lr_schedule_samples = before + runner.num_samples
+        return update
 
     return wrong
 
@@ -197,6 +231,100 @@ FAULTS = {
         "validation",
         "cp",
     ),
+    "gradients averaged over context ranks too": Fault(
+        data._Replicas, "__init__", _averaged, "--context-parallel-size 2", 2, "gradient", ".", "cp"
+    ),
+    "gradients of shared key-value heads not summed": Fault(
+        GradientBuffers,
+        "_reduce_partial_grads",
+        lambda _: lambda self: None,
+        "--tensor-model-parallel-size 8 --group-query-attention --num-query-groups 4",
+        8,
+        "gradient",
+        "linear_qkv",
+        "tp",
+    ),
+    "tokens of one context rank divide the loss": Fault(
+        step,
+        "comm",
+        lambda _: SimpleNamespace(all_reduce=lambda x, axis: x),
+        "--context-parallel-size 2",
+        2,
+        "gradient",
+        ".",
+        "cp",
+    ),
+    "tokens of one replica divide the gradient": Fault(
+        MicroBatchRunner,
+        "unmasked_tokens",
+        lambda right: lambda self: right(self) / self.context.dp.size,
+        "--calculate-per-token-loss",
+        2,
+        "gradient",
+        ".",
+        "dp",
+    ),
+    "norm of one shard": Fault(
+        norms, "all_reduce", lambda _: lambda x, axis: x, "--use-distributed-optimizer", 2, "number", "grad_norm", "dp"
+    ),
+    "shards of the optimizer in another order": Fault(
+        data.Zero1,
+        "owned_range",
+        lambda right: lambda self, start, stop: tuple(start + stop - end for end in right(self, start, stop)[::-1]),
+        "--use-distributed-optimizer",
+        2,
+        "gradient|number|weight",
+        ".",
+        "dp",
+    ),
+    "replicas read the same samples": Fault(
+        training,
+        "build_loaders",
+        lambda right: lambda config, datasets, replica, **options: right(config, datasets, 0, **options),
+        "",
+        2,
+        "output",
+        "layers.0",
+        "dp",
+    ),
+    "samples of one replica counted": Fault(
+        step, "_apply", _counts_of_one_replica, "--pipeline-model-parallel-size 2", 4, "number", "samples|rate", "dp"
+    ),
+    "auxiliary loss scaled by context ranks": Fault(
+        TokenPeers,
+        "__init__",
+        _alone_in_sharing,
+        f"{EXPERTS} --context-parallel-size 2",
+        2,
+        "number|gradient",
+        ".",
+        "cp",
+    ),
+    "outputs of experts of other ranks dropped": Fault(
+        comm,
+        "scatter_out",
+        lambda _: comm.own_part,
+        f"{EXPERTS} --expert-model-parallel-size 2",
+        2,
+        "output",
+        "layers.0",
+        "ep",
+    ),
+    "a moment not restored": Fault(
+        checkpoint_restore,
+        "chunks_to_load",
+        lambda right: (
+            lambda *args, **options: [chunk for chunk in right(*args, **options) if ".exp_avg_sq." not in chunk.key]
+        ),
+        "",
+        2,
+        "moment",
+        "exp_avg_sq",
+        RESUME,
+    ),
+    "the step of the optimizer not restored": Fault(
+        Optimizer, "load_scalars", lambda _: lambda self, scalars: None, "", 2, "weight|number", ".", RESUME
+    ),
 }
 ALWAYS = ("partial gradients of sequence parallelism not summed", "validation loss times context-parallel ranks")
 
@@ -209,12 +337,13 @@ def test_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     right = planted.owner.__dict__.get(planted.attribute)
     monkeypatch.setattr(planted.owner, planted.attribute, planted.make(right))
     words = f"{BASE} {planted.flags}".split()
-    assert prove.run([*words, "--gpus", f"{planted.gpus}xH100", "--quick", "--json", str(file)]) == 1
+    quick = [] if planted.axis == RESUME else ["--quick"]
+    assert prove.run([*words, *quick, "--gpus", f"{planted.gpus}xH100", "--json", str(file)]) == 1
     (found,) = json.loads(file.read_text())["miniatures"]
     cause = found["cause"]
     assert re.search(planted.kind, cause["kind"]), cause
     assert re.search(planted.name, cause["name"]), cause
-    assert planted.axis in cause["axes"], cause
+    assert planted.axis in (cause["axes"] or [RESUME]), cause
 
 
 @pytest.mark.parametrize(
