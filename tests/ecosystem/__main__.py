@@ -20,13 +20,14 @@ from pathlib import Path
 
 from benchmarks.machine import describe
 
-from .checks import KILLED_AT, SAVED_AT, STEPS, notebooks
+from .checks import BROKEN_AT, SAVED_AT, STEPS, notebooks
 from .material import NEW_TOKENS, PROMPTS, REPOSITORY, prepare
 
 PAGE = REPOSITORY / "docs/results/ecosystem.md"
 ENVIRONMENTS = REPOSITORY / "build/ecosystem"
 GREEDY = f"greedy continuations of {len(PROMPTS)} prompts by {NEW_TOKENS} tokens, and the ids of the prompts"
-RESUMED = f"`--tracker`: {STEPS} steps, saved at {SAVED_AT}, killed at {KILLED_AT}, resumed; "
+RESUMED = f"`--tracker`: {STEPS} steps, saved at {SAVED_AT}, ended by an error at {BROKEN_AT}, resumed; "
+KILLED = f"{RESUMED.replace('an error', 'SIGKILL')}read by EventAccumulator"
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,15 @@ TOOLS = {
     ),
     "openai": Tool("openai", ("openai",), "`megalith serve`: completions and chat, whole and streamed"),
     "litellm": Tool("litellm", ("litellm",), "`megalith serve`: text_completion, completion, streamed"),
-    "tensorboard": Tool("TensorBoard", ("tensorboard",), f"{RESUMED}read by EventAccumulator"),
+    "tensorboard": Tool("TensorBoard", ("tensorboard",), KILLED),
     "wandb": Tool("Weights & Biases", ("wandb",), f"{RESUMED}offline, the records of both starts"),
     "trackio": Tool("trackio", ("trackio",), f"{RESUMED}its database"),
     "mlflow": Tool("MLflow", ("mlflow-skinny", "sqlalchemy", "alembic"), f"{RESUMED}get_metric_history from SQLite"),
     "swanlab": Tool("SwanLab", ("swanlab",), f"{RESUMED}offline"),
-    "nbclient": Tool("nbclient", ("nbclient", "ipykernel"), "the notebooks of docs and examples"),
+    "nbclient": Tool("nbclient", ("nbclient", "ipykernel", "matplotlib"), "the notebooks of docs and examples"),
 }  # fmt: skip
 NOT_HERE = {
-    "ollama": "needs its own server, which no package index has; the Modelfile is only compared with its documentation",
+    "ollama": "needs its own server, which no package index has",
     "vLLM, SGLang": "need a GPU; they read the folder that transformers reads above",
 }
 """Tools that this script does not install, and why."""
@@ -73,10 +74,10 @@ HEAD = """\
 # Other programs on what Megalith writes
 
 <!-- Generated: `make ecosystem`. -->
-`make ecosystem` trains two small models (`llama` and `gpt2`: 2 layers, fp32, a tokenizer of 512 tokens) on the
-README, and runs checkpoints, exports, server and trackers with the tools below, each in an environment of its own with
-the newest version that pip finds beside the packages of `make dev`. Where a tool is not to be had, its row says so.
-Tokens, texts and values are compared exactly, unless the row says otherwise.
+`make ecosystem` trains two small models (`llama` and `gpt2`: 2 layers, fp32, a tokenizer of 512 tokens) on pages
+of this repository, and runs checkpoints, exports, server and trackers with the tools below, each in an environment of
+its own with the newest version that pip finds beside the packages of `make dev`. Where a tool is not to be had, its row
+says so. Tokens, texts and values are compared exactly, unless the row says otherwise.
 
 """
 
@@ -134,7 +135,7 @@ def earlier_rows() -> dict[str, list[str]]:
 
 def page(found: dict[str, list[str]]) -> str:
     """Return the page with the rows that are there, by tool."""
-    rows = [found[tool.title] for tool in TOOLS.values() if tool.title in found]
+    rows = [found.get(tool.title, [tool.title, "", tool.ran, "not run yet", ""]) for tool in TOOLS.values()]
     rows += [[title, "", "", f"not run: {why}", ""] for title, why in NOT_HERE.items()]
     machine = describe()
     where = f"{machine['processor']} ({' '.join(machine['features'])}), {machine['cores']} cores, Python "

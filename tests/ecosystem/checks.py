@@ -21,7 +21,7 @@ from typing import Any
 from .material import MODELS, NEW_TOKENS, REPOSITORY, TRAIN, megalith
 
 CHECKS: dict[str, Callable[[Path], str]] = {}
-STEPS, SAVED_AT, KILLED_AT = 40, 20, 30
+STEPS, SAVED_AT, BROKEN_AT = 40, 20, 30
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -205,16 +205,21 @@ def litellm(folder: Path) -> str:
     return "all texts equal to those of the engine"
 
 
-def killed_and_resumed(folder: Path, tracker: str, environ: Mapping[str, str]) -> dict[int, float]:
-    """Train, with a SIGKILL between two saves, and to the end; return the loss of each step in metrics.jsonl."""
+def broken_and_resumed(
+    folder: Path, tracker: str, environ: Mapping[str, str], fault: str = "raise"
+) -> dict[int, float]:
+    """Train, with a fault between two saves, and to the end; return the loss of each step in metrics.jsonl.
+
+    An error, unlike a SIGKILL, leaves a tracker the time to begin and to write what it has.
+    """
     run = f"run-{tracker}"
     words = f"{TRAIN} {MODELS['llama']} --train-iters {STEPS} --save {run} --load {run} --save-interval {SAVED_AT} "
     words += f"--tracker {tracker}"
-    killed = {**environ, "MEGALITH_FAULT": f"kill9@step={KILLED_AT},point=opt"}
-    megalith(words, folder, killed, code=-signal.SIGKILL)
+    broken = {**environ, "MEGALITH_FAULT": f"{fault}@step={BROKEN_AT},point=opt"}
+    megalith(words, folder, broken, code=1 if fault == "raise" else -signal.SIGKILL)
     megalith(words, folder, environ)
     lines = (folder / run / "run/metrics.jsonl").read_text().splitlines()
-    losses = {one["iteration"]: one["lm loss"] for one in map(json.loads, lines) if "lm loss" in one}
+    losses = {one["iteration"]: one["loss"] for one in map(json.loads, lines) if one["event"] == "step"}
     if sorted(losses) != list(range(1, STEPS + 1)):
         raise Different(f"metrics.jsonl has the steps {sorted(losses)}")
     return losses
@@ -237,14 +242,14 @@ def compare_curve(points: list[tuple[int, float]], losses: Mapping[int, float], 
 def tensorboard(folder: Path) -> str:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    losses = killed_and_resumed(folder, "tensorboard", {})
+    losses = broken_and_resumed(folder, "tensorboard", {}, "kill9")
     events = EventAccumulator(str(folder / "run-tensorboard/run/tensorboard"), size_guidance={"scalars": 0}).Reload()
     return compare_curve([(one.step, one.value) for one in events.Scalars("lm loss")], losses, repeats=False)
 
 
 @check
 def wandb(folder: Path) -> str:
-    losses = killed_and_resumed(folder, "wandb", {"WANDB_MODE": "offline"})
+    losses = broken_and_resumed(folder, "wandb", {"WANDB_MODE": "offline"})
     records: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     points, runs = [], set()
     for file in sorted((folder / "run-wandb/run/wandb").glob("offline-run-*/*.wandb")):
@@ -279,7 +284,7 @@ def _records(data: bytes) -> Iterator[bytes]:
 def trackio(folder: Path) -> str:
     import sqlite3
 
-    losses = killed_and_resumed(folder, "trackio", {"TRACKIO_DIR": str(folder / "trackio")})
+    losses = broken_and_resumed(folder, "trackio", {"TRACKIO_DIR": str(folder / "trackio")})
     with sqlite3.connect(folder / "trackio/megalith.db") as kept:
         rows = kept.execute("select run_name, step, metrics from metrics order by id").fetchall()
     if len({name for name, _, _ in rows}) != 1:
@@ -292,7 +297,7 @@ def trackio(folder: Path) -> str:
 def mlflow(folder: Path) -> str:
     library: Any = importlib.import_module("mlflow")
     uri = f"sqlite:///{folder / 'mlflow.db'}"
-    losses = killed_and_resumed(folder, "mlflow", {"MLFLOW_TRACKING_URI": uri})
+    losses = broken_and_resumed(folder, "mlflow", {"MLFLOW_TRACKING_URI": uri})
     client = library.MlflowClient(uri)
     runs = client.search_runs([client.get_experiment_by_name("megalith").experiment_id])
     if len(runs) != 1 or runs[0].info.status != "FINISHED":
@@ -303,7 +308,7 @@ def mlflow(folder: Path) -> str:
 
 @check
 def swanlab(folder: Path) -> str:
-    killed_and_resumed(folder, "swanlab", {"SWANLAB_MODE": "offline", "SWANLAB_SAVE_DIR": str(folder / "swanlab")})
+    broken_and_resumed(folder, "swanlab", {"SWANLAB_MODE": "offline", "SWANLAB_SAVE_DIR": str(folder / "swanlab")})
     files = sorted((folder / "run-swanlab/run/swanlog").glob("run-*/*.swanlab"))
     empty = [file for file in files if b"lm loss" not in file.read_bytes()]
     if len(files) != 2 or empty:

@@ -31,7 +31,7 @@ TASKS = {
     "multiple_choice": 'doc_to_text: "{{query}}"\ndoc_to_choice: "{{choices}}"\ntarget_delimiter: ""\n'
     "doc_to_target: gold\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n",
     "loglikelihood_rolling": 'doc_to_text: ""\ndoc_to_target: "{{page}}"\n'
-    "metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]\n",
+    "metric_list: [{metric: byte_perplexity}, {metric: bits_per_byte}]\n",
     "generate_until": 'doc_to_text: "{{query}}"\ndoc_to_target: "{{choices[0]}}"\n'
     'generation_kwargs: {until: ["."], max_gen_toks: 12}\nmetric_list: [{metric: exact_match}]\n',
 }
