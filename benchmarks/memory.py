@@ -47,10 +47,10 @@ import torch
 from torch import nn
 
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from megalith.layout import Recompute
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.nn.loss import LogitsBuffer, vocabulary_loss
-from megalith.nn.recompute import Recompute
 from megalith.optim import build_optimizer
 
 LAYERS, HIDDEN, HEADS, LENGTH, VOCABULARY = 8, 256, 4, 1024, 512

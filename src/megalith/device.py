@@ -116,9 +116,18 @@ DESCRIBED: dict[torch.device, Capability] = {}
 """Accelerators whose capability was looked up, or set by whoever knows better."""
 
 
+HOST_KINDS: tuple[str, ...] = ("cpu",)
+"""Kinds of devices that compute as the CPU does; a plan for CPUs adds torch's meta device."""
+
+
 def is_host(device: torch.device) -> bool:
     """Return whether tensors are in the memory of the CPU, which computes when it is called."""
-    return device.type == "cpu"
+    return device.type in HOST_KINDS
+
+
+def has_memory(device: torch.device) -> bool:
+    """Return whether tensors have values, and not shapes alone as on torch's meta device."""
+    return device.type != "meta"
 
 
 def is_cuda(device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Which rank does what, in pure integers: rank <-> coordinates, groups, shards of dimensions, layers of stages.
+"""Which rank does what, in pure integers: rank <-> coordinates, groups, shards, layers of stages, recomputation.
 
 Rank order is Megatron's, fastest first: tensor, context, data, pipeline. With world size tp * cp * dp * pp
 (docs/reference/checkpoints.md#layer-placement),
@@ -12,7 +12,7 @@ tp, which it is unless it is given, those of ep and edp are the ranks that hold 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -183,3 +183,40 @@ def _given_counts(num_layers: int, stages: int, chunks: int, first: int | None, 
         raise LayoutError(f"{rest} layers are left for {inner} pipeline stages and do not divide equally")
     counts = [rest // inner if inner else 0] * inner
     return ([] if first is None else [first]) + counts + ([] if last is None else [last])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that are computed one after the other, by their places in the stage; `again`: in both passes."""
+
+    layers: range
+    again: bool
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Which layers are recomputed, or which parts of all layers.
+
+    Attributes:
+        method: uniform or block, or "" for parts.
+        num_layers: N of the table above, at least 1; there may be fewer layers.
+        parts: of core_attn, mlp, moe (the mlp where it is a mixture of experts), layernorm, shared_experts, moe_act and
+            mla_up_proj.
+    """
+
+    method: str = ""
+    num_layers: int = 1
+    parts: frozenset[str] = frozenset()
+
+    def groups(self, layers: int) -> Iterator[Group]:
+        """Return the groups of a stage's layers, in order; the last group of a uniform division may be smaller."""
+        if not self.method:
+            yield Group(range(layers), again=False)
+            return
+        if self.method == "uniform":
+            for start in range(0, layers, self.num_layers):
+                yield Group(range(start, min(start + self.num_layers, layers)), again=True)
+            return
+        first = min(self.num_layers, layers)
+        yield from (Group(range(layer, layer + 1), again=True) for layer in range(first))
+        yield Group(range(first, layers), again=False)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.distributed import comm
 from megalith.distributed.context import Axis, ParallelContext
+from megalith.flat import ALIGNMENT
 from megalith.layout import Layout
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.nn.placement import local_part
 from megalith.optim import Optimizer, build_optimizer
-from megalith.optim.gradients import ALIGNMENT
 from megalith.parallel.data import ReplicatedRows
 from megalith.parallel.tensor import SequenceParallel, TensorParallel
 

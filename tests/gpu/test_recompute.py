@@ -9,9 +9,10 @@ from torch import Tensor
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.distributed.context import Axis
 from megalith.distributed.rng import Stream
+from megalith.layout import Recompute
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
-from megalith.nn.recompute import Recompute, recomputed
+from megalith.nn.recompute import recomputed
 from megalith.optim import build_optimizer
 from megalith.parallel.tensor import TensorParallel
 

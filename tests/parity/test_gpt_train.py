@@ -19,9 +19,9 @@ from megalith.data.loader import BatchLoader
 from megalith.data.samples import SplitRatios, SplitSpec
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.rng import RandomStreams
+from megalith.layout import Recompute
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise_as_megatron_cpu
-from megalith.nn.recompute import Recompute
 from megalith.optim import DynamicLossScale, Optimizer, build_optimizer
 from megalith.schedules.parameters import LearningRateSchedule, ParameterSchedule, WeightDecaySchedule
 from megalith.tokenizers.null import NullTokenizer

@@ -24,6 +24,7 @@ FLOORS = {
     "registry": -2,  # what users add: a value of names and objects
     "hub": -2,  # names of models and data on the Hugging Face Hub
     "progress": 1,  # of long work; all that works reports to it
+    "flat": -1,  # pure integers: parameters in flat memory
     "layout": -1,  # pure integers, which the rules of the configuration use
     "config": 0,
     "schedules": -1,  # pure functions, which the rules of the configuration use
@@ -42,6 +43,7 @@ FLOORS = {
     "assemble": 5,
     "evaluate": 6,
     "prove": 6,
+    "plan": 6,  # runs steps of what is assembled, on shapes
     "compat": 7,
     "text_model": 7,  # writes and scores text, for commands and programs
     "cli": 8,  # the edge: it speaks through compat

@@ -26,7 +26,6 @@ from megalith.models.language_model import LanguageModel, Stage
 from megalith.models.plain import require_tokens_alone
 from megalith.nn.attention import ContextParallelAttention, LocalAttention
 from megalith.nn.precision import at_least_fp32
-from megalith.nn.recompute import Recompute
 from megalith.nn.region import Region, Solo
 from megalith.nn.sink import attach_sink
 from megalith.optim.build import build_optimizer
@@ -136,21 +135,6 @@ def build_mixer(run: RunConfig, context: ParallelContext) -> ContextParallelAtte
     return UlyssesAttention(context.cp) if run.parallel.cp_comm_type == "a2a" else RingAttention(context.cp)
 
 
-def build_recompute(run: RunConfig) -> Recompute | None:
-    """Return which layers, or parts of layers, are recomputed in the backward pass; None for none.
-
-    "core_attn" is dropped where attention saves no probabilities.
-    """
-    train = run.train
-    if train.recompute_granularity != "full":
-        parts = set(train.recomputed_parts)
-        if not run.model.saves_attention_probabilities:
-            parts.discard("core_attn")
-        return Recompute(parts=frozenset(parts)) if parts else None
-    assert train.recompute_method is not None and train.recompute_num_layers is not None, "a rule of the configuration"
-    return Recompute(train.recompute_method, train.recompute_num_layers)
-
-
 def build_chunks(
     run: RunConfig,
     vocab_size: int,
@@ -158,12 +142,14 @@ def build_chunks(
     stream: Stream | None = None,
     *,
     dtype: torch.dtype | None = None,
+    stages: Sequence[Stage] | None = None,
 ) -> list[LanguageModel]:
     """Build the model chunks of this rank, in the order of their layers, with uninitialized weights.
 
     Args:
         stream: the random stream of this rank alone, needed for dropout over tensor-parallel ranks.
         dtype: of the weights; that of the run's precision if None.
+        stages: of the chunks; those of the layout if None.
 
     Raises:
         ConfigError: the configuration was changed after `load` and breaks a rule; or from `require_compiler`.
@@ -171,14 +157,8 @@ def build_chunks(
     check_groups(run.model, run.parallel, run.precision, run.train, run.launch)
     require_compiler(run, context.device)
     region, mixer = build_region(run, context, stream), build_mixer(run, context)
-    layers = run.stages[context.pp.index]
     chunks = []
-    for number, part in enumerate(layers):
-        stage = Stage(
-            part,
-            is_first=context.pp.is_first and number == 0,
-            is_last=context.pp.is_last and number == len(layers) - 1,
-        )
+    for stage in stages or _stages(run, context):
         with seeded(run.train.seed, "model", context.device):
             chunk = model_class(run.model)(
                 run.model,
@@ -191,13 +171,21 @@ def build_chunks(
                     exchange=run.model.moe_token_dispatcher_type,
                 ),
                 stage=stage,
-                recompute=build_recompute(run),
+                recompute=run.recompute,
                 dtype=dtype or params_dtype(run.precision),
                 device=context.device,
             )
         require_tokens_alone(chunk, run.data)
         chunks.append(chunk)
     return chunks
+
+
+def _stages(run: RunConfig, context: ParallelContext) -> list[Stage]:
+    layers, pp = run.stages[context.pp.index], context.pp
+    return [
+        Stage(part, is_first=pp.is_first and number == 0, is_last=pp.is_last and number == len(layers) - 1)
+        for number, part in enumerate(layers)
+    ]
 
 
 def draw_weights(

@@ -89,19 +89,31 @@ def _read(path: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> S
     return read_script(text, arguments, environ)
 
 
-def launch_of(
-    path: Path, arguments: Sequence[str], environ: Mapping[str, str]
-) -> tuple[Launch, tuple[str, ...], Script]:
-    """Return the last training that a launch script starts, its flags with those of its program, and the script.
+def run_of(words: Sequence[str]) -> tuple[list[str], int | None]:
+    """Return the flags of a run, and its number of processes where a script says it; print notes to stderr.
+
+    Args:
+        words: Flags; a recipe and flags; or a launch script, whose last training counts, with its arguments up to the
+            first flag, and flags that override its own.
 
     Raises:
         ConfigError: The file is no script, or starts no training.
     """
-    script = _read(path, arguments, environ)
+    first = words[0]
+    if first.startswith("-"):
+        return list(words), None
+    if first.endswith(".toml"):
+        return ["--config", *words], None
+    end = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+    script = _read(Path(first), words[1:end], os.environ)
+    for note in script.notes:
+        print(f"note: {first}: {note}", file=sys.stderr)
     training = [launch for launch in find_launch(script) if _implied_flags(launch) is not None]
     if not training:
-        raise ConfigError(f"{path}: the script starts no training (such as pretrain_gpt.py with torchrun)")
-    return training[-1], (*(_implied_flags(training[-1]) or ()), *training[-1].flags), script
+        raise ConfigError(f"{first}: the script starts no training (such as pretrain_gpt.py with torchrun)")
+    launch = training[-1]
+    processes = None if launch.processes is None else launch.processes * (launch.hosts or 1)
+    return [*(_implied_flags(launch) or ()), *launch.flags, *words[end:]], processes
 
 
 def _implied_flags(launch: Launch) -> tuple[str, ...] | None:

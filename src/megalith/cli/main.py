@@ -40,6 +40,7 @@ COMMANDS: dict[str, str] = {
     "compare": "compare runs: losses, cost and settings, and whether they differ by more than their seeds do",
     "ladder": "train a family of sizes, fit the law of their losses, and predict and check a larger model",
     "doctor": "check this installation and this machine, and name what is missing for which feature",
+    "plan": "say whether a run fits its devices, and what takes the memory, before they are there",
     "schedule": "draw a pipeline schedule with its bubble and live activations",
     "completion": "print the completion script for bash, zsh or fish, or the man page",
 }
@@ -58,6 +59,7 @@ _PRINTING_COMMANDS = (
     "checkpoint",
     "generate",
     "compare",
+    "plan",
     "schedule",
     "from-megatron",
     "doctor",

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megalith.cli.arguments import CommandParser
-from megalith.cli.from_megatron import launch_of
+from megalith.cli.from_megatron import run_of
 from megalith.config import load
 from megalith.config.build import imported
 from megalith.errors import ConfigError, PeerError
@@ -18,7 +16,7 @@ from megalith.errors import ConfigError, PeerError
 EXIT_MISMATCH = 1
 
 
-def _parser() -> CommandParser:
+def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="megalith prove",
         usage="megalith prove FLAGS | run.sh ARGUMENTS | recipe.toml FLAGS  [--gpus NxDEVICE] [--quick] [--json FILE]",
@@ -36,15 +34,16 @@ def _parser() -> CommandParser:
 
 def run(argv: Sequence[str]) -> int:
     """Prove what the command line names and print the verdict; return one of the exit codes of the help text."""
-    options, words = _parser().parse_known_args(list(argv))
+    options, words = make_parser().parse_known_args(list(argv))
     if not words:
         raise ConfigError("nothing to prove: give the flags of a run, its launch script or its recipe")
-    flags, environ = _command(words)
+    flags, processes = run_of(words)
+    environ = {} if processes is None else {"RANK": "0", "WORLD_SIZE": str(processes)}
     count, _, device = (options.gpus or "").partition("x")
     if options.gpus is not None:
         if not re.fullmatch(r"[1-9]\d*", count):
             raise ConfigError(f"--gpus {options.gpus}: give a number of GPUs, and their name behind an x: 64xH100")
-        environ = {**environ, "RANK": "0", "WORLD_SIZE": count}
+        environ = {"RANK": "0", "WORLD_SIZE": count}
     config = load(flags, environ, files=False, registry=imported(flags))
     import torch
 
@@ -63,18 +62,3 @@ def run(argv: Sequence[str]) -> int:
             raise ConfigError(f"--json {options.json}: {error.strerror}; give a file that can be written") from error
     print(text(proof))
     return 0 if proof.holds else EXIT_MISMATCH
-
-
-def _command(words: Sequence[str]) -> tuple[list[str], Mapping[str, str]]:
-    """Return flags and launch environment of flags, of a recipe with flags, or of a launch script with arguments."""
-    first = words[0]
-    if first.startswith("-"):
-        return list(words), {}
-    if first.endswith(".toml"):
-        return ["--config", *words], {}
-    path = Path(first)
-    launch, flags, script = launch_of(path, words[1:], os.environ)
-    for note in script.notes:
-        print(f"note: {path}: {note}", file=sys.stderr)
-    world = (launch.processes or 1) * (launch.hosts or 1)
-    return list(flags), {"RANK": "0", "WORLD_SIZE": str(world)}

@@ -26,7 +26,7 @@ from megalith.config.groups import (
 )
 from megalith.config.values import BadValue, checked_value
 from megalith.errors import ConfigError
-from megalith.layout import Layout, Stages, split_layers
+from megalith.layout import Layout, Recompute, Stages, split_layers
 from megalith.registry import EMPTY, IMPORT_FLAG, TRUST_FLAG, Entry, Registered, Registry
 from megalith.schedules.batch_size import BatchSizeSchedule, constant, ramped, read_steps, stepped
 
@@ -106,6 +106,21 @@ class RunConfig:
             embedding_counts=parallel.account_for_embedding_in_pipeline_split,
             loss_counts=parallel.account_for_loss_in_pipeline_split,
         )
+
+    @property
+    def recompute(self) -> Recompute | None:
+        """Return which layers, or parts of layers, are recomputed in the backward pass; None for none.
+
+        "core_attn" is dropped where attention saves no probabilities.
+        """
+        train = self.train
+        if train.recompute_granularity != "full":
+            parts = set(train.recomputed_parts)
+            if not self.model.saves_attention_probabilities:
+                parts.discard("core_attn")
+            return Recompute(parts=frozenset(parts)) if parts else None
+        assert train.recompute_method is not None and train.recompute_num_layers is not None, "a rule"
+        return Recompute(train.recompute_method, train.recompute_num_layers)
 
     @property
     def pipeline_schedule(self) -> str:

@@ -33,6 +33,8 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 
 def _start(axis: Axis, operation: str, tensor: Tensor | None, call: Callable[[], Any], detail: str = "") -> Any:
+    if axis.group is None:  # a plan: the other ranks are not there
+        return None
     if axis.observer is not None:
         axis.observer.before(operation, axis, tensor, detail)
     work = call()
@@ -136,11 +138,15 @@ def start_ring_shift(x: Tensor, axis: Axis) -> AsyncHandle:
     sent = x.contiguous()
     received = torch.empty_like(sent)
     to, source = axis.ranks[(axis.index + 1) % axis.size], axis.ranks[axis.index - 1]
-    both = [
-        dist.P2POp(dist.isend, sent, to, group=axis.group),
-        dist.P2POp(dist.irecv, received, source, group=axis.group),
-    ]
-    work = _start(axis, "ring_shift", sent, lambda: _Works(dist.batch_isend_irecv(both)))
+
+    def call() -> _Works:
+        both = [
+            dist.P2POp(dist.isend, sent, to, group=axis.group),
+            dist.P2POp(dist.irecv, received, source, group=axis.group),
+        ]
+        return _Works(dist.batch_isend_irecv(both))
+
+    work = _start(axis, "ring_shift", sent, call)
     return AsyncHandle(received, work, axis.observer, keep=sent)
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalith.device import has_memory
+
 _STEPS = 2**16
 
 
@@ -20,7 +22,8 @@ class DropoutMasks:
 
     def __init__(self, probability: float, seed: int, device: torch.device) -> None:
         self._dropped = min(round(probability * _STEPS), _STEPS - 1)
-        self._generator = torch.Generator(device=device).manual_seed(seed)
+        drawn = device if has_memory(device) else "cpu"
+        self._generator = torch.Generator(device=drawn).manual_seed(seed)
 
     def mask(self, like: Tensor) -> Tensor:
         """Return a tensor like `like` whose elements are 0, or 1 / (1 - p)."""

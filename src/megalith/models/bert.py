@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from megalith.config import ModelConfig
+from megalith.layout import Recompute
 from megalith.models.language_model import DenoisingModel, Inputs, Loss, padding
 from megalith.models.layer_options import layer_norm
 from megalith.models.transformer import Transformer
@@ -28,7 +29,6 @@ from megalith.nn.loss import LogitsBuffer, OutputLayer, whole_logits
 from megalith.nn.moe.balance import Peers
 from megalith.nn.placement import Replicated
 from megalith.nn.precision import FactoryKwargs, at_least_fp32
-from megalith.nn.recompute import Recompute
 from megalith.nn.region import Region
 
 NO_LABEL = -1

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from megalith.layout import Recompute
 from megalith.models.frozen import FrozenLayers
 from megalith.models.language_model import WORD_EMBEDDINGS, GenerativeModel, Inputs, Loss
 from megalith.models.prediction import Ahead, Prediction, PredictionLayer, ahead, shifted
@@ -22,7 +23,6 @@ from megalith.nn.cache import KVCache
 from megalith.nn.documents import Documents
 from megalith.nn.loss import LogitsBuffer, OutputLayer, whole_logits
 from megalith.nn.moe.balance import Peers
-from megalith.nn.recompute import Recompute
 from megalith.nn.registered_loss import registered_loss
 from megalith.nn.rope import Rotation
 from megalith.registry import Registered

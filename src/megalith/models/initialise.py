@@ -25,7 +25,7 @@ from contextlib import contextmanager
 import torch
 from torch import Generator, Tensor, nn
 
-from megalith.device import is_host
+from megalith.device import has_memory, is_host
 from megalith.errors import ConfigError
 from megalith.models.language_model import WORD_EMBEDDINGS, LanguageModel, named_placements
 from megalith.nn.moe.experts import name_among_all, region_of
@@ -150,7 +150,7 @@ def _draws_its_own(model: LanguageModel, module: nn.Module) -> bool:
 @contextmanager
 def seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
     """Seed torch's generators from (seed, a global name); they continue afterwards as without."""
-    drawn = not is_host(device) and device.type != "meta"  # by a generator of its own
+    drawn = not is_host(device) and has_memory(device)  # by a generator of its own
     with torch.random.fork_rng([device] if drawn else [], device_type=device.type if drawn else "cpu"):
         torch.manual_seed(generator_for(seed, name).initial_seed())
         yield

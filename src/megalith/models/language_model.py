@@ -7,7 +7,7 @@ family: it calls `prepare` on a micro-batch, `forward_stage` on each pipeline st
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megalith.config import ModelConfig, check_groups
 from megalith.errors import ConfigError
+from megalith.layout import Recompute
 from megalith.models.layer_options import rotations
 from megalith.nn.attention import ContextParallelAttention, LocalAttention
 from megalith.nn.cache import KVCache
@@ -26,7 +27,6 @@ from megalith.nn.loss import LogitsBuffer, vocabulary_loss
 from megalith.nn.moe.balance import Alone, Auxiliary, Peers
 from megalith.nn.placement import Placement, Replicated
 from megalith.nn.precision import FactoryKwargs, at_least_fp32
-from megalith.nn.recompute import Recompute
 from megalith.nn.region import Region, Solo
 from megalith.nn.sink import GradientSink
 from megalith.registry import Registered
@@ -44,7 +44,7 @@ class Stage:
     The first one has the embedding, the last one the final norm and the losses.
     """
 
-    layers: range
+    layers: Sequence[int]
     is_first: bool = True
     is_last: bool = True
 

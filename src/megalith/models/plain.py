@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from megalith.config import DataConfig, ModelConfig
 from megalith.errors import ConfigError
+from megalith.layout import Recompute
 from megalith.models.language_model import Inputs, LanguageModel, Loss
 from megalith.nn.moe.balance import Peers
 from megalith.nn.precision import at_least_fp32
-from megalith.nn.recompute import Recompute
 from megalith.nn.registered_loss import Vocabulary, checked
 from megalith.registry import Registered
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from megalith.config import ModelConfig
+from megalith.layout import Recompute
 from megalith.models.layer_options import layer_norm
 from megalith.models.transformer import Block
 from megalith.nn.attention import ContextParallelAttention
@@ -34,7 +35,7 @@ from megalith.nn.linear import Linear, column
 from megalith.nn.moe.balance import Auxiliary, Peers
 from megalith.nn.placement import Split
 from megalith.nn.precision import FactoryKwargs
-from megalith.nn.recompute import Recompute, recomputed
+from megalith.nn.recompute import recomputed
 from megalith.nn.region import Region, leave
 from megalith.nn.rope import Rotation
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from megalith.config import ModelConfig
+from megalith.layout import Recompute
 from megalith.models.language_model import DenoisingModel, GenerativeModel, Inputs, Loss, Stage, padding
 from megalith.models.transformer import Transformer
 from megalith.nn.attend import Mask
@@ -28,7 +29,6 @@ from megalith.nn.cross_attention import Encoded, EncodedCache
 from megalith.nn.loss import LogitsBuffer, OutputLayer, whole_logits
 from megalith.nn.moe.balance import Peers
 from megalith.nn.precision import FactoryKwargs
-from megalith.nn.recompute import Recompute
 from megalith.nn.region import Region
 from megalith.nn.relative_positions import RelativePositions
 

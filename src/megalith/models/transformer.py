@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from megalith.config import ModelConfig
+from megalith.layout import Group, Recompute
 from megalith.models.attention_kernels import attention_kernel
 from megalith.models.language_model import Stage
 from megalith.models.layer_options import attention_rule, attention_shape, build_feed_forward, latent_shape, layer_norm
@@ -28,7 +29,7 @@ from megalith.nn.latent_attention import LatentAttention
 from megalith.nn.moe.balance import Auxiliary, Peers
 from megalith.nn.moe.layer import MoE
 from megalith.nn.precision import FactoryKwargs
-from megalith.nn.recompute import Group, Recompute, RecomputedNorm, recomputed
+from megalith.nn.recompute import RecomputedNorm, recomputed
 from megalith.nn.region import Region
 from megalith.nn.registered_attention import RegisteredAttention
 from megalith.nn.rope import Rotation

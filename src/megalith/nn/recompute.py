@@ -21,53 +21,16 @@ Source: Chen et al. 2016, arXiv:1604.06174.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megalith.kernels.torch_private import memory_of
 from megalith.nn.region import Region
-
-
-@dataclass(frozen=True)
-class Group:
-    """Layers that are computed one after the other, by their places in the stage; `again`: in both passes."""
-
-    layers: range
-    again: bool
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """Which layers are recomputed, or which parts of all layers.
-
-    Attributes:
-        method: uniform or block, or "" for parts.
-        num_layers: N of the table above, at least 1; there may be fewer layers.
-        parts: of core_attn, mlp, moe (the mlp where it is a mixture of experts), layernorm, shared_experts, moe_act and
-            mla_up_proj.
-    """
-
-    method: str = ""
-    num_layers: int = 1
-    parts: frozenset[str] = frozenset()
-
-    def groups(self, layers: int) -> Iterator[Group]:
-        """Return the groups of a stage's layers, in order; the last group of a uniform division may be smaller."""
-        if not self.method:
-            yield Group(range(layers), again=False)
-            return
-        if self.method == "uniform":
-            for start in range(0, layers, self.num_layers):
-                yield Group(range(start, min(start + self.num_layers, layers)), again=True)
-            return
-        first = min(self.num_layers, layers)
-        yield from (Group(range(layer, layer + 1), again=True) for layer in range(first))
-        yield Group(range(first, layers), again=False)
 
 
 class _Repetition(AbstractContextManager[None]):
@@ -145,10 +108,10 @@ class RecomputedNorm:
 
     def not_kept(self) -> AbstractContextManager[None]:
         """Keep the input in place of the output that autograd is about to save."""
-        norm, x, where, shape = self._norm, self._x.detach(), self.output.data_ptr(), self.output.shape
+        norm, x, where = self._norm, self._x.detach(), _place_of(self.output)
 
         def keep(tensor: Tensor) -> Tensor | None:
-            return None if tensor.data_ptr() == where and tensor.shape == shape else tensor
+            return None if _place_of(tensor) == where else tensor
 
         def again(kept: Tensor | None) -> Tensor:
             if kept is not None:
@@ -157,6 +120,10 @@ class RecomputedNorm:
                 return norm(x)
 
         return torch.autograd.graph.saved_tensors_hooks(keep, again)
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int, torch.Size]:
+    return memory_of(tensor), int(tensor.storage_offset()), tensor.shape
 
 
 class _Place(NamedTuple):
@@ -195,11 +162,11 @@ class RecomputedOutputs:
 
     def not_kept(self) -> AbstractContextManager[None]:
         """Keep a reference in place of each output, or view of it, that autograd is about to save."""
-        memory = {x.untyped_storage().data_ptr(): number for number, x in enumerate(self.outputs) if x.numel()}
+        memory = {memory_of(x): number for number, x in enumerate(self.outputs) if x.numel()}
         again, self.outputs = self._again, ()  # else the graph would keep them for its own node
 
         def keep(tensor: Tensor) -> Tensor | _Place:
-            number = memory.get(tensor.untyped_storage().data_ptr())
+            number = memory.get(memory_of(tensor))
             if number is None:
                 return tensor
             return _Place(number, tensor.shape, tensor.stride(), int(tensor.storage_offset()))

@@ -30,9 +30,9 @@ from torch.nn import Parameter
 from megalith.device import is_host
 from megalith.distributed.comm import AsyncHandle
 from megalith.distributed.context import ParallelContext
+from megalith.flat import Bucket, FlatLayout, Kind, lay_out_gradients
 from megalith.kernels.cpu.memory import lazy_zeros
 from megalith.nn.precision import product_dtype
-from megalith.optim.flat import Bucket, FlatLayout, Kind, lay_out
 from megalith.parallel.data import (
     DataParallel,
     ReplicaSlice,
@@ -47,7 +47,6 @@ EXPERTS = "experts"  # first word of the kind of a bucket of experts
 
 SCRATCH_ELEMENTS = 1 << 22  # of a product that is rounded before it is added: 8 MiB of bf16, within the cache of a CPU
 SCRATCH_ELEMENTS_ON_DEVICE = 1 << 24  # 32 MiB: one product for all but the largest weights
-ALIGNMENT = 64  # elements at whose multiples the owned range of a bucket starts: whole cache lines, wide loads
 
 
 class GradientBuffers:
@@ -104,14 +103,7 @@ class GradientBuffers:
         shapes = {name: tuple(parameter.shape) for name, parameter in named}
         replicas = self._num_replicas
         kinds = {name: self._kind(name) for name in shapes}
-        if replicas == 1 and not any(kinds.values()):
-            return lay_out(shapes, {}, bucket_size=sum(p.numel() for _, p in named), divisor=1)
-        return lay_out(
-            dict(reversed(shapes.items())),
-            kinds,
-            bucket_size=bucket_size or max(40_000_000, 1_000_000 * replicas),  # latency must not count over many ranks
-            divisor=replicas * ALIGNMENT,
-        )
+        return lay_out_gradients(shapes, kinds, replicas, bucket_size)
 
     def _kind(self, name: str) -> Kind:
         return (EXPERTS,) * (name in self._experts) + (extra_reduction(self._replicated_rows.get(name, ())) or ())

@@ -12,9 +12,9 @@ from torch import Tensor
 from megalith.device import is_host
 from megalith.distributed.comm import all_reduce
 from megalith.distributed.context import Axis
+from megalith.flat import subtract_ranges
 from megalith.kernels.torch_private import foreach_norm
 from megalith.nn.precision import at_least_fp32
-from megalith.optim.flat import subtract_ranges
 from megalith.parallel.data import ReplicatedRows
 
 CHUNK_ELEMENTS = 1 << 18  # 1 MiB in fp32

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from megalith.config import OptimizerConfig, PrecisionConfig
 from megalith.distributed.comm import all_reduce
 from megalith.errors import ConfigError
+from megalith.flat import boxes
 from megalith.kernels.cpu.memory import lazy_zeros
 from megalith.kernels.torch_private import foreach_copy_, unscale_and_check_
 from megalith.nn.precision import at_least_fp32
 from megalith.optim.elementwise import run_scaled
-from megalith.optim.flat import boxes
 from megalith.optim.groups import Group
 from megalith.optim.loss_scale import LossScale, build_loss_scale
 from megalith.optim.rules import STATE_DTYPES, Fp32Arithmetic, UpdateBatch

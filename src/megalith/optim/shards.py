@@ -19,8 +19,8 @@ from torch.nn import Parameter
 
 from megalith.distributed.comm import AsyncHandle
 from megalith.distributed.context import Axis, ParallelContext
+from megalith.flat import Bucket, FlatLayout
 from megalith.nn.sink import attach_sink
-from megalith.optim.flat import Bucket, FlatLayout
 from megalith.optim.gradients import GradientBuffers
 from megalith.optim.norms import GlobalNorms
 from megalith.parallel.data import (

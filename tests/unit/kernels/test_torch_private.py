@@ -148,3 +148,8 @@ def test_errors_of_the_compiler_are_known() -> None:
             broken(torch.ones(1))
     assert private.is_compile_error(found.value) and not private.is_compile_error(RuntimeError("another"))
     assert private.cpp_compiler(os.environ) in torch._inductor.config.cpp.cxx
+
+
+def test_memory_is_told_apart_without_addresses() -> None:
+    x = torch.empty(4, 6, device="meta")
+    assert private.memory_of(x[1:]) == private.memory_of(x) != private.memory_of(torch.empty_like(x))

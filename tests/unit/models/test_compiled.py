@@ -19,12 +19,12 @@ from torch.nn import Parameter
 
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megalith.errors import ConfigError
+from megalith.layout import Recompute
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.nn import operators
 from megalith.nn.linear import Linear
 from megalith.nn.placement import Split
-from megalith.nn.recompute import Recompute
 from megalith.nn.region import SOLO
 from megalith.optim.build import build_optimizer
 from megalith.parallel.pipeline import DeferredWeightGrads

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megalith.config import ModelConfig
+from megalith.layout import Recompute
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.nn.moe.router import Router
-from megalith.nn.recompute import Recompute
 
 SETTINGS: dict[str, Any] = {
     "num_layers": 2,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megalith.config import DataConfig, ModelConfig
 from megalith.errors import ConfigError
 from megalith.evaluate.score import Sample, Scorer
+from megalith.layout import Recompute
 from megalith.models.families import model_class
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise, seeded
@@ -24,7 +25,6 @@ from megalith.models.saved import saved_tensors
 from megalith.nn.attention import LocalAttention
 from megalith.nn.linear import Linear
 from megalith.nn.placement import Replicated
-from megalith.nn.recompute import Recompute
 from megalith.nn.region import Solo
 from megalith.registry import Entry, Registered
 from megalith.serve.model_runner import PlainRunner, runner_of

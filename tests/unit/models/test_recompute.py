@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megalith.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from megalith.layout import Recompute
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.models.layer_options import rotations
 from megalith.models.transformer import Block
-from megalith.nn.recompute import Recompute
 from megalith.optim import build_optimizer
 from megalith.serve.model_runner import ModelRunner
 from megalith.serve.runner import Batch, Chunk

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from megalith.assemble.trained import Trained
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
+from megalith.layout import Recompute
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.models.language_model import LanguageModel, named_placements
 from megalith.models.plain import build_registered
 from megalith.nn.documents import Documents
 from megalith.nn.placement import Replicated
-from megalith.nn.recompute import Recompute
 from megalith.nn.region import Solo
 from megalith.registry import Entry, Registered
 from megalith.serve.model_runner import ModelRunner

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from megalith.distributed.context import Axis
 from megalith.distributed.rng import Stream
+from megalith.layout import Recompute
 from megalith.nn.linear import Linear
 from megalith.nn.placement import Split
-from megalith.nn.recompute import Recompute, RecomputedNorm, recomputed
+from megalith.nn.recompute import RecomputedNorm, recomputed
 from megalith.nn.region import SOLO
 from megalith.parallel.tensor import TensorParallel
 

@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megalith.device import is_host
+from megalith.device import has_memory, is_host
 
 _SMALLEST = 1 << 20  # bytes; below it the pages at the ends of a mapping would count
 
@@ -23,7 +23,7 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     writes all of it, so that the pages are written twice and the start waits for them.
     """
     size = prod(shape) * dtype.itemsize
-    if not is_host(device) or sys.platform != "linux" or size < _SMALLEST:
+    if not is_host(device) or not has_memory(device) or sys.platform != "linux" or size < _SMALLEST:
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages

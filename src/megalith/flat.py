@@ -10,8 +10,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ALIGNMENT = 64  # elements at whose multiples the owned range of a bucket starts: whole cache lines, wide loads
 
 Kind = tuple[str, ...]
 """Further reductions of a bucket; parameters of different kinds are in different buckets."""
@@ -79,6 +83,19 @@ def lay_out(
             end += -(end - start) % divisor
             buckets.append(Bucket(start, end, names, kind))
     return FlatLayout(dict(shapes), offsets, tuple(buckets))
+
+
+def lay_out_gradients(
+    shapes: dict[str, tuple[int, ...]], kinds: Mapping[str, Kind], replicas: int, bucket_size: int | None = None
+) -> FlatLayout:
+    """Lay out gradients, given in module order, which `replicas` ranks sum; backward passes complete the last first.
+
+    `bucket_size` is by default Megatron's: latency must not count over many ranks.
+    """
+    if replicas == 1 and not any(kinds.values()):
+        return lay_out(shapes, {}, bucket_size=sum(map(prod, shapes.values())), divisor=1)
+    size = bucket_size or max(40_000_000, 1_000_000 * replicas)
+    return lay_out(dict(reversed(shapes.items())), kinds, bucket_size=size, divisor=replicas * ALIGNMENT)
 
 
 def _fill_buckets(sizes: Iterable[tuple[str, int]], bucket_size: int) -> Iterable[tuple[str, ...]]:

@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 
-from megalith.optim.flat import boxes, lay_out, subtract_ranges
+from megalith.flat import boxes, lay_out, subtract_ranges
 
 SHAPES = {"a": (3, 4), "b": (5,), "c": (10, 10), "d": (2, 2), "e": (1,)}
 

@@ -1,0 +1,285 @@
+"""Planned beside counted memory, and the memory of recipes.
+
+    python benchmarks/plan_memory.py --number 10 --seed 1       # random configurations of 1, 2 and 4 CPU ranks
+    python benchmarks/plan_memory.py --recipes                  # of the recipes for GPUs
+    python benchmarks/plan_memory.py --megatron MEASURED.json   # of what Megatron-LM measured
+
+With `--markdown docs/results/plan.md` the table of that page is replaced.
+
+Each random configuration is planned (`megalith.plan`), then trained for three steps by as many processes. In these a
+dispatch mode counts the bytes of all live tensors; the peak is that of the last step, and what is allocated is counted
+at its start. The fullest rank is compared. Configurations that the rules refuse are drawn again.
+
+The file of Megatron-LM's measurements is a list of objects with `args` (flag -> value, true for a flag alone), `gpu`
+(a100, h100 or gb200), `nodes_gpus` ([[nodes, GPUs a node]]; others than one entry are left out) and
+`mem_allocated_bytes`, which torch's allocator had given to the last rank after a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalith.config import load
+from megalith.errors import MegalithError
+from megalith.plan.devices import DEVICES, GIB
+from megalith.plan.plan import plan_run
+
+STEPS = 3
+BASE = (
+    "--mock-data --tokenizer-type NullTokenizer --lr 1e-3 --device cpu --train-iters 3 --num-workers 0 "
+    "--eval-iters 0 --split 100,0,0"
+)
+WITHIN, SHARE = 0.05, 0.95  # of random configurations: the peak
+BESIDE, PART = 0.10, 0.85  # of Megatron-LM's measurements: what is allocated after a step
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+VOCABULARIES = {"llama2": 32_000, "llama3": 128_256, "mixtral": 32_000, "nanochat": 65_536}
+BY_SIZE = {16: "T4", 24: "RTX4090", 32: "V100S", 40: "A100-40GB", 80: "H100"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Planned and counted bytes of the fullest rank."""
+
+    ranks: int
+    flags: str
+    planned: tuple[int, int]  # allocated, peak
+    counted: tuple[int, int]
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """Return planned over counted, minus 1: of what is allocated, and of the peak."""
+        allocated, peak = (one / other - 1 for one, other in zip(self.planned, self.counted, strict=True))
+        return allocated, peak
+
+
+def draw(chance: random.Random) -> tuple[int, list[str]]:
+    """Return a number of ranks and the flags of a configuration, which may break rules."""
+    pick = chance.choice
+    ranks, heads = pick((1, 2, 4)), pick((4, 8))
+    tp, pp, cp = (pick((1, 1, 2, 4)) for _ in range(3))
+    words = f"{BASE} --num-layers {pick((2, 4, 6, 8))} --hidden-size {heads * pick((16, 32, 64))} "
+    length = pick((128, 256, 512))
+    words += f"--num-attention-heads {heads} --seq-length {length} --max-position-embeddings {length} "
+    micro = pick((1, 2, 4))
+    words += f"--micro-batch-size {micro} --global-batch-size {micro * 4 * pick((1, 2, 4))} "
+    words += f"--vocab-size {pick((500, 4000, 16000))} --tensor-model-parallel-size {tp} "
+    words += f"--pipeline-model-parallel-size {pp} --context-parallel-size {cp} "
+    options = (
+        *("--bf16", "", "", ""),
+        "--swiglu --normalization RMSNorm --disable-bias-linear",
+        "--position-embedding-type rope",
+        "--untie-embeddings-and-output-weights",
+        "--use-distributed-optimizer",
+        "--sequence-parallel",
+        f"--group-query-attention --num-query-groups {max(2, heads // 4)}",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        "--recompute-granularity selective",
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--pipeline-schedule zb-h1",
+        "--optimizer sgd",
+        "--calculate-per-token-loss",
+    )
+    words += " ".join(option for option in options if chance.random() < 0.3)
+    if chance.random() < 0.5:
+        words += " --hidden-dropout 0 --attention-dropout 0"
+    return ranks, words.split()
+
+
+def sound(ranks: int, words: Sequence[str]) -> bool:
+    """Return whether the rules let a configuration start."""
+    try:
+        load(list(words), {"RANK": "0", "WORLD_SIZE": str(ranks)})
+    except MegalithError:
+        return False
+    return True
+
+
+def train(words: Sequence[str]) -> tuple[int, int]:
+    """Train as one rank; return its counted bytes."""
+    from megalith.assemble.ranks import join_ranks
+    from megalith.assemble.training import build_run
+    from megalith.plan.measure import MemoryTrace
+    from megalith.train.step import train_step
+
+    run = load(list(words))
+    with join_ranks(run) as context, MemoryTrace(context.device) as trace:
+        built = build_run(run, context).run
+        for _ in range(STEPS):
+            start = len(trace.events)
+            number, schedule = run.num_micro_batches, run.pipeline_schedule
+            train_step(built.state, iter(built.train), number, pipeline_schedule=schedule)
+    now, found = 0, []
+    for place, event in enumerate(trace.events):
+        now += trace.tensors[event].size if event >= 0 else -trace.tensors[~event].size
+        if place >= start - 1:
+            found.append(now)
+    return found[0], max(found)
+
+
+def be_rank() -> None:
+    """Train the configurations of standard input, one a line, and print their counted bytes."""
+    import torch
+
+    torch.set_num_threads(1)
+    for line in sys.stdin.read().splitlines():
+        print("counted", json.dumps(train(line.split())), flush=True)
+
+
+def count(ranks: int, configurations: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
+    """Train configurations with as many processes; return the bytes of the fullest rank of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    where |= {"LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    started = []
+    for rank in range(ranks):
+        environ = {**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([sys.executable, __file__, "--rank"], env=environ, **pipes)
+        process.stdin.write("".join(f"{' '.join(words)}\n" for words in configurations))
+        process.stdin.close()
+        started.append(process)
+    found = []
+    for process in started:
+        lines = [line for line in process.stdout.read().splitlines() if line.startswith("counted ")]
+        if process.wait() or len(lines) < len(configurations):
+            raise SystemExit(f"a rank failed: {' '.join(configurations[len(lines)])}")
+        found.append([json.loads(line.removeprefix("counted ")) for line in lines])
+    return [(max(one for one, _ in of_all), max(peak for _, peak in of_all)) for of_all in zip(*found, strict=True)]
+
+
+def compare(ranks: int, words: Sequence[str], counted: tuple[int, int]) -> Comparison:
+    memory = plan_run(words, DEVICES["CPU"], world_size=ranks).ranks
+    planned = max(one.allocated_bytes for one in memory), max(one.peak_bytes for one in memory)
+    return Comparison(ranks, " ".join(words[len(BASE.split()) :]), planned, counted)
+
+
+def table(found: Sequence[Comparison]) -> str:
+    """Return the comparisons as Markdown."""
+    near = sum(abs(one.errors[1]) <= WITHIN for one in found)
+    lines = [
+        f"Of {len(found)} configurations the planned peak of {near} is within {WITHIN:.0%} of the counted one "
+        f"({near / len(found):.0%}; wanted: {SHARE:.0%}).",
+        "",
+        "| ranks | counted peak, MiB | planned peak | planned between steps | flags |",
+        "|---|---|---|---|---|",
+    ]
+    for one in sorted(found, key=lambda one: -abs(one.errors[1])):
+        allocated, peak = one.errors
+        lines.append(f"| {one.ranks} | {one.counted[1] / 2**20:.1f} | {peak:+.1%} | {allocated:+.1%} | `{one.flags}` |")
+    return "\n".join(lines)
+
+
+def recipes() -> str:
+    """Return the memory of the recipes for GPUs as Markdown."""
+    lines = ["| recipe | GPUs | peak GiB | room GiB | fullest in |", "|---|---|---|---|---|"]
+    for path in sorted(RECIPES.glob("*.toml")):
+        text = path.read_text(encoding="utf-8")
+        number, gib = (re.search(rf"^# {name}: (\d+)$", text, re.MULTILINE) for name in ("GPUs", "GiB of a GPU"))
+        if not number or not gib or number[1] == "0":
+            continue
+        device = BY_SIZE[int(gib[1])]
+        vocabulary = next((size for name, size in VOCABULARIES.items() if path.name.startswith(name)), 50_304)
+        words = ["--config", str(path), "--padded-vocab-size", str(vocabulary)]
+        plan = plan_run(words, DEVICES[device], world_size=int(number[1]))
+        peak, room = plan.fullest.peak_bytes / GIB, plan.device.room / GIB
+        lines.append(f"| `{path.name}` | {number[1]}x{device} | {peak:.1f} | {room:.1f} | {plan.fullest.moment} |")
+    return "\n".join(lines)
+
+
+def megatron(path: Path) -> tuple[str, float]:
+    """Return planned beside measured memory of Megatron-LM's runs as Markdown, and the share that is near."""
+    rows = [row for row in json.loads(path.read_text(encoding="utf-8")) if len(row["nodes_gpus"]) == 1]
+    near, lines, refused = 0, list[str](), Counter[str]()
+    for row in rows:
+        words = [word for flag, value in row["args"].items() for word in _words(flag, value)]
+        nodes, each = row["nodes_gpus"][0]
+        try:
+            plan = plan_run(words, DEVICES[row["gpu"].upper()], world_size=nodes * each, nodes=nodes)
+        except MegalithError as error:
+            refused[str(error).splitlines()[0]] += 1
+            continue
+        planned, measured = plan.ranks[-1].allocated_bytes, row["mem_allocated_bytes"]
+        near += abs(planned / measured - 1) <= BESIDE
+        name = f"{row['case']} ({row['gpu']}, {row['software']})"
+        lines.append(f"| {name} | {measured / GIB:.2f} | {planned / GIB:.2f} | {planned / measured - 1:+.1%} |")
+        print(lines[-1], flush=True)
+    head = [
+        f"Of {len(lines)} runs what is allocated after a step is planned within {BESIDE:.0%} for {near} "
+        f"({near / max(1, len(lines)):.0%}; wanted: {PART:.0%}). {sum(refused.values())} runs could not be planned:",
+        "",
+        *(f"- {number}: {why}" for why, number in refused.most_common()),
+        "",
+        "| run | measured GiB | planned | difference |",
+        "|---|---|---|---|",
+    ]
+    return "\n".join([*head, *lines]), near / max(1, len(lines))
+
+
+def _words(flag: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [flag] if value else []
+    return [flag, *map(str, value if isinstance(value, list) else str(value).split())]
+
+
+def write(path: Path, name: str, text: str) -> None:
+    """Replace the text between the marks of a page."""
+    before, _, rest = path.read_text(encoding="utf-8").partition(f"<!-- {name} -->")
+    after = rest.partition("<!-- end -->")[2]
+    path.write_text(f"{before}<!-- {name} -->\n{text}\n<!-- end -->{after}", encoding="utf-8")
+
+
+def random_runs(number: int, seed: int) -> tuple[str, float]:
+    """Return planned beside counted memory of random configurations as Markdown, and the share that is near."""
+    chance, found = random.Random(seed), list[Comparison]()
+    drawn: list[tuple[int, list[str]]] = []
+    while len(drawn) < number:
+        one = draw(chance)
+        drawn += [one] if sound(*one) else []
+    for ranks in sorted({ranks for ranks, _ in drawn}):
+        configurations = [words for number, words in drawn if number == ranks]
+        for words, counted in zip(configurations, count(ranks, configurations), strict=True):
+            found.append(beside := compare(ranks, words, counted))
+            allocated, peak = beside.errors
+            print(f"{peak:+7.1%} peak {allocated:+7.1%} between, {ranks} ranks: {beside.flags}", flush=True)
+    return table(found), sum(abs(one.errors[1]) <= WITHIN for one in found) / len(found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--number", type=int, default=10, help="random configurations (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the draws (default: %(default)s)")
+    parser.add_argument("--recipes", action="store_true", help="plan the recipes for GPUs")
+    parser.add_argument("--megatron", type=Path, metavar="FILE", help="compare with Megatron-LM's measurements")
+    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="replace the table of a page")
+    options = parser.parse_args()
+    if options.recipes:
+        name, (text, share), wanted = "recipes", (recipes(), 1.0), 1.0
+    elif options.megatron:
+        name, (text, share), wanted = "megatron", megatron(options.megatron), PART
+    else:
+        name, (text, share), wanted = "random", random_runs(options.number, options.seed), SHARE
+    print(text if options.recipes else text.splitlines()[0])
+    if options.markdown:
+        write(options.markdown, name, text)
+    return 0 if share >= wanted else 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        be_rank()
+    else:
+        sys.exit(main())

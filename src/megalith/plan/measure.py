@@ -1,0 +1,305 @@
+"""A step of a part of a model on torch's meta device, whose tensors have shapes and no memory.
+
+The part is built, trained for two steps of one micro-batch by the code that trains a run, and watched in the second
+one. Other ranks are not there: collectives return what they are given (`comm`). The capability of the device that the
+plan is for decides which kernels are taken.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import megalith
+from megalith import device as devices
+from megalith.assemble.model import build_chunks, build_run_optimizer, defer_weight_gradients
+from megalith.config import RunConfig
+from megalith.device import HOST, Capability, nvidia
+from megalith.distributed.context import Axis, ParallelContext
+from megalith.distributed.rng import Stream
+from megalith.models.language_model import LanguageModel, Stage
+from megalith.optim.gradients import GradientBuffers
+from megalith.optim.optimizer import Optimizer
+from megalith.plan.devices import Device
+from megalith.plan.experts import replaced, routed
+from megalith.plan.memory import Part
+from megalith.plan.record import Mark, Parameter, Record, Segment, Tensors, largest, replay
+from megalith.schedules.pipeline import Op
+from megalith.train.step import MicroBatchRunner
+
+META = torch.device("meta")
+_PACKAGE = str(Path(megalith.__file__).parent)
+_CATEGORIES = {"distributed": "communication", "optim": "optimizer", "optim/gradients.py": "gradients"}
+
+
+_IN_PLACE = (torch.ops.aten._fused_sgd_.default,)
+"""Operators without results that torch lacks on the meta device."""
+
+
+class MemoryTrace(TorchDispatchMode):
+    """Follows the memory of all tensors of a device: `events` and `tensors` as of `replay`.
+
+    Args:
+        block: bytes of whose multiples a tensor takes memory.
+    """
+
+    def __init__(self, device: torch.device, block: int = 1) -> None:
+        super().__init__()
+        self.events: list[int] = []
+        self.tensors: list[Tensors] = []
+        self.marks: list[Mark] = []
+        self._device, self._block = device, block
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def mark(self, operation: str, piece: str = "") -> None:
+        """Start a segment."""
+        self.marks.append(Mark(len(self.events), operation, piece))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        lacking = self._device == META and func in _IN_PLACE
+        out = None if lacking else func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device == self._device:
+                self._see(tensor)
+        return out
+
+    def _see(self, tensor: Tensor) -> None:
+        memory = tensor.untyped_storage()
+        if memory in self._known:
+            return
+        self._known.add(memory)
+        size = -(-memory.nbytes() // self._block) * self._block
+        category, where = _place()
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        what = f"{shape} {str(tensor.dtype).removeprefix('torch.')}, {where}"
+        self.events.append(len(self.tensors))
+        self.tensors.append(Tensors(size, category, what))
+        weakref.finalize(memory, self.events.append, ~self.events[-1]).atexit = False
+
+
+def _place() -> tuple[str, str]:
+    """Return category and function of the package that makes a tensor."""
+    frame: Any = sys._getframe(3)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_PACKAGE) and not file.startswith(f"{_PACKAGE}/plan/"):
+            file = file[len(_PACKAGE) + 1 :]
+            function = frame.f_code.co_name
+            if file == "nn/loss.py" and function == "take":
+                return "logits", "logits"
+            category = _CATEGORIES.get(file) or _CATEGORIES.get(file.partition("/")[0], "activations")
+            return category, f"{file} {function}"
+        frame = frame.f_back
+    return "activations", "autograd"
+
+
+def _attend(
+    able: Capability, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, **options: Any
+) -> Any:
+    """Take the attention kernel of the planned device, which torch SDPA would not on the meta device."""
+    scale, aten = options["scale"], torch.ops.aten
+    if able is HOST:
+        if dropout:
+            return aten._scaled_dot_product_attention_math(q, k, v, mask, dropout, causal, scale=scale)[0]
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(q, k, v, dropout, causal, attn_mask=mask, scale=scale)[0]
+    if mask is None and "flash" in able.attention and q.dtype in able.half:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, scale=scale)[0]
+    if (repeats := q.shape[1] // k.shape[1]) > 1:
+        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, dropout, causal, scale=scale)[0]
+
+
+@contextmanager
+def planned(device: Device) -> Iterator[None]:
+    """Let the meta device stand for a device within the block."""
+    able = HOST if device.compute is None else nvidia(device.name, device.compute, device.gib * 2**30)
+    before = devices.HOST_KINDS
+    devices.DESCRIBED[META] = able
+    devices.HOST_KINDS = (*before, META.type) if able is HOST else before
+    try:
+        with replaced(nn.functional, scaled_dot_product_attention=partial(_attend, able)):
+            yield
+    finally:
+        devices.HOST_KINDS = before
+        del devices.DESCRIBED[META]
+
+
+def context_of(run: RunConfig, rank: int) -> ParallelContext:
+    """Return the context of a rank without process groups, and without other replicas to share its updates with."""
+    layout, solo = run.layout, ParallelContext.solo(META)
+    axes = {}
+    for names, axis in solo.axes.items():
+        ordered = axis.name.split("+")
+        (ranks,) = (ranks for ranks in layout.groups(*ordered) if rank in ranks)
+        shares = names in (frozenset(("cp", "dp")), frozenset(("edp",)))
+        axes[names] = axis if shares else Axis(axis.name, ranks, ranks.index(rank))
+    pairs = ((ranks[0], ranks[-1]) for ranks in layout.groups("pp") if layout.pp > 1)
+    ends = next((Axis("ends", pair, pair.index(rank)) for pair in pairs if rank in pair), None)
+    return ParallelContext(layout, rank, META, axes, ends)
+
+
+def measure(run: RunConfig, part: Part, vocab_size: int, device: Device) -> Record:
+    """Return what a part of the model needs on a device.
+
+    Args:
+        vocab_size: padded.
+    """
+    if part.recomputed is not None and run.train.recompute_method == "block":
+        run = replace(run, train=replace(run.train, recompute_num_layers=part.recomputed))
+    context = context_of(run, part.rank)
+    stage = Stage(part.layers, is_first=part.is_first, is_last=part.is_last)
+    with planned(device), routed(run), MemoryTrace(META, device.block) as trace:
+        trace.mark("", "weights")
+        chunks = build_chunks(run, vocab_size, context, Stream(1), stages=[stage])
+        optimizer = build_run_optimizer(run, chunks, context)
+        deferred = defer_weight_gradients(run, chunks, optimizer)
+        trace.mark("", "first step")
+        step = partial(_step, run, context, chunks[0], optimizer, deferred, trace)
+        step(None)
+        trace.mark("", "left")
+        message = step(part.units)
+    found = replay(trace.events, trace.tensors, trace.marks)
+    first = next(number for number, (mark, _) in enumerate(found) if mark.piece == "first step")
+    end = next(number for number, (mark, _) in enumerate(found) if mark.piece == "left")
+    left = _left(trace, found[first][0].event, found[end][0].event)
+    segments = {f"{mark.operation} {mark.piece}".strip(): segment for mark, segment in found[end:] if mark.operation}
+    itemsize = optimizer.gradients.dtype.itemsize
+    return Record(segments, _parameters(chunks[0], optimizer, part.units), itemsize, left, message)
+
+
+def _left(trace: MemoryTrace, start: int, stop: int) -> Segment:
+    """Return what was made between two events and is there at the second."""
+    alive: set[int] = set()
+    for number in trace.events[start:stop]:
+        if number >= 0:
+            alive.add(number)
+        else:
+            alive.discard(~number)
+    change: dict[str, int] = {}
+    for number in alive:
+        one = trace.tensors[number]
+        change[one.category] = change.get(one.category, 0) + one.size
+    return Segment(change, change, kept=largest(trace.tensors[number] for number in alive))
+
+
+def _parameters(
+    model: LanguageModel, optimizer: Optimizer, units: Sequence[Sequence[int]]
+) -> dict[str, list[Parameter]]:
+    gradients = optimizer.gradients
+    assert isinstance(gradients, GradientBuffers), "FSDP2 is refused"
+    unit_of = {str(layer): str(number) for number, layers in enumerate(units) for layer in layers}
+    states: dict[str, list[int]] = {}
+    for label, tensor in optimizer.state_tensors().items():
+        if tensor.device == META:  # others are offloaded
+            states.setdefault(label.partition(".")[2], []).append(tensor.numel() * tensor.element_size())
+    found: dict[str, list[Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        words = name.split(".")
+        unit = unit_of.get(words[2], "") if words[1:2] == ["layers"] and words[0] != "mtp" else ""
+        kind, own = gradients.layout.bucket_of(name).kind, tuple(states.get(name, ()))
+        found.setdefault(unit, []).append(Parameter(parameter.numel(), parameter.element_size(), kind, own))
+    return found
+
+
+def _batch(run: RunConfig) -> dict[str, Tensor]:
+    shape = (run.train.micro_batch_size, run.data.seq_length)
+    ids = {name: torch.zeros(shape, dtype=torch.int64, device=META) for name in ("tokens", "labels", "position_ids")}
+    return {**ids, "loss_mask": torch.ones(shape, device=META)}
+
+
+def _step(
+    run: RunConfig,
+    context: ParallelContext,
+    model: LanguageModel,
+    optimizer: Optimizer,
+    deferred: Any,
+    trace: MemoryTrace,
+    units: Sequence[Sequence[int]] | None,
+) -> int:
+    """Train one step of one micro-batch; mark its pieces if `units` are given. Return the bytes of a message."""
+    batches, number = (_batch(run) for _ in range(1)), run.num_micro_batches
+    runner = MicroBatchRunner([model], batches, context, num_micro_batches=number)
+    mark = (lambda *names: None) if units is None else trace.mark
+    model.train()
+    optimizer.zero_grad(number)
+    hooks = _mark_units(model, trace, units) if units else []
+    hidden = grad = None
+    mark("F", "batch")
+    shape, dtype = runner.activation_shape(0)
+    mark("", "input")
+    if not model.stage.is_first:
+        hidden = torch.empty(shape, dtype=dtype, device=META, requires_grad=True)
+    mark("F", "before")
+    runner.prepare(Op("F", 0, 0))
+    output = runner.forward(0, 0, hidden)
+    root: Any = output if output.dim() == 0 else get_gradient_edge(output)
+    output = output.detach()
+    message = 0 if output.dim() == 0 else output.untyped_storage().nbytes()
+    if message:
+        grad = torch.empty_like(output)
+        mark("", "message")
+    del output
+    mark("B", "after")
+    if deferred is None:
+        torch.autograd.backward(root, grad)
+    else:
+        with deferred.collect(0):
+            torch.autograd.backward(root, grad)
+    del root
+    runner.release(0)
+    for hook in hooks:
+        hook.remove()
+    mark("W", "all")
+    if deferred is not None:
+        deferred.run_deferred(0)
+    mark("", "sent")
+    del hidden, grad
+    mark("step", "all")
+    optimizer.measure()
+    optimizer.complete_step([0.0, 1e6, 0.0], 1e-4, 0.1)
+    return message
+
+
+def _mark_units(model: LanguageModel, trace: MemoryTrace, units: Sequence[Sequence[int]]) -> list[Any]:
+    """Mark where units begin in either pass; return the handles of the hooks."""
+    blocks, hooks = list(model.blocks()), []
+    passed: set[str] = set()  # recomputation calls layers again
+
+    def enters(name: str) -> bool:
+        new = name not in passed
+        passed.add(name)
+        return new
+
+    def begin(piece: str, first: bool, module: nn.Module, args: Any) -> None:
+        if enters(f"begin {piece}"):
+            trace.mark("F", piece)
+            if first and args[0].requires_grad:
+                args[0].register_hook(lambda grad: trace.mark("B", "before"))
+
+    def end(piece: str, last: bool, module: nn.Module, args: Any, output: Tensor) -> None:
+        if enters(f"end {piece}"):
+            output.register_hook(lambda grad: trace.mark("B", piece))
+            if last:
+                trace.mark("F", "after")
+
+    start = 0
+    for number, layers in enumerate(units):
+        stop = start + len(layers)
+        is_first, is_last = number == 0, number == len(units) - 1
+        hooks.append(blocks[start].register_forward_pre_hook(partial(begin, str(number), is_first)))
+        hooks.append(blocks[stop - 1].register_forward_hook(partial(end, str(number), is_last)))
+        start = stop
+    return hooks

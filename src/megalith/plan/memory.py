@@ -1,0 +1,358 @@
+"""Memory of every kind of rank of a run, added up from the records of its parts; integers alone.
+
+Weights, gradients and optimizer states follow from the parameters of all layers, laid out as the gradients are
+(`flat`). The activations under way when an operation begins follow from the program of the stage, which is the one that
+the run executes (schedules/pipeline.py); what an operation adds, from the segments of its layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import chain
+from math import lcm
+
+from megalith.config import RunConfig
+from megalith.errors import ConfigError
+from megalith.flat import FlatLayout, lay_out_gradients
+from megalith.layout import Group
+from megalith.plan.devices import Device
+from megalith.plan.record import Parameter, Record, Segment, Tensors, largest
+from megalith.schedules.pipeline import Action, Op, make_schedule
+
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "libraries")
+_ROUNDS = 4  # times the stages: after as many micro-batches a pipeline repeats itself
+
+
+@dataclass(frozen=True)
+class Part:
+    """A chunk of a stage with at most two units of each kind.
+
+    Attributes:
+        rank: the first one of its stage.
+        units: their layers, by global numbers.
+        recomputed: number of units that are recomputed; None where layers are not recomputed as a whole.
+        kinds: of the units; equal kinds take equal memory.
+    """
+
+    rank: int
+    is_first: bool
+    is_last: bool
+    units: tuple[tuple[int, ...], ...]
+    recomputed: int | None
+    kinds: tuple[str, ...]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(chain.from_iterable(self.units))
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of the ranks of some pipeline stages, in bytes by category.
+
+    Attributes:
+        stages: those that need as much, or a little less.
+        layers: of each of these.
+        allocated: between two steps.
+        peak: at the moment when it is largest.
+        moment: what is computed then.
+        tensors: the largest ones at that moment.
+    """
+
+    stages: tuple[int, ...]
+    layers: int
+    allocated: Mapping[str, int]
+    peak: Mapping[str, int]
+    moment: str
+    tensors: Sequence[Tensors]
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(self.allocated.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.peak.values())
+
+
+def plan_memory(run: RunConfig, device: Device, record_of: Callable[[Part], Record]) -> list[RankMemory]:
+    """Return the memory of each kind of rank, in the order of the pipeline.
+
+    Raises:
+        ConfigError: weights are divided over replicas (FSDP2), or the family is not gpt.
+    """
+    if run.fully_sharded:
+        raise ConfigError(
+            "--use-torch-fsdp2: the memory of ZeRO-2 and ZeRO-3 is not planned yet; use --use-distributed-optimizer "
+            "(ZeRO-1) in the plan, which needs more"
+        )
+    if run.model.family.objective != "causal":
+        raise ConfigError(f"--model-family {run.model.model_family}: only the memory of gpt is planned yet")
+    alike: dict[object, list[int]] = {}
+    for stage in range(run.layout.pp):
+        chunks = [_split(run, stage, number) for number in range(len(run.stages[stage]))]
+        alike.setdefault(
+            tuple((part.is_first, part.is_last, tuple(part.kinds[place] for place in order)) for part, order in chunks),
+            [],
+        ).append(stage)
+    # Of stages with equal layers the first has the most micro-batches under way.
+    return [_Stage(run, device, stages, record_of).memory() for stages in alike.values()]
+
+
+def _split(run: RunConfig, stage: int, number: int) -> tuple[Part, list[int]]:
+    """Return the part that stands for a chunk, and the number of the unit in it that stands for each of the chunk."""
+    layers, model, layout = run.stages[stage][number], run.model, run.layout
+    again = run.recompute is not None and run.recompute.method != ""
+    groups = run.recompute.groups(len(layers)) if run.recompute else iter([Group(range(len(layers)), again=False)])
+    units: list[tuple[int, ...]] = []
+    kinds: list[str] = []
+    for group in groups:
+        own = [layers[place] for place in group.layers]
+        for unit in [tuple(own)] if group.again else [(layer,) for layer in own]:
+            options = [(model.experts[n], model.windows[n], model.rotated_layers[n]) for n in unit]
+            units.append(unit)
+            kinds.append(f"{'recomputed ' * group.again}{options}")
+    counts: Counter[str] = Counter()
+    chosen = [place for place, kind in enumerate(kinds) if (counts.update([kind]) or counts[kind] <= 2)]
+    last = {kinds[place]: index for index, place in enumerate(chosen)}
+    part = Part(
+        rank=layout.rank({"tp": 0, "cp": 0, "dp": 0, "pp": stage}),
+        is_first=stage == number == 0,
+        is_last=stage == layout.pp - 1 and number == len(run.stages[stage]) - 1,
+        units=tuple(units[place] for place in chosen),
+        recomputed=sum(kinds[place].startswith("recomputed") for place in chosen) if again else None,
+        kinds=tuple(kinds[place] for place in chosen),
+    )
+    return part, [last[kind] for kind in kinds]
+
+
+@dataclass
+class _Moment:
+    """A moment of a step: bytes against a start, what is computed, and the tensors of both."""
+
+    bytes: Mapping[str, int]
+    text: str
+    tensors: list[Tensors] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+
+class _Chunk:
+    """A chunk of a stage: its operations, each a sequence of pieces."""
+
+    def __init__(self, part: Part, record: Record, order: Sequence[int]) -> None:
+        self.record, self.order = record, order
+        self._unit = "layer" if all(len(unit) == 1 for unit in part.units) else "group of layers"
+        units = [str(number) for number in order]
+        self.forward = self._pieces("F", ["batch", "before", *units, "after"])
+        self.backward = self._pieces("B", ["after", *reversed(units), "before"])
+        self.kept = _sum(piece.change for _, piece in self.forward)
+        self.freed = _sum(piece.change for _, piece in self.backward)
+        self.peaks = {
+            "F": self._peak("forward", self.forward),
+            "B": self._peak("backward", self.backward),
+            "W": self._peak("weight gradients", self._pieces("W", ["all"])),
+        }
+
+    def _pieces(self, operation: str, names: Iterable[str]) -> list[tuple[str, Segment]]:
+        found = ((name, self.record.segments.get(f"{operation} {name}")) for name in names)
+        return [(name, segment) for name, segment in found if segment is not None]
+
+    def _peak(self, what: str, pieces: Sequence[tuple[str, Segment]]) -> _Moment:
+        """Return the largest moment of an operation against its start."""
+        now, best = Counter[str](), _Moment({}, what)
+        for place, (name, piece) in enumerate(pieces):
+            here = _sum([now, piece.peak])
+            if sum(here.values()) > best.total or place == 0:
+                number = place - 1 if what == "forward" else len(pieces) - 1 - place
+                where = f" at {self._unit} {number} of {len(self.order)}" if name.isdigit() else ""
+                best = _Moment(here, f"{what} pass{where}" if what != "weight gradients" else what)
+                best.tensors = [*self._earlier(what, place), *piece.alive]
+            now.update(piece.change)
+        return best
+
+    def _earlier(self, what: str, place: int) -> list[Tensors]:
+        """Return the tensors of the forward pass that other pieces keep at a moment."""
+        if what == "forward":
+            pieces = self.forward[:place]
+        elif what == "backward":
+            pieces = self.forward[: max(0, len(self.forward) - 1 - place)]
+        else:
+            pieces = []
+        return [one for _, piece in pieces for one in piece.kept]
+
+    def kept_tensors(self) -> list[Tensors]:
+        return [one for _, piece in self.forward for one in piece.kept]
+
+    def parameters(self) -> Iterable[Parameter]:
+        """Yield the parameters of all layers."""
+        for unit in self.order:
+            yield from self.record.parameters.get(str(unit), ())
+        yield from self.record.parameters.get("", ())
+
+
+class _Stage:
+    """Adds up the memory of the first of some stages that are alike."""
+
+    def __init__(
+        self, run: RunConfig, device: Device, stages: Sequence[int], record_of: Callable[[Part], Record]
+    ) -> None:
+        self.run, self.device, self.stages = run, device, tuple(stages)
+        split = [_split(run, stages[0], number) for number in range(len(run.stages[stages[0]]))]
+        self.chunks = [_Chunk(part, record_of(part), order) for part, order in split]
+        # of whichever chunk: outputs of all but the last of the pipeline are alike
+        self.message = max(chunk.record.message for chunk in self.chunks)
+        if run.layout.pp > 1 and not self.message:
+            self.message = self._message_size()
+
+    def _message_size(self) -> int:
+        """Return the bytes of the hidden states between stages."""
+        run = self.run
+        layout, precision = run.layout, run.precision.params_dtype
+        itemsize = 4 if precision == "float32" or run.model.fp32_residual_connection else 2
+        rows = run.data.seq_length // layout.cp // (layout.tp if run.parallel.sequence_parallel_here else 1)
+        return rows * run.train.micro_batch_size * run.model.hidden_size * itemsize
+
+    def memory(self) -> RankMemory:
+        fixed = self._fixed()
+        left = _sum(chunk.record.left.change for chunk in self.chunks)
+        allocated = _sum([fixed, left, {"libraries": self.device.libraries}])
+        moment = max(self._passes(), self._update(), key=lambda one: one.total)
+        peak = _sum([allocated, moment.bytes])
+        whole = [one for chunk in self.chunks for one in chunk.record.left.kept]
+        whole += [Tensors(size, name, f"{name}, flat") for name, size in fixed.items() if name == "gradients"]
+        return RankMemory(
+            self.stages,
+            sum(map(len, self.run.stages[self.stages[0]])),
+            allocated,
+            peak,
+            moment.text,
+            largest([*moment.tensors, *whole]),
+        )
+
+    def _fixed(self) -> Counter[str]:
+        """Return the bytes of weights, gradients and optimizer states."""
+        layout, block = self.run.layout, self.device.block
+        parameters = dict(enumerate(one for chunk in self.chunks for one in chunk.parameters()))
+        experts = layout.tp * layout.cp * layout.dp // (layout.expert_tp * layout.ep)
+        has_experts = any(one.kind[:1] == ("experts",) for one in parameters.values())
+        dense, sparse = layout.cp * layout.dp, experts if layout.ep > 1 or layout.expert_tp != layout.tp else 0
+        replicas = lcm(dense, sparse if has_experts and sparse else 1)
+        flat = lay_out_gradients(
+            {str(name): (one.elements,) for name, one in parameters.items()},
+            {str(name): one.kind for name, one in parameters.items()},
+            replicas,
+        )
+        itemsize = self.chunks[0].record.gradient_itemsize
+        zero1 = self.run.parallel.shards_optimizer_only
+        shares = {name: self._share(flat, str(name), one, dense, sparse or dense) for name, one in parameters.items()}
+        states = sum(
+            _rounded(int(size * shares[name]), block) for name, one in parameters.items() for size in one.states
+        )
+        weights = sum(_rounded(one.elements * one.itemsize, block) for one in parameters.values())
+        if zero1 and replicas > 1:
+            weights = _rounded(flat.size * next(iter(parameters.values())).itemsize, block)
+        gradients = _rounded(flat.size * itemsize, block)
+        return Counter(weights=weights, gradients=gradients, optimizer=states)
+
+    def _share(self, flat: FlatLayout, name: str, parameter: Parameter, dense: int, experts: int) -> Fraction:
+        """Return the part of a parameter that the first replica updates."""
+        replicas = experts if parameter.kind[:1] == ("experts",) else dense
+        if not self.run.parallel.shards_optimizer_only or replicas == 1 or not parameter.elements:
+            return Fraction(1)
+        (start, stop), bucket = flat.span(name), flat.bucket_of(name)
+        end = bucket.start + (bucket.stop - bucket.start) // replicas
+        return Fraction(max(0, min(stop, end) - start), stop - start)
+
+    def _update(self) -> _Moment:
+        """Return the largest moment of the optimizer's update, whose temporary tensors grow with the parameters."""
+        found = _Moment({}, "update of the weights")
+        for chunk in self.chunks:
+            seen = chunk.record.segments["step all"]
+            watched = sum(one.elements for group in chunk.record.parameters.values() for one in group)
+            ratio = Fraction(sum(one.elements for one in chunk.parameters())) / max(1, watched)
+            if self.run.parallel.shards_optimizer_only:
+                ratio /= self.run.layout.cp * self.run.layout.dp
+            own = {name: int(size * max(ratio, Fraction(1))) for name, size in seen.peak.items()}
+            found = max(found, _Moment(own, found.text, list(seen.alive)), key=lambda one: one.total)
+        return found
+
+    def _passes(self) -> _Moment:
+        """Return the largest moment of the forward and backward passes of a step, against its start."""
+        run, pp = self.run, self.run.layout.pp
+        number = min(run.num_micro_batches, _ROUNDS * pp)
+        schedule = make_schedule(run.pipeline_schedule, pp, len(self.chunks), max(1, number))
+        under_way = _UnderWay(self.chunks, self.message, is_split=schedule.is_split)
+        best, best_total, what = _Moment({}, ""), -1, None
+        for action in schedule.actions(self.stages[0]):
+            here = under_way.begin(action)
+            total = sum(here.values()) + self.chunks[action.op.chunk].peaks[action.op.kind].total
+            if total > best_total:
+                own = self.chunks[action.op.chunk].peaks[action.op.kind]
+                best, best_total, what = _Moment(_sum([here, own.bytes]), own.text), total, action.op
+                others = under_way.others(action.op)
+                kept = [one._replace(number=n * one.number) for c, n in others.items() for one in self._kept(c)]
+                best.tensors = [*own.tensors, *kept]
+                if sum(others.values()):
+                    best.text += f", with {sum(others.values())} other micro-batches under way"
+            under_way.end(action)
+        assert what is not None, "a schedule has operations"
+        return best
+
+    def _kept(self, chunk: int) -> list[Tensors]:
+        return self.chunks[chunk].kept_tensors()
+
+
+class _UnderWay:
+    """Micro-batches between their first and last operation on a stage, and messages to and from other stages."""
+
+    def __init__(self, chunks: Sequence[_Chunk], message: int, *, is_split: bool) -> None:
+        self._chunks, self._message, self._is_split = chunks, message, is_split
+        self._held: dict[tuple[int, int], Counter[str]] = {}
+        self._posted = self._sent = self._local = 0
+
+    def begin(self, action: Action) -> Counter[str]:
+        """Return the bytes that are there when an operation begins, its input included."""
+        self._posted += len(action.receives)
+        messages = self._posted + self._sent + self._local
+        return _sum([*self._held.values(), {"communication": messages * self._message}])
+
+    def others(self, op: Op) -> Counter[int]:
+        """Return the number of other micro-batches under way, by chunk."""
+        return Counter(chunk for chunk, micro_batch in self._held if (chunk, micro_batch) != (op.chunk, op.micro_batch))
+
+    def end(self, action: Action) -> None:
+        """Account for the end of an operation."""
+        op, chunk = action.op, self._chunks[action.op.chunk]
+        if action.input is not None:
+            self._posted -= not action.input.is_local
+            self._local -= action.input.is_local
+        output = {"activations": -self._message * (action.output is not None)}
+        key = (op.chunk, op.micro_batch)
+        if op.kind == "F":
+            received = {"activations": self._message * (action.input is not None)}
+            self._held[key] = _sum([chunk.kept, output, received])
+        elif op.kind == "B" and self._is_split:
+            self._held[key] = _sum([self._held[key], chunk.freed, output, output])  # the input goes, its gradient too
+        else:
+            del self._held[key]
+        self._sent -= action.wait_for_send is not None
+        if action.output is not None:
+            self._sent += not action.output.is_local
+            self._local += action.output.is_local
+
+
+def _sum(parts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    total = Counter[str]()
+    for part in parts:
+        total.update(part)
+    return total
+
+
+def _rounded(size: int, block: int) -> int:
+    return -(-size // block) * block

@@ -1,0 +1,164 @@
+"""The plan of a run: whether it fits, with the memory of its ranks, as an object, as JSON and as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megalith.config import RunConfig, load
+from megalith.errors import ConfigError, MegalithError
+from megalith.plan.devices import GIB, Device
+from megalith.plan.memory import CATEGORIES, Part, RankMemory, plan_memory
+from megalith.plan.record import Record
+from megalith.plan.remember import remembering
+from megalith.tokenizers.protocol import padded_vocab_size
+
+_NOT_YET = "not planned yet"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run needs.
+
+    Attributes:
+        ranks: kinds of ranks, in the order of the pipeline.
+        notes: what was assumed, one line each.
+    """
+
+    run: RunConfig
+    device: Device
+    ranks: Sequence[RankMemory]
+    notes: Sequence[str] = ()
+
+    @property
+    def fullest(self) -> RankMemory:
+        return max(self.ranks, key=lambda rank: rank.peak_bytes)
+
+    @property
+    def fits(self) -> bool | None:
+        """Return whether the fullest rank fits its device; None if the memory of the device is not known."""
+        return self.fullest.peak_bytes <= self.device.room if self.device.gib else None
+
+    def to_json(self) -> str:
+        """Return the plan as one line of JSON."""
+        ranks = [
+            {
+                "stages": [rank.stages[0], rank.stages[-1]],
+                "layers": rank.layers,
+                "allocated_bytes": rank.allocated_bytes,
+                "peak_bytes": rank.peak_bytes,
+                "allocated": dict(rank.allocated),
+                "peak": dict(rank.peak),
+                "moment": rank.moment,
+                "tensors": [one._asdict() for one in rank.tensors],
+            }
+            for rank in self.ranks
+        ]
+        memory = {
+            "allocated_bytes": max(rank.allocated_bytes for rank in self.ranks),
+            "peak_bytes": self.fullest.peak_bytes,
+            "room_bytes": self.device.room,
+            "context_bytes": self.device.context,
+            "ranks": ranks,
+        }
+        absent = {name: None for name in ("step_seconds", "mfu", "layouts")}
+        reasons = {name: _NOT_YET for name in absent}
+        whole = {"fits": self.fits, "device": self.device.name, "memory": memory, **absent}
+        return json.dumps({**whole, "reasons": reasons, "notes": list(self.notes)})
+
+    def text(self, savings: Sequence[str] = ()) -> str:
+        """Return one screen of text; `savings` are lines about what would need less."""
+        full, device = self.fullest, self.device
+        verdict = {True: "fits", False: "does not fit", None: "needs"}[self.fits]
+        room = f" of {device.room / GIB:.1f} GiB that tensors may take on {device.name}" if device.gib else ""
+        lines = [f"{verdict}: {full.peak_bytes / GIB:.2f} GiB{room}, {self.run.layout}", ""]
+        used = [name for name in CATEGORIES if any(rank.peak.get(name) for rank in self.ranks)]
+        lines.append("  ".join(["GiB at the peak".ljust(18), *(name.rjust(13) for name in (*used, "peak", "between"))]))
+        for rank in self.ranks:
+            first, last = rank.stages[0], rank.stages[-1]
+            name = f"stage {first}" if first == last else f"stages {first} to {last}"
+            values = [*(rank.peak.get(name, 0) for name in used), rank.peak_bytes, rank.allocated_bytes]
+            lines.append("  ".join([name.ljust(18), *(f"{value / GIB:13.2f}" for value in values)]))
+        lines += ["", f"The peak is in the {full.moment}. The largest tensors then:"]
+        for one in full.tensors:
+            lines.append(f"{one.number:5} x {one.size / 2**20:10.1f} MiB  {one.category:13}  {one.what}")
+        lines += ["", *savings, *(f"note: {note}" for note in self.notes)]
+        return "\n".join(lines).rstrip()
+
+
+def plan_run(words: Sequence[str], device: Device, *, world_size: int, nodes: int = 1) -> Plan:
+    """Plan the run of a command line of `megalith train`, without its files.
+
+    Raises:
+        ConfigError: the violations that `megalith train` would list, or what cannot be planned.
+    """
+    if nodes < 1 or world_size % nodes:
+        raise ConfigError(f"--nodes {nodes} does not divide the {world_size} devices of --gpus")
+    local = world_size // nodes
+    environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local)}
+    run = load(list(words), environ, files=False)
+    vocab_size, notes = _vocabulary(run)
+    if run.train.compile:
+        run = replace(run, train=replace(run.train, compile=False))
+        notes.append("--compile: planned as without it, which needs more")
+    if run.data.masks_documents:
+        notes.append("each sequence is planned as one document")
+
+    def measure(part: Part) -> Record:
+        from megalith.plan import measure as measuring  # imports torch
+
+        return measuring.measure(run, part, vocab_size, device)
+
+    return Plan(run, device, plan_memory(run, device, remembering(run, vocab_size, device, measure)), notes)
+
+
+def _vocabulary(run: RunConfig) -> tuple[int, list[str]]:
+    """Return the padded size of the vocabulary, and notes about it."""
+    from megalith.tokenizers import build_tokenizer
+
+    if run.data.padded_vocab_size is not None:
+        return run.data.padded_vocab_size, []
+    notes, size = list[str](), run.tokenizer.vocab_size
+    try:
+        size = build_tokenizer(run.tokenizer).vocab_size
+    except (MegalithError, OSError) as error:
+        if size is None and run.tokenizer.tokenizer_type != "GPT2BPETokenizer":
+            raise ConfigError(
+                f"the size of the vocabulary is not known without the tokenizer's files ({error}); "
+                "give --padded-vocab-size"
+            ) from error
+        size = size or 50257
+        notes.append(f"the tokenizer's files are not here: {size} tokens are assumed; --padded-vocab-size sets them")
+    divisor = run.model.make_vocab_size_divisible_by
+    return padded_vocab_size(size, divisor, run.parallel.tensor_model_parallel_size), notes
+
+
+def savings(plan: Plan, words: Sequence[str], *, world_size: int, nodes: int = 1) -> list[str]:
+    """Return lines about flags with which the fullest rank would need less, for those that the rules allow."""
+    run, found = plan.run, []
+    for name, flags in _alternatives(run).items():
+        try:
+            other = plan_run([*words, *flags], plan.device, world_size=world_size, nodes=nodes)
+        except ConfigError:
+            continue
+        saved = plan.fullest.peak_bytes - other.fullest.peak_bytes
+        if saved > 0:
+            enough = "" if plan.fits is not False else ", and would fit" if other.fits else ", and would not fit"
+            found.append(f"{' '.join(flags)} ({name}) would need {saved / GIB:.2f} GiB less{enough}")
+    return found
+
+
+def _alternatives(run: RunConfig) -> Mapping[str, list[str]]:
+    size, found = run.train.micro_batch_size, dict[str, list[str]]()
+    if not run.parallel.shards_optimizer_only and run.layout.dp * run.layout.cp > 1:
+        found["ZeRO-1"] = ["--use-distributed-optimizer"]
+    if run.layout.tp > 1 and not run.parallel.sequence_parallel_here:
+        found["sequence parallelism"] = ["--sequence-parallel"]
+    if size > 1:
+        smaller = max(other for other in range(1, size) if size % other == 0)
+        found["a smaller micro-batch"] = ["--micro-batch-size", str(smaller)]
+    if run.train.recompute_granularity != "full":
+        words = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        found["recomputation of activations"] = words.split()
+    return found

@@ -1,0 +1,84 @@
+"""Records of parts of models in the user's cache folder, so that a structure is measured once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import megalith
+from megalith.config import RunConfig
+from megalith.plan.devices import Device
+from megalith.plan.memory import Part
+from megalith.plan.record import Record
+
+_PART_OF_LAYOUT = {"num_layers"}  # a part names its layers
+_NEEDLESS = {
+    "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_schedule",
+    "use_distributed_optimizer",
+}
+"""Settings of parallelism that are counted in integers."""
+_OTHERS = {
+    "train": ("micro_batch_size", "recompute_granularity", "recompute_method", "recompute_num_layers"),
+    "data": ("seq_length", "decoder_seq_length"),
+}
+
+
+def cache_folder() -> Path:
+    """Return the folder of remembered records."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megalith" / "plan"
+
+
+def structure(run: RunConfig, part: Part, vocab_size: int, device: Device) -> dict[str, Any]:
+    """Return everything that a record depends on, for JSON."""
+    groups = run.to_dict()
+    chosen = {name: groups[name] for name in ("precision", "optimizer")}
+    chosen["model"] = {name: value for name, value in groups["model"].items() if name not in _PART_OF_LAYOUT}
+    chosen["parallel"] = {name: value for name, value in groups["parallel"].items() if name not in _NEEDLESS}
+    chosen |= {group: {name: groups[group][name] for name in names} for group, names in _OTHERS.items()}
+    chosen["train"]["recompute"] = str(run.recompute)
+    source = Path(megalith.__file__).parent
+    newest = max(file.stat().st_mtime_ns for file in source.rglob("*.py"))
+    return {
+        "settings": chosen,
+        "part": [part.kinds, part.is_first, part.is_last, part.recomputed],
+        "split": run.pipeline_schedule == "zb-h1",
+        "stages": run.layout.pp > 1,
+        "vocab_size": vocab_size,
+        "device": [device.compute, device.block],
+        "versions": [megalith.__version__, newest, version("torch")],
+    }
+
+
+def remembering(
+    run: RunConfig, vocab_size: int, device: Device, measure: Callable[[Part], Record]
+) -> Callable[[Part], Record]:
+    """Return `measure` with a cache; without one if the run has registered layers, whose code may change."""
+    if run.registered:
+        return measure
+
+    def record_of(part: Part) -> Record:
+        words = json.dumps(structure(run, part, vocab_size, device), sort_keys=True)
+        path = cache_folder() / f"{hashlib.sha256(words.encode()).hexdigest()[:32]}.json"
+        with suppress(OSError, ValueError, KeyError, TypeError):  # absent, or cut off by a full disk
+            return Record.from_json(json.loads(path.read_text(encoding="utf-8")))
+        record = measure(part)
+        with suppress(OSError):  # a home that cannot be written to
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(json.dumps(asdict(record)), encoding="utf-8")
+            unfinished.replace(path)
+        return record
+
+    return record_of

@@ -1,0 +1,224 @@
+"""`megalith plan`: memory of recipes and small models, what is remembered, and what the command prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.cli.main import main
+from megalith.errors import ConfigError
+from megalith.plan import experts
+from megalith.plan.devices import DEVICES, GIB, Device, read_devices
+from megalith.plan.memory import RankMemory
+from megalith.plan.plan import Plan, plan_run
+from megalith.plan.record import Mark, Tensors, replay
+
+from .config.test_recipes import RECIPES, VOCABULARIES, gpus
+
+BY_SIZE = {16: "T4", 24: "RTX4090", 32: "V100S", 40: "A100-40GB", 80: "H100"}
+COUNTED = [path for path in RECIPES if gpus(path)]
+SMALL = (
+    "--num-layers {} --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
+    "--micro-batch-size 2 --global-batch-size {} --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 255 --hidden-dropout 0 --attention-dropout 0 {}"
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "megalith" / "plan"
+
+
+def _plan(layers: int, batch: int = 2, flags: str = "", world_size: int = 1, device: str = "RTX4090") -> Plan:
+    return plan_run(SMALL.format(layers, batch, flags).split(), DEVICES[device], world_size=world_size)
+
+
+def _ranks(*args: Any) -> list[RankMemory]:
+    return list(_plan(*args).ranks)
+
+
+def _recipe(path: Path, *words: str) -> Plan:
+    head = dict(line[2:].split(": ", 1) for line in path.read_text(encoding="utf-8").splitlines() if ": " in line)
+    vocabulary = VOCABULARIES.get(path.name.partition("-")[0], 50_304)
+    given = ["--config", str(path), "--padded-vocab-size", str(vocabulary), *words]
+    return plan_run(given, DEVICES[BY_SIZE[int(head["GiB of a GPU"])]], world_size=gpus(path))
+
+
+def _recipe_named(name: str) -> Path:
+    return next(path for path in RECIPES if path.stem == name)
+
+
+@pytest.mark.parametrize("path", COUNTED, ids=lambda path: path.stem)
+def test_a_recipe_fits_its_gpus(path: Path) -> None:
+    plan = _recipe(path)
+    assert plan.fits and plan.fullest.peak_bytes > GIB
+
+
+def test_four_gpus_of_24_gib_have_recipes() -> None:
+    heads = {path.stem: path.read_text(encoding="utf-8").split("\n\n")[0] for path in COUNTED if gpus(path) == 4}
+    assert [name for name, head in heads.items() if "# GiB of a GPU: 24" in head and "RTX 4090" in head]
+
+
+def test_a_larger_micro_batch_does_not_fit() -> None:
+    assert _recipe(_recipe_named("gpt3-1.3b-4gpu"), "--micro-batch-size", "4").fits is False
+
+
+def test_what_cannot_be_planned_is_said() -> None:
+    with pytest.raises(ConfigError, match="--use-torch-fsdp2"):
+        _plan(2, 4, "--use-torch-fsdp2", 2)
+
+
+def test_weights_gradients_and_states_are_counted_to_the_byte_of_a_block() -> None:
+    """bf16 weights, fp32 gradients, and 12 bytes of master weights and moments, which ZeRO-1 divides."""
+    alone, divided = (_ranks(2, 8, flags, 4)[0].allocated for flags in ("--bf16", "--bf16 --use-distributed-optimizer"))
+    parameters = 2 * (12 * 64 * 64 + 13 * 64) + (256 + 128) * 64 + 2 * 64
+    blocks, scratch = 512 * 100, 2 * 2**24  # each tensor takes whole blocks
+    assert 0 <= alone["weights"] - 2 * parameters <= blocks
+    assert 0 <= alone["gradients"] - 4 * parameters - scratch <= blocks
+    assert 0 <= alone["optimizer"] - 12 * parameters <= 3 * blocks
+    assert 0 <= divided["optimizer"] - 3 * parameters <= 3 * blocks
+
+
+def test_layers_are_added_up_as_if_each_had_been_run() -> None:
+    """A plan looks at two layers of a kind; a third and a fourth add what the second does, in peak and rest."""
+    two, three, four = (_ranks(layers)[0] for layers in (2, 3, 4))
+    assert abs(four.peak_bytes - 2 * three.peak_bytes + two.peak_bytes) <= 512, "the gradients' one block is rounded"
+    kept = three.peak["activations"] - two.peak["activations"]
+    # 16 T D numbers of a layer without dropout, and the log-sum-exp of its heads (benchmarks/memory.py)
+    assert kept == pytest.approx(4 * 2 * 128 * (16 * 64 + 4), rel=0.05)
+
+
+def test_recomputation_and_pipelines_are_counted() -> None:
+    again = "--recompute-granularity full --recompute-method {} --recompute-num-layers {}"
+    whole = _ranks(6)[0].peak_bytes
+    ways = (("block", 2), ("block", 4), ("uniform", 1))
+    some, most, uniform = (_ranks(6, 2, again.format(*way))[0].peak_bytes for way in ways)
+    assert whole > some > most > uniform
+    first, last = _ranks(4, 16, "--pipeline-model-parallel-size 2", 2)
+    assert (first.stages, last.stages) == ((0,), (1,))
+    assert first.peak["activations"] > 1.9 * _ranks(2, 16)[0].peak["activations"] - first.peak["communication"]
+    assert "under way" in first.moment and "logits" not in first.peak and last.peak["logits"] > 0
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "alltoall"])
+def test_experts_are_counted_by_the_tokens_that_they_get(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row keeps at least its input, the result of the first projection, and what the second one multiplies."""
+    flags = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type"
+    peaks = []
+    for rows in (1, 2):
+        monkeypatch.setattr(experts, "ROWS", rows)
+        monkeypatch.setenv("XDG_CACHE_HOME", f"/nowhere/{rows}")  # nothing is remembered
+        peaks.append(_ranks(2, 4, f"{flags} {exchange} --position-embedding-type rope", 2)[0].peak["activations"])
+    rows, numbers = 2 * 128 * 2, 64 + 2 * 256  # a balanced router's, in each of two layers
+    assert peaks[1] - peaks[0] >= 2 * 4 * rows * numbers
+
+
+@pytest.mark.parametrize("exchange", ["p2p", "a2a"])
+def test_context_parallelism_halves_what_a_rank_keeps(exchange: str) -> None:
+    flags = f"--bf16 --context-parallel-size 2 --cp-comm-type {exchange}"
+    (many, few), (many_2, few_2) = (
+        [_ranks(layers, 2, words, size)[0].peak["activations"] for layers in (6, 4)]
+        for words, size in (("--bf16", 1), (flags, 2))
+    )
+    assert many_2 - few_2 == pytest.approx((many - few) / 2, rel=0.15)
+
+
+def test_a_plan_equals_what_a_process_counts() -> None:
+    """One configuration; benchmarks/plan_memory.py has many, with several ranks."""
+    import torch
+
+    from megalith.assemble.training import build_run
+    from megalith.config import load
+    from megalith.distributed.context import ParallelContext
+    from megalith.plan.measure import MemoryTrace
+    from megalith.train.step import train_step
+
+    words = SMALL.format(3, 4, "--device cpu --recompute-granularity selective").split()
+    planned = plan_run(words, DEVICES["CPU"], world_size=1).fullest
+    run = load(words, {})
+    with MemoryTrace(torch.device("cpu")) as trace:
+        built = build_run(run, ParallelContext.solo()).run
+        for _ in range(2):
+            start = len(trace.events)
+            train_step(built.state, iter(built.train), run.num_micro_batches)
+    sizes = [trace.tensors[n].size if n >= 0 else -trace.tensors[~n].size for n in trace.events]
+    live = [sum(sizes[:start])]
+    for size in sizes[start:]:
+        live.append(live[-1] + size)
+    assert planned.allocated_bytes == pytest.approx(live[0], rel=0.02)
+    assert planned.peak_bytes == pytest.approx(max(live), rel=0.02)
+
+
+def test_segments_are_replayed() -> None:
+    tensors = [Tensors(5, "weights", "w"), Tensors(3, "activations", "a"), Tensors(4, "logits", "l")]
+    events = [0, 1, 2, ~2, ~1]
+    marks = [Mark(0, "", ""), Mark(1, "F", "0"), Mark(4, "B", "0")]
+    (_, build), (mark, forward), (_, backward) = replay(events, tensors, marks)
+    assert build.change == {"weights": 5} and mark.operation == "F"
+    assert forward.peak == {"activations": 3, "logits": 4} and sum(forward.change.values()) == 3
+    assert [one.what for one in forward.alive] == ["l", "a"] and [one.what for one in forward.kept] == ["a"]
+    assert backward.change == {"activations": -3} and sum(backward.peak.values()) == 0
+    assert [one.what for one in backward.alive] == ["a"], "the piece's own, from its forward pass"
+
+
+def test_a_structure_is_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = _plan(2, 4, "--bf16", 2)
+    monkeypatch.setattr("megalith.plan.measure.measure", lambda *_: pytest.fail("measured again"))
+    assert _plan(2, 4, "--bf16", 2).ranks == first.ranks
+    deeper = _plan(5, 8, "--bf16 --use-distributed-optimizer", 4)  # other layers, replicas and ZeRO: integers
+    assert deeper.fullest.peak_bytes > first.fullest.peak_bytes
+    (file,) = cache.iterdir()
+    file.write_text("{")  # cut off
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent.parent))
+    assert _plan(2, 4, "--bf16", 2).ranks == first.ranks
+
+
+def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    words = SMALL.format(2, 8, "--bf16").split()
+    assert main(["plan", *words, "--gpus", "4xH100", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert found["fits"] is True and found["memory"]["peak_bytes"] > found["memory"]["allocated_bytes"] > 0
+    assert found["memory"]["ranks"][0]["peak_bytes"] == found["memory"]["peak_bytes"]
+    assert {name: found[name] for name in found["reasons"]} == {"step_seconds": None, "mfu": None, "layouts": None}
+
+
+def test_the_command_prints_what_would_need_less(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL.format(4, 8, "--bf16").split(), "--gpus", "4xRTX4090"]) == 0
+    out = capsys.readouterr().out
+    flags = ("--use-distributed-optimizer", "--micro-batch-size 1", "--recompute-granularity full")
+    assert all(flag in out for flag in flags) and "--sequence-parallel" not in out and len(out.splitlines()) < 40
+
+
+def test_a_launch_script_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"torchrun --nproc-per-node 4 pretrain_gpt.py {SMALL.format(2, 8, '--bf16')}\n")
+    assert main(["plan", str(script), "--gpus", "A100", "--json"]) == 0
+    four = json.loads(capsys.readouterr().out)["memory"]
+    assert main(["plan", str(script), "--use-distributed-optimizer", "--gpus", "A100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["allocated_bytes"] < four["allocated_bytes"]
+
+
+def test_a_bad_configuration_shows_the_violations_of_a_training(capsys: pytest.CaptureFixture[str]) -> None:
+    words = SMALL.format(2, 8, "--tensor-model-parallel-size 3 --num-query-groups 5").split()
+    assert main(["plan", *words, "--gpus", "3xH100"]) == 2
+    planned = capsys.readouterr().err
+    assert main(["train", *words, "--nproc", "3"]) == 2
+    assert planned.replace("megalith plan", "megalith train") == capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0xH100", "8xH101", "H100x8", "8 x", ""])
+def test_devices_that_are_not_known(text: str) -> None:
+    with pytest.raises(ConfigError, match="--gpus"):
+        read_devices(text)
+
+
+def test_devices() -> None:
+    assert read_devices("16xh100") == (16, DEVICES["H100"]) and read_devices("CPU") == (1, DEVICES["CPU"])
+    assert all(device.room < device.gib * GIB for device in DEVICES.values() if device.compute)
+    assert Device("other", (8, 0), 0).gib == 0
