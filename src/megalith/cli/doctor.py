@@ -48,7 +48,8 @@ _EXTRAS = {
 _NEEDED = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "rich")
 _SMALL_SHARED_MEMORY = 1 << 30
 _TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
-# Environment variables that change what a run computes, how fast, or where it records.
+# Environment variables that change what a run computes, how fast, or where it records, such as NCCL_IB_DISABLE and
+# NCCL_P2P_DISABLE.
 _VARIABLES = re.compile(
     r"(NCCL|GLOO|TP|OMP|GOMP|KMP|MKL|ONEDNN|DNNL|OPENBLAS|CUDA|CUBLAS|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|MEGALITH)_\w+|"
     r"HF_HUB_OFFLINE|HF_ENDPOINT|(WANDB|SWANLAB)_MODE|TRACKIO_DIR|MLFLOW_TRACKING_URI|LD_PRELOAD|NO_COLOR|TERM|CXX"
