@@ -1,4 +1,4 @@
-"""`megalith prove` of recipes, launch scripts and lists of command lines; writes docs/results/prove.md.
+"""`megalith prove` of recipes and lists of command lines; of recipes it writes a page of results.
 
 python benchmarks/prove.py                                  # the recipes
 python benchmarks/prove.py --configs configs.json --shard 0/8   # prints rows of [{name, family, world, argv}]
