@@ -22,8 +22,8 @@ from megalith.prove.proof import Proof, prove
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = """# What `megalith prove` says of the recipes
 
-Written by `benchmarks/prove.py`; [what is compared, and what is not](../prove.md). "worst" is the largest relative
-difference from one process, of all that is compared, in fp64; the bound is 1e-10.
+Written by `benchmarks/prove.py`; `docs/prove.md` says what is compared, and what is not. "worst" is the largest
+relative difference from one process, of all that is compared, in fp64; the bound is 1e-10.
 
 | configuration | GPUs | verdict | miniatures | compared | worst |
 |---|---|---|---|---|---|

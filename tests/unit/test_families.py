@@ -17,6 +17,7 @@ MAY_NAME_A_FAMILY = {
     "config/families.py": "facts about each family",
     "config/groups/model.py": "the default of --model-family",
     "config/rules/family.py": "rules about the flags of one family",
+    "data/sources/documents.py": "a speaker in dialogues of ShareGPT",
     "api.py": "GPT is a base for users' models",
 }
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megalith.kernels.torch_private import memory_of
+from megalith.layout import Recompute as Recompute  # its public name
 from megalith.nn.region import Region
 
 
