@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megalith.cli.main import main
+from megalith.distributed.comm import start_all_reduce
+from megalith.distributed.context import Axis
 from megalith.errors import ConfigError
 from megalith.plan import experts
 from megalith.plan.devices import DEVICES, GIB, Device, read_devices
@@ -202,6 +205,21 @@ def test_a_launch_script_is_planned(tmp_path: Path, capsys: pytest.CaptureFixtur
     four = json.loads(capsys.readouterr().out)["memory"]
     assert main(["plan", str(script), "--use-distributed-optimizer", "--gpus", "A100", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["memory"]["allocated_bytes"] < four["allocated_bytes"]
+
+
+def test_a_recipe_is_planned_as_by_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(_recipe_named("gpt3-1.3b-4gpu"))
+    assert main(["plan", recipe, "--gpus", "4xRTX4090", "--json"]) == 0
+    named = capsys.readouterr().out
+    assert main(["plan", "--config", recipe, "--gpus", "4xRTX4090", "--json"]) == 0
+    assert named == capsys.readouterr().out
+
+
+def test_an_axis_without_a_group_is_for_plans_alone() -> None:
+    sent = torch.ones(4)
+    assert start_all_reduce(sent, Axis("tp", ranks=(0, 1), planned=True)).wait() is sent
+    with pytest.raises(RuntimeError, match="all_reduce.*tp"):
+        start_all_reduce(sent, Axis("tp", ranks=(0, 1)))
 
 
 def test_a_bad_configuration_shows_the_violations_of_a_training(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,9 +41,12 @@ class Axis:
     name: str  # "tp", "cp", "dp", "pp", several of these joined by "+", "etp", "ep" or "edp"
     ranks: tuple[int, ...] = (0,)  # global ranks, in order; this one is among them
     index: int = 0  # position of this rank in `ranks`
-    # None with one rank, or in plans without processes
+    # None with one rank, or in plans
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     observer: Observer | None = field(default=None, compare=False, repr=False)  # receives each collective
+    planned: bool = field(
+        default=False, compare=False, repr=False
+    )  # the other ranks are not there: no collective starts
 
     @property
     def size(self) -> int:

@@ -72,6 +72,7 @@ def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
         for pipe in ready:
             assert isinstance(pipe, Connection)
             try:
+                # Written by `_answer` in a fork of this process, over a pipe that nobody else holds.
                 error, results[missing[pipe]] = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 error = "its process died"
@@ -96,5 +97,5 @@ def _answer(
         pipe.send_bytes(pickle.dumps(("", result)))
     except ConfigError as error:
         pipe.send_bytes(pickle.dumps((ConfigError(error.violations), None)))
-    except BaseException:
+    except BaseException:  # also an exit: it becomes the PeerError of the caller
         pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))

@@ -145,9 +145,9 @@ def context_of(run: RunConfig, rank: int) -> ParallelContext:
         ordered = axis.name.split("+")
         (ranks,) = (ranks for ranks in layout.groups(*ordered) if rank in ranks)
         shares = names in (frozenset(("cp", "dp")), frozenset(("edp",)))
-        axes[names] = axis if shares else Axis(axis.name, ranks, ranks.index(rank))
+        axes[names] = axis if shares else Axis(axis.name, ranks, ranks.index(rank), planned=True)
     pairs = ((ranks[0], ranks[-1]) for ranks in layout.groups("pp") if layout.pp > 1)
-    ends = next((Axis("ends", pair, pair.index(rank)) for pair in pairs if rank in pair), None)
+    ends = next((Axis("ends", pair, pair.index(rank), planned=True) for pair in pairs if rank in pair), None)
     return ParallelContext(layout, rank, META, axes, ends)
 
 

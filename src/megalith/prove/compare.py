@@ -18,7 +18,7 @@ from megalith.prove.record import Piece, Pieces, Record
 TOLERANCE = 1e-10
 """Largest relative difference: rounding makes about 1e-14 of it in fp64, and a fault of a layout 1e-3 or more."""
 ROUNDING = 1e-13
-"""Largest difference by rounding, relative to the largest gradient, of one that is zero but for rounding."""
+"""Largest element, relative to the largest gradient, of a gradient that is zero except for rounding."""
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,7 @@ _FILES = ("data_path", "data_cache_path")
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what is a default: rules tell a given value, which may have no effect, from one that is not."""
+    """Leave out values that equal the default: rules refuse some settings only where they are given."""
     settings = all_settings()
     return {name: value for name, value in values.items() if name not in settings or value != settings[name].default}
 
