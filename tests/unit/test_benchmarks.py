@@ -334,6 +334,15 @@ def test_a_speedrun_counts_until_its_first_evaluation_at_the_target(tmp_path: Pa
         speedrun.record_of(run_folder(tmp_path / "c", {}), "it")
 
 
+def test_a_speedrun_of_longer_windows_is_measured_in_those_of_the_reference(tmp_path: Path) -> None:
+    speedrun = module("speedrun")
+    flags = "--seq-length 512 --max-position-embeddings 512"
+    folder = run_folder(tmp_path / "a", {10: 1.6, 20: 1.47, 30: 1.4, 40: 1.45}, flags=flags)
+    for loss in (1.48, 1.46):
+        record = speedrun.record_of(folder, "it", lambda _, iteration, loss=loss: {30: loss}[iteration])
+        assert (record["reached"], record["loss"], record["loss_of_run"]) == (loss < 1.47, loss, 1.4)
+
+
 def test_seeds_of_a_speedrun_share_a_row_and_failures_stay(tmp_path: Path) -> None:
     speedrun, runs = module("speedrun"), list[dict[str, Any]]()
     for change, seed, losses in (("one", 1, 1.46), ("two", 1, 1.6), ("one", 2, 1.42), ("two", 1, 1.5)):
