@@ -171,7 +171,7 @@ def test_processors_that_share_a_compile_cache_do_not_share_graphs(repository: P
         assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("latent", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_documents_are_never_compiled_anew(latent: bool) -> None:
     """As many graphs whatever the documents are."""
     config = LATENT if latent else LLAMA
