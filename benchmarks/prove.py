@@ -1,7 +1,8 @@
-"""`megalith prove` of recipes and lists of command lines; of recipes it writes a page of results.
+"""`megalith prove` of recipes, walkthroughs, public launch scripts and lists of command lines, and the page of results.
 
-python benchmarks/prove.py                                  # the recipes
-python benchmarks/prove.py --configs configs.json --shard 0/8   # prints rows of [{name, family, world, argv}]
+python benchmarks/prove.py --seconds 200                # goes on where the record ends; the page is written each time
+python benchmarks/prove.py --configs configs.json       # also those of a list [{name, family, world, argv}]
+python benchmarks/prove.py --only wild --again          # anew
 """
 
 from __future__ import annotations
@@ -12,73 +13,134 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from megalith.config import load
+from megalith.config.reading import tomllib
 from megalith.errors import MegalithError
 from megalith.prove.proof import Proof, prove
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAD = """# What `megalith prove` says of the recipes
+RECORD = ROOT / "benchmarks" / "results" / "prove.jsonl"
+PAGE = ROOT / "docs" / "results" / "prove.md"
+HEAD = """# What `megalith prove` says of the recipes and of others' command lines
 
 Written by `benchmarks/prove.py`; `docs/prove.md` says what is compared, and what is not. "worst" is the largest
-relative difference from one process, of all that is compared, in fp64; the bound is 1e-10.
-
-| configuration | GPUs | verdict | miniatures | compared | worst |
-|---|---|---|---|---|---|
+relative difference from one process, of all that is compared, in fp64; the bound is 1e-10. "quick": only the first
+miniature, without checkpoints. "refused": `megalith train` refuses the command line too, with this message.
 """
+TITLES = {
+    "recipe": "Recipes of this repository",
+    "walkthrough": "Command lines of the walkthroughs",
+    "wild": "Public launch scripts (benchmarks/prove_runs.toml has their flags)",
+    "list": "Command lines of Megatron-LM's own functional tests, August 2026, as far as they are text models",
+}
+COLUMNS = "| configuration | GPUs | verdict | miniatures | compared | worst |\n|---|---|---|---|---|---|\n"
 
 
-def recipes() -> Iterator[tuple[str, list[str], int]]:
-    """Yield name, command line and GPUs of each recipe."""
+class Case(NamedTuple):
+    """A configuration to prove."""
+
+    group: str
+    name: str
+    argv: list[str]
+    gpus: int
+
+
+def cases(configs: Path | None) -> Iterator[Case]:
+    """Yield the recipes, the command lines of prove_runs.toml, and those of a JSON list."""
     for path in sorted((ROOT / "recipes").glob("*.toml")):
         said = re.search(r"^# GPUs: (\d+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-        yield path.name, ["--config", str(path)], max(1, int(said[1])) if said else 1
-
-
-def listed(path: Path, shard: str) -> Iterator[tuple[str, list[str], int]]:
-    """Yield those of every n-th entry of a JSON list, from `shard` of n on."""
-    first, step = map(int, shard.split("/"))
-    for entry in json.loads(path.read_text(encoding="utf-8"))[first::step]:
+        yield Case("recipe", path.name, ["--config", str(path)], max(1, int(said[1])) if said else 1)
+    runs = tomllib.loads((ROOT / "benchmarks" / "prove_runs.toml").read_text(encoding="utf-8"))
+    for group, entries in runs.items():
+        for entry in entries:
+            source = f" ({entry['source']})" if "source" in entry else ""
+            yield Case(group, entry["name"] + source, entry["flags"].split(), entry["gpus"])
+    for entry in json.loads(configs.read_text(encoding="utf-8")) if configs else []:
         family = ["--model-family", entry["family"]] if entry["family"] in ("bert", "t5") else []
-        yield entry["name"], [*family, *entry["argv"]], entry["world"]
+        yield Case("list", entry["name"], [*family, *entry["argv"]], entry["world"])
 
 
-def row(name: str, argv: list[str], gpus: int) -> str:
-    """Prove one configuration and return its row."""
+def proven(case: Case, quick: bool) -> dict[str, Any]:
+    """Prove one configuration and return its entry of the record."""
+    began = time.perf_counter()
+    entry = {"group": case.group, "name": case.name, "gpus": case.gpus, "quick": quick}
     try:
-        run = load(argv, {"RANK": "0", "WORLD_SIZE": str(gpus)}, files=False)
-        proof = prove(run, argv)
+        run = load(case.argv, {"RANK": "0", "WORLD_SIZE": str(case.gpus)}, files=False)
     except MegalithError as error:
-        return f"| {name} | {gpus} | {type(error).__name__}: {' '.join(str(error).split())[-300:]} | | | |"
-    return f"| {name} | {gpus} | {verdict(proof)} |"
+        return entry | {"verdict": "refused", "why": _line(str(error).splitlines()[0])}
+    try:
+        found = outcome(prove(run, case.argv, quick=quick))
+    except MegalithError as error:
+        found = {"verdict": f"no miniature ({type(error).__name__})", "why": _line(str(error)[-1000:])}
+    return entry | found | {"seconds": round(time.perf_counter() - began, 1)}
 
 
-def verdict(proof: Proof) -> str:
-    """Return the last columns of a row."""
+def outcome(proof: Proof) -> dict[str, Any]:
+    """Return what a proof says, for the record."""
     compared = [result.comparison for result in proof.results]
     worst = max(error for one in compared for error, _ in [*one.worst.values(), (0.0, "")])
-    causes = [str(result.cause or result.failure[-300:]) for result in proof.results if not result.holds]
-    said = "proven" if proof.holds else "mismatch: " + " ".join("; ".join(causes).split())
-    names = ", ".join(str(result.miniature) for result in proof.results)
-    return f"{said} | {names} | {sum(sum(one.counts.values()) for one in compared)} | {worst:.1e}"
+    causes = [str(result.cause or result.failure[-600:]) for result in proof.results if not result.holds]
+    return {
+        "verdict": "proven" if proof.holds else "mismatch",
+        "why": _line("; ".join(causes)),
+        "miniatures": ", ".join(str(result.miniature) for result in proof.results),
+        "compared": sum(sum(one.counts.values()) for one in compared),
+        "worst": worst,
+    }
+
+
+def _line(text: str) -> str:
+    return " ".join(text.replace("|", "/").split())
+
+
+def page(record: list[dict[str, Any]]) -> str:
+    """Return the page for all entries of the record, the last one of each configuration."""
+    last = {(entry["group"], entry["name"]): entry for entry in record}
+    parts = [HEAD]
+    for group, title in TITLES.items():
+        entries = [entry for entry in last.values() if entry["group"] == group]
+        said = [entry["verdict"].partition(" (")[0] for entry in entries]
+        counts = ", ".join(f"{said.count(one)} {one}" for one in dict.fromkeys(sorted(said)))
+        parts.append(f"\n## {title}\n\n{counts or 'None yet'}.\n\n{COLUMNS}" + "".join(map(_row, entries)))
+    return "".join(parts)
+
+
+def _row(entry: dict[str, Any]) -> str:
+    why = entry["why"] if len(entry["why"]) <= 240 else entry["why"][:237] + "..."
+    verdict = f"{entry['verdict']}{', quick' if entry['quick'] and 'worst' in entry else ''}{f': {why}' if why else ''}"
+    worst = f"{entry['worst']:.1e}" if "worst" in entry else ""
+    columns = (entry["name"], entry["gpus"], verdict, entry.get("miniatures", ""), entry.get("compared", ""), worst)
+    return f"| {' | '.join(map(str, columns))} |\n"
 
 
 def main() -> None:
-    """Print rows as they are found; of the recipes also write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Prove what the record lacks, within the time; write record and page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configs", type=Path)
-    parser.add_argument("--shard", default="0/1")
+    parser.add_argument("--only", choices=TITLES, help="of one group")
+    parser.add_argument("--match", default="", help="those whose name has this")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--again", action="store_true", help="also those that the record has")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start none after this time")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
-    for name, argv, gpus in listed(options.configs, options.shard) if options.configs else recipes():
-        began = time.perf_counter()
-        rows.append(row(name, argv, gpus))
-        print(rows[-1], f"{time.perf_counter() - began:.1f} s", flush=True)
-    if not options.configs:
-        (ROOT / "docs" / "results" / "prove.md").write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8")
+    lines = RECORD.read_text(encoding="utf-8").splitlines() if RECORD.exists() else []
+    record = [json.loads(line) for line in lines]
+    known = {(entry["group"], entry["name"]) for entry in record if not options.again}
+    began = time.monotonic()
+    for case in cases(options.configs):
+        chosen = options.only in (None, case.group) and options.match in case.name
+        if not chosen or (case.group, case.name) in known or time.monotonic() - began > options.seconds:
+            continue
+        record.append(proven(case, options.quick))
+        print(_row(record[-1]), end="", flush=True)
+        with RECORD.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record[-1]) + "\n")
+    PAGE.write_text(page(record), encoding="utf-8")
 
 
 if __name__ == "__main__":
