@@ -9,7 +9,7 @@
   serve        tokens per second of greedy answers to one client and to many, by the engine or over HTTP
 
 A step has random tokens. Seconds are those of each measured step, the device waited for at both ends. FLOPs are those
-of `megalith.train.throughput.step_flops` (attention by half of its square, recomputation not counted), MFU is over the
+of `megalith.config.flops.step_flops` (attention by half of its square, recomputation not counted), MFU is over the
 dense rate of the datasheet. An MFU above 1 is no result but a mistake, and ends the program. Exit code 3: out of
 memory.
 """
@@ -206,11 +206,12 @@ def step(options: argparse.Namespace) -> dict[str, Any]:
     from megalith.assemble.model import build_chunks, build_run_optimizer, choose_device, draw_weights
     from megalith.assemble.schedule import build_schedule
     from megalith.config import load
+    from megalith.config.flops import step_flops
     from megalith.distributed.context import ParallelContext
     from megalith.distributed.rng import RandomStreams
     from megalith.train.state import TrainState
     from megalith.train.step import train_step
-    from megalith.train.throughput import datasheet_peak, step_flops
+    from megalith.train.throughput import datasheet_peak
 
     config = load(step_flags(options), {}, files=False)
     device = choose_device(config.train.device)

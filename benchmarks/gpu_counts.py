@@ -200,8 +200,8 @@ def predicted(found: dict[str, Any], constants: dict[str, Any]) -> dict[str, lis
     from gpu_cases import parser, step_flags
 
     from megalith.config import load
+    from megalith.config.flops import step_flops
     from megalith.datasheet import find_accelerator
-    from megalith.train.throughput import step_flops
 
     card = find_accelerator("NVIDIA H100 80GB HBM3")
     assert card is not None

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from megalith.checkpoint.formats.torch_dist import stacking_of
 from megalith.config import ModelConfig
+from megalith.config.flops import step_flops
 from megalith.models.gpt import GPT
-from megalith.train.throughput import step_flops
 
 FIXTURES = Path(__file__).parent / "fixtures" / "prediction"
 KINDS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from megalith.distributed.comm import start_all_reduce
 from megalith.distributed.context import Axis
 from megalith.errors import ConfigError
 from megalith.plan import experts
-from megalith.plan.devices import DEVICES, GIB, Device, read_devices
+from megalith.plan.devices import DEVICES, GIB, read_devices
 from megalith.plan.memory import RankMemory
 from megalith.plan.plan import Plan, plan_run
 from megalith.plan.record import Mark, Tensors, replay
@@ -188,7 +188,8 @@ def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> No
     found = json.loads(line)
     assert found["fits"] is True and found["memory"]["peak_bytes"] > found["memory"]["allocated_bytes"] > 0
     assert found["memory"]["ranks"][0]["peak_bytes"] == found["memory"]["peak_bytes"]
-    assert {name: found[name] for name in found["reasons"]} == {"step_seconds": None, "mfu": None, "layouts": None}
+    assert {name: found[name] for name in found["reasons"]} == {"layouts": None}
+    assert found["step_seconds"] == pytest.approx(sum(found["parts"].values())) and 0 < found["mfu"] < 1
 
 
 def test_the_command_prints_what_would_need_less(capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,4 +240,3 @@ def test_devices_that_are_not_known(text: str) -> None:
 def test_devices() -> None:
     assert read_devices("16xh100") == (16, DEVICES["H100"]) and read_devices("CPU") == (1, DEVICES["CPU"])
     assert all(device.room < device.gib * GIB for device in DEVICES.values() if device.compute)
-    assert Device("other", (8, 0), 0).gib == 0

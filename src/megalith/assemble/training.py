@@ -30,6 +30,7 @@ from megalith.checkpoint import DirectoryStore, Retention
 from megalith.checkpoint.rank_group import RankGroup
 from megalith.config import RunConfig, all_settings
 from megalith.config.changes import Change, changes_since
+from megalith.config.flops import step_flops
 from megalith.data.build import Datasets, fingerprint
 from megalith.device import is_host
 from megalith.distributed import comm
@@ -50,7 +51,7 @@ from megalith.train.loop import LoopConfig, TrainingRun
 from megalith.train.signals import StopSignals
 from megalith.train.state import TrainState
 from megalith.train.step_hooks import NaNInjector
-from megalith.train.throughput import datasheet_peak, measure_peak, registered_flops, step_flops
+from megalith.train.throughput import datasheet_peak, measure_peak, registered_flops
 from megalith.train.timers import Timers, gather_times
 
 

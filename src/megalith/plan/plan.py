@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from megalith.config import RunConfig, load
 from megalith.errors import ConfigError, MegalithError
@@ -12,6 +12,7 @@ from megalith.plan.devices import GIB, Device
 from megalith.plan.memory import CATEGORIES, Part, RankMemory, plan_memory
 from megalith.plan.record import Record
 from megalith.plan.remember import remembering
+from megalith.plan.time import StepTime, step_time
 from megalith.tokenizers.protocol import padded_vocab_size
 
 _NOT_YET = "not planned yet"
@@ -23,12 +24,14 @@ class Plan:
 
     Attributes:
         ranks: kinds of ranks, in the order of the pipeline.
+        time: of a step, predicted.
         notes: what was assumed, one line each.
     """
 
     run: RunConfig
     device: Device
     ranks: Sequence[RankMemory]
+    time: StepTime
     notes: Sequence[str] = ()
 
     @property
@@ -62,10 +65,8 @@ class Plan:
             "context_bytes": self.device.context,
             "ranks": ranks,
         }
-        absent = {name: None for name in ("step_seconds", "mfu", "layouts")}
-        reasons = {name: _NOT_YET for name in absent}
-        whole = {"fits": self.fits, "device": self.device.name, "memory": memory, **absent}
-        return json.dumps({**whole, "reasons": reasons, "notes": list(self.notes)})
+        whole = {"fits": self.fits, "device": self.device.name, "memory": memory, **asdict(self.time), "layouts": None}
+        return json.dumps({**whole, "reasons": {"layouts": _NOT_YET}, "notes": list(self.notes)})
 
     def text(self, savings: Sequence[str] = ()) -> str:
         """Return one screen of text; `savings` are lines about what would need less."""
@@ -110,7 +111,8 @@ def plan_run(words: Sequence[str], device: Device, *, world_size: int, nodes: in
 
         return measuring.measure(run, part, vocab_size, device)
 
-    return Plan(run, device, plan_memory(run, device, remembering(run, vocab_size, device, measure)), notes)
+    ranks = plan_memory(run, device, remembering(run, vocab_size, device, measure))
+    return Plan(run, device, ranks, step_time(run, vocab_size, device, nodes=nodes), notes)
 
 
 def _vocabulary(run: RunConfig) -> tuple[int, list[str]]:

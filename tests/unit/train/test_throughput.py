@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megalith.config import ModelConfig
+from megalith.config.flops import step_flops
 from megalith.datasheet import ACCELERATORS, find_accelerator
 from megalith.device import DESCRIBED, nvidia
 from megalith.distributed.context import ParallelContext
@@ -18,7 +19,7 @@ from megalith.models.gpt import GPT
 from megalith.models.plain import build_registered
 from megalith.registry import Entry, Registered
 from megalith.train import throughput
-from megalith.train.throughput import measure_peak, registered_flops, step_flops
+from megalith.train.throughput import measure_peak, registered_flops
 
 
 def test_flops_are_those_of_the_matrices() -> None:

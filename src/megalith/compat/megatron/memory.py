@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megalith.config import ModelConfig, RunConfig
+from megalith.config.flops import attention_products, feed_forward_weights
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
 from megalith.train.results import Hook, WindowReport
-from megalith.train.throughput import attention_products, feed_forward_weights
 
 _MB = 1024.0 * 1024.0
 _REPLICATED_BYTES = 18.0
