@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from megalith.assemble import training
+from megalith.checkpoint.writers import huggingface
 from megalith.cli import prove
 from megalith.distributed import comm
 from megalith.distributed.comm import AsyncHandle
+from megalith.models import huggingface_tensors
 from megalith.optim import norms
 from megalith.optim.gradients import GradientBuffers
 from megalith.optim.norms import GlobalNorms
@@ -35,7 +37,11 @@ BASE = (
 EXPERTS = "--num-experts 8 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
 
 
-RESUME = ""  # in place of an axis: the fault shows where a checkpoint is continued
+LLAMA = (
+    "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--group-query-attention --num-query-groups 4"
+)
+RESUME = ""  # in place of an axis: the fault shows where a checkpoint is continued or exported
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,45 @@ def _evaluated(change: Callable[[Any, int], int], scale: Callable[[Any], float])
         return wrong
 
     return make
+
+
+def _dropping(of: Any) -> Any:
+    def wrong(cls: Any, table: Any, *args: Any) -> Any:
+        return of.__func__(cls, [one for one in table if not one.name.endswith("1.mlp.down_proj.weight")], *args)
+
+    return classmethod(wrong)
+
+
+def _transposing(right: Any) -> Any:
+    def wrong(self: Any, tensor: Any, dtype: Any) -> Any:
+        whole = right(self, tensor, dtype)
+        return whole.t().contiguous() if tensor.name.endswith("1.self_attn.o_proj.weight") else whole
+
+    return wrong
+
+
+def _other_shape(right: Any) -> Any:
+    """The header of the file says what its bytes do not."""
+
+    def wrong(order: Any) -> Any:
+        for name, place in right(order):
+            yield name, place | {"shape": place["shape"][::-1]} if name.endswith("0.mlp.up_proj.weight") else place
+
+    return wrong
+
+
+def _gates_exchanged(right: Any) -> Any:
+    """Written and read alike, so that only another program can tell."""
+
+    def wrong(*args: Any) -> Any:
+        tensors = list(right(*args))
+        for one, other in zip(tensors[::2], tensors[1::2], strict=False):
+            if one.name.endswith("gate_proj.weight"):
+                parts = one.parts, other.parts
+                tensors[:2] = dataclasses.replace(one, parts=parts[1]), dataclasses.replace(other, parts=parts[0])
+        return tensors
+
+    return wrong
 
 
 FAULTS = {
@@ -325,6 +370,18 @@ FAULTS = {
     "the step of the optimizer not restored": Fault(
         Optimizer, "load_scalars", lambda _: lambda self, scalars: None, "", 2, "weight|number", ".", RESUME
     ),
+    "a tensor dropped in export": Fault(
+        huggingface._Layout, "of", _dropping, LLAMA, 2, "tensor", r"layers.1.mlp.down_proj.weight", RESUME
+    ),
+    "a tensor transposed in export": Fault(
+        huggingface.TensorReader, "tensor", _transposing, LLAMA, 2, "tensor", "linear_proj.weight of layer 1", RESUME
+    ),
+    "a tensor of another shape in export": Fault(
+        huggingface, "_places", _other_shape, LLAMA, 2, "tensor", "layers.0.mlp.up_proj.weight", RESUME
+    ),
+    "gates exchanged in export and import": Fault(
+        huggingface_tensors, "gated", _gates_exchanged, LLAMA, 2, "logit", ".", RESUME
+    ),
 }
 ALWAYS = ("partial gradients of sequence parallelism not summed", "validation loss times context-parallel ranks")
 
@@ -357,4 +414,5 @@ def test_no_fault_no_alarm(flags: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert certificate["verdict"] == "proven"
     assert all(one["compared"]["gradient"]["count"] > 20 for one in certificate["miniatures"])
     assert all("one process" in one["checkpoint continued in"] for one in certificate["miniatures"])
+    assert any("export to Hugging Face" in text for text in certificate["not covered"])  # none has rope and LayerNorm
     assert "NCCL" in capsys.readouterr().out

@@ -45,6 +45,8 @@ _LIKELY: tuple[tuple[str, str, str, str], ...] = (
     ("gradient", _ANY, _ANY, "the scale of gradients"),
     ("weight", "dp", _ANY, "the optimizer's shards (ZeRO), or the gather of updated weights"),
     ("moment", "dp", _ANY, "the optimizer's shards (ZeRO)"),
+    ("tensor", _ANY, _ANY, "the export of this tensor, or reading it"),
+    ("logit", _ANY, _ANY, "the order of an exported tensor's elements, or its place in the model"),
     ("weight", _ANY, _ANY, "clipping, or the update"),
     ("moment", _ANY, _ANY, "clipping, or the update of moments"),
 )

@@ -26,13 +26,15 @@ class Difference:
     """Something that is not as in one process.
 
     Attributes:
-        kind: "output" of a layer, "number", "gradient", "weight" or "moment".
+        kind: "output" of a layer, "number", "gradient", "weight", "moment"; "tensor" or "logit" of an export.
         name: Of the tensor or number.
         error: Relative to the largest element.
         ratio: By which all its elements are multiplied; None if they differ otherwise.
         rank: That holds it; None for numbers, which are equal on all of them, or if no rank does.
         step: After which it stands; 0 for the end of the run.
         values: Of a number: in one process, and here.
+        what: In words, in place of all these.
+        against: What it is compared with.
     """
 
     kind: str
@@ -42,12 +44,20 @@ class Difference:
     rank: int | None = None
     step: int = 0
     values: tuple[float, float] | None = None
+    what: str = ""
+    against: str = "one process"
 
     def __str__(self) -> str:
+        if self.what:
+            return f"{self.kind} {self.name}: {self.what}"
         where = "" if self.rank is None else f" on rank {self.rank}"
         if self.values:
-            return f"{self.name}: {self.values[1]:.12g}{where}, in one process {self.values[0]:.12g}"
-        how = f"{self.ratio:.6g} times that of one process" if self.ratio else f"off by {self.error:.2g} of its largest"
+            return f"{self.name}: {self.values[1]:.12g}{where}, in {self.against} {self.values[0]:.12g}"
+        how = (
+            f"{self.ratio:.6g} times that of {self.against}"
+            if self.ratio
+            else f"off by {self.error:.2g} of its largest"
+        )
         return f"{self.kind} of {self.name}{f' in step {self.step}' if self.step else ''}: {how}{where}"
 
 

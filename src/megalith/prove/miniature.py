@@ -322,11 +322,12 @@ def _model(run: RunConfig, axes: Mapping[str, int]) -> dict[str, Any]:
     head = 4 if model.rotary_percent == 1.0 else 8
     own_heads = model.num_attention_heads * model.head_size != model.hidden_size
     hidden = heads * head
+    by_rule = model.ffn_hidden_size is None and not (model.swiglu and hidden < 24)  # whose rule makes none of it
     found: dict[str, Any] = {
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "kv_channels": None if model.kv_channels is None else head + 2 * own_heads,
-        "ffn_hidden_size": None if model.ffn_hidden_size is None else hidden + 8,
+        "ffn_hidden_size": None if by_rule else hidden + 8,
         "max_position_embeddings": LENGTH if model.max_position_embeddings <= run.data.seq_length else 2 * LENGTH,
         "init_method_std": max(model.init_method_std, 0.2),
         "make_vocab_size_divisible_by": 8,

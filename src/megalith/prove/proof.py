@@ -22,6 +22,7 @@ from megalith.progress import task
 from megalith.prove.cause import Cause, find_cause
 from megalith.prove.compare import TOLERANCE, Comparison, Difference, compare
 from megalith.prove.miniature import SAVED, STEPS, Miniature, miniatures, write_data
+from megalith.prove.outside import Outside, compare_export
 from megalith.prove.record import Record, record
 
 SECONDS = 60.0  # of a rank without an answer
@@ -55,6 +56,7 @@ class Result:
         cause: Of its first difference; None if there is none.
         failure: Why its ranks ended, where one process did not; empty if they did not.
         resumed: Layouts in which its checkpoint was continued.
+        outside: What that checkpoint was compared with besides.
     """
 
     miniature: Miniature
@@ -62,6 +64,7 @@ class Result:
     cause: Cause | None = None
     failure: str = ""
     resumed: list[str] = field(default_factory=list)
+    outside: list[Outside] = field(default_factory=list)
 
     @property
     def holds(self) -> bool:
@@ -90,8 +93,10 @@ class Proof:
         changed = {name for result in self.results for name in result.miniature.changed}
         left = [f"the miniature {one}, left out by --quick" for one in self.left]
         if not all(result.resumed for result in self.results):
-            left.append("checkpoints and resumes, left out by --quick or after a mismatch")
-        return [*ALWAYS_UNCOVERED, *dict.fromkeys(text for name, text in _UNCOVERED.items() if name in changed), *left]
+            left.append("checkpoints, resumes and exports, left out by --quick or after a mismatch")
+        left += [line for result in self.results for one in result.outside for line in one.uncovered]
+        texts = [text for name, text in _UNCOVERED.items() if name in changed]
+        return [*ALWAYS_UNCOVERED, *dict.fromkeys([*texts, *left])]
 
     def certificate(self) -> dict[str, Any]:
         """Return the proof as plain values, with a SHA-256 of all else."""
@@ -118,14 +123,11 @@ def _plain(result: Result) -> dict[str, Any]:
         "changed": {
             name: {"run": plain(old), "here": plain(new)} for name, (old, new) in result.miniature.changed.items()
         },
-        "compared": {
-            kind: {"count": count, "worst": comparison.worst.get(kind, (0.0, ""))[0]}
-            | {"where": comparison.worst.get(kind, (0.0, ""))[1]}
-            for kind, count in comparison.counts.items()
-        },
+        "compared": _counted(comparison),
         "differences": [str(one) for one in comparison.differences],
         "failure": result.failure,
         "checkpoint continued in": result.resumed,
+        "checkpoint compared with": {one.what: _counted(one.comparison) for one in result.outside if one.what},
         "cause": None
         if cause is None
         else {
@@ -136,6 +138,14 @@ def _plain(result: Result) -> dict[str, Any]:
             "axes": list(cause.axes),
             "operation": cause.operation,
         },
+    }
+
+
+def _counted(comparison: Comparison) -> dict[str, Any]:
+    return {
+        kind: {"count": count, "worst": comparison.worst.get(kind, (0.0, ""))[0]}
+        | {"where": comparison.worst.get(kind, (0.0, ""))[1]}
+        for kind, count in comparison.counts.items()
     }
 
 
@@ -164,6 +174,8 @@ def prove(run: RunConfig, command: Sequence[str], *, device: str = "", quick: bo
             result = _compared(miniature, alone, checkpoints)
             if result.holds and checkpoints is not None:
                 _resume(result, alone, checkpoints)
+            if result.holds and checkpoints is not None:
+                _compare_outside(result, checkpoints, first=not proof.results)
             proof.results.append(result)
         return proof
 
@@ -208,6 +220,16 @@ def _resume(result: Result, alone: Record, checkpoints: Path) -> None:
             return
 
 
+def _compare_outside(result: Result, checkpoints: Path, *, first: bool) -> None:
+    """Compare the checkpoint of a miniature with what others make of it; of the `first` one their numbers too."""
+    folder = checkpoints.with_name(f"{checkpoints.name}-exported")
+    result.outside += run_forked(1, compare_export, checkpoints, folder, first, seconds=SECONDS)
+    for one in result.outside:
+        if one.comparison.differences:
+            result.cause = find_cause(one.comparison.differences[0], ())
+            return
+
+
 def _outcome(miniature: Miniature, alone: Record, *, resumed: bool = False, **settings: Any) -> tuple[Comparison, str]:
     """Return how a miniature, with other settings, compares with one process; or why its ranks ended."""
     try:
@@ -243,13 +265,11 @@ def text(proof: Proof) -> str:
     for result in proof.results:
         ranks = result.miniature.world_size
         lines.append(f"{result.miniature} ({ranks} rank{'s' * (ranks > 1)}):")
-        for kind, count in result.comparison.counts.items():
-            error, where = result.comparison.worst.get(kind, (0.0, "none"))
-            wrong = sum(one.kind == kind for one in result.comparison.differences)
-            differs = f", {wrong} differ{'s' * (wrong == 1)}" if wrong else ""
-            lines.append(f"  {count:5} {kind}s{differs}; worst within 1e-10: {error:.1e} ({where})")
+        lines += _lines(result.comparison)
         if result.resumed:
             lines.append(f"  checkpoint of step {SAVED} continued in: {', '.join(result.resumed)}")
+        for one in result.outside:
+            lines += [f"  {one.what}:", *_lines(one.comparison)] if one.what else []
         if result.failure:
             lines.append(f"  its ranks ended, one process did not: {result.failure.strip().splitlines()[-1]}")
         if result.cause:
@@ -258,6 +278,16 @@ def text(proof: Proof) -> str:
     lines.append("kept: " + ", ".join(_kept(run, proof.results)))
     lines += ["not covered:", *(f"  {one}" for one in proof.uncovered)]
     return "\n".join(lines)
+
+
+def _lines(comparison: Comparison) -> list[str]:
+    lines = []
+    for kind, count in comparison.counts.items():
+        error, where = comparison.worst.get(kind, (0.0, "none"))
+        wrong = sum(one.kind == kind for one in comparison.differences)
+        differs = f", {wrong} differ{'s' * (wrong == 1)}" if wrong else ""
+        lines.append(f"  {count:5} {kind}{'s' * (count != 1)}{differs}; worst within bounds: {error:.1e} ({where})")
+    return lines
 
 
 def _changes(results: Sequence[Result]) -> list[str]:
