@@ -1,17 +1,24 @@
 """The Hugging Face Hub, by its own library: `hf:ORG/NAME[@REVISION]` in the place of a local path.
 
 Nothing is fetched without the prefix, and no code or pickle at all. Endpoint, tokens, cache, offline mode, resumed
-transfers and their progress are huggingface_hub's (HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE).
+transfers and their progress are huggingface_hub's (HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE). Of the ranks of a
+run on one node the first fetches, and the others wait for what it found.
 """
 
 from __future__ import annotations
 
+import atexit
+import fcntl
+import hashlib
+import json
+import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megalith.errors import ConfigError
 
@@ -26,6 +33,9 @@ DATASET_FILES = tuple(
 )
 UPLOADED_FILES = (*MODEL_FILES, "*.md", "*.gguf", "Modelfile", "LICENSE*", "NOTICE*")
 _NOT_READ = ("original/*", "consolidated*")  # the same weights again, in the form of their makers
+_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_ID")
+_RUN = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_JOBID")
+"""Variables that launchers set for the processes of a run, and those in which two runs on a node differ."""
 
 
 def is_named(name: str) -> bool:
@@ -51,21 +61,61 @@ def fetched(name: str, patterns: Sequence[str], repo_type: str = "model") -> str
     inside = (match["inside"] or "").strip("/")
     if inside:
         patterns = (inside, f"{inside}/*")
-    with _explained(name, match["repo"], repo_type) as library:
-        folder = Path(
-            library.snapshot_download(
-                match["repo"],
-                repo_type=repo_type,
-                revision=match["revision"],
-                allow_patterns=list(patterns),
-                ignore_patterns=list(_NOT_READ),
-            )
-        )
+    repo, revision = match["repo"], match["revision"]
+
+    def fetch() -> str:
+        with _explained(name, repo, repo_type) as library:
+            wanted = {"allow_patterns": list(patterns), "ignore_patterns": list(_NOT_READ)}
+            return str(library.snapshot_download(repo, repo_type=repo_type, revision=revision, **wanted))
+
+    folder = Path(_once_a_node(fetch, repr((name, patterns, repo_type))))
     if not any(path.is_file() for pattern in patterns for path in folder.rglob(Path(pattern).name)):
         raise ConfigError(f"{name} has no file that is read here: {', '.join(patterns)}")
     if "*.safetensors" in patterns and not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{name} has no *.safetensors; pickles of weights (*.bin) are not fetched")
     return str(folder / inside)
+
+
+def _once_a_node(fetch: Callable[[], str], what: str) -> str:
+    """Return the result of `fetch` by the first rank of this run on this node, for which the others wait.
+
+    Each rank keeps a lock on the file of the result as long as it lives. Who meets no other lock is the first: so
+    no result of an earlier run is used, and a rank that dies delays none. An error is raised by those that wait, too.
+    """
+    if not any(variable in os.environ for variable in _RANK):
+        return fetch()
+    run = repr([what, *(os.environ.get(variable) for variable in _RUN)])
+    path = Path(tempfile.gettempdir(), f"megalith-hub-{os.getuid()}-{hashlib.sha256(run.encode()).hexdigest()[:16]}")
+    try:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+", encoding="utf-8")
+    except OSError:
+        return fetch()
+    if os.fstat(file.fileno()).st_uid != os.getuid():  # laid there by another user
+        return fetch()
+    with suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            result = {"folder": fetch()}
+        except ConfigError as error:
+            result = {"error": str(error)}
+        file.truncate(0)
+        json.dump(result, file)
+        file.flush()
+    fcntl.flock(file, fcntl.LOCK_SH)  # waits for the first; of the first it lets the others read
+    file.seek(0)
+    result = json.loads(file.read() or "{}")
+    if "error" in result:
+        _leave(file, path)
+        raise ConfigError(result["error"])
+    atexit.register(_leave, file, path)
+    return result.get("folder") or fetch()  # the first died
+
+
+def _leave(file: TextIO, path: Path) -> None:
+    """Unlock the file of a result; the last rank removes it."""
+    with file, suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
 
 
 def push(folder: Path, repo: str, *, private: bool, revision: str | None, message: str | None) -> str:

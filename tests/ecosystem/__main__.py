@@ -27,7 +27,7 @@ PAGE = REPOSITORY / "docs/results/ecosystem.md"
 ENVIRONMENTS = REPOSITORY / "build/ecosystem"
 GREEDY = f"greedy continuations of {len(PROMPTS)} prompts by {NEW_TOKENS} tokens, and the ids of the prompts"
 RESUMED = f"`--tracker`: {STEPS} steps, saved at {SAVED_AT}, ended by an error at {BROKEN_AT}, resumed; "
-KILLED = f"{RESUMED.replace('an error', 'SIGKILL')}read by EventAccumulator"
+KILLED = RESUMED.replace("an error", "SIGKILL")
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ TOOLS = {
     ),
     "openai": Tool("openai", ("openai",), "`megalith serve`: completions and chat, whole and streamed"),
     "litellm": Tool("litellm", ("litellm",), "`megalith serve`: text_completion, completion, streamed"),
-    "tensorboard": Tool("TensorBoard", ("tensorboard",), KILLED),
+    "tensorboard": Tool("TensorBoard", ("tensorboard",), f"{KILLED}read by EventAccumulator"),
     "wandb": Tool("Weights & Biases", ("wandb",), f"{RESUMED}offline, the records of both starts"),
     "trackio": Tool("trackio", ("trackio",), f"{RESUMED}its database"),
-    "mlflow": Tool("MLflow", ("mlflow-skinny", "sqlalchemy", "alembic"), f"{RESUMED}get_metric_history from SQLite"),
+    "mlflow": Tool("MLflow", ("mlflow-skinny", "sqlalchemy", "alembic"), f"{KILLED}get_metric_history from SQLite"),
     "swanlab": Tool("SwanLab", ("swanlab",), f"{RESUMED}offline"),
     "nbclient": Tool("nbclient", ("nbclient", "ipykernel", "matplotlib"), "the notebooks of docs and examples"),
 }  # fmt: skip

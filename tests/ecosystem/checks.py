@@ -297,7 +297,7 @@ def trackio(folder: Path) -> str:
 def mlflow(folder: Path) -> str:
     library: Any = importlib.import_module("mlflow")
     uri = f"sqlite:///{folder / 'mlflow.db'}"
-    losses = broken_and_resumed(folder, "mlflow", {"MLFLOW_TRACKING_URI": uri})
+    losses = broken_and_resumed(folder, "mlflow", {"MLFLOW_TRACKING_URI": uri}, "kill9")
     client = library.MlflowClient(uri)
     runs = client.search_runs([client.get_experiment_by_name("megalith").experiment_id])
     if len(runs) != 1 or runs[0].info.status != "FINISHED":

@@ -1,8 +1,8 @@
 """Experiment trackers: TensorBoard, W&B, trackio, MLflow and SwanLab as receivers of the same curves.
 
 Each is recorded offline unless the user has logged in or named a server. Trackers that may use a network have a thread
-of their own (`Threaded`): the training waits five seconds for a network at its start and at its end, never in between,
-and a tracker that fails ends its records with one warning, not the run.
+of their own (`Threaded`): the training waits five seconds for a network at its start and at its end, never in between;
+without a network it waits at a save. A tracker that fails ends its records with one warning, not the run.
 
 Source: docs/reference/console.md#tensorboard-and-wb.
 """
@@ -81,14 +81,14 @@ class Threaded:
 
     Args:
         make: makes the tracker, in that thread or in this one (`here`); what it and its methods raise ends the records.
-        local: it uses no network: its end is waited for.
+        local: it uses no network: what waits is written before `checkpoint` and `close` return.
     """
 
     errors: tuple[type[Exception], ...] = (TrackerStopped,)
 
     def __init__(self, name: str, make: Callable[[], Tracker], *, local: bool = False, here: bool = False) -> None:
         self.name = name
-        self._patience = _LONGEST_LOCAL_WAIT if local else _LONGEST_WAIT
+        self._is_local, self._patience = local, _LONGEST_LOCAL_WAIT if local else _LONGEST_WAIT
         self.tracker: Tracker | None = None  # when it has begun
         self._calls: SimpleQueue[Callable[[Tracker], None] | None] = SimpleQueue()
         self._failure: Exception | None = None
@@ -127,6 +127,12 @@ class Threaded:
 
     def checkpoint(self, path: str, iteration: int) -> None:
         self._call(methodcaller("checkpoint", path, iteration))
+        if self._is_local:  # a resume from here finds the whole curve, even after a SIGKILL
+            written = threading.Event()
+            self._call(lambda _: written.set())
+            deadline = time.monotonic() + _LONGEST_LOCAL_WAIT
+            while not written.wait(0.02) and self._thread.is_alive() and time.monotonic() < deadline:
+                pass
 
     def end(self) -> None:
         """Have the tracker write what waits and close; the time until `close` gives up begins."""

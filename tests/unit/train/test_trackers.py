@@ -59,6 +59,19 @@ def test_calls_are_made_in_order_in_one_other_thread() -> None:
     assert {call[0] for call in slow.calls} == {"tracker-slow"}
 
 
+def test_a_save_waits_for_a_local_tracker() -> None:
+    slow, failing = Slow(threading.Event()), Slow(fails=True)
+    local = Threaded("local", lambda: slow, local=True)
+    local.scalars({"lm loss": 2.5}, 1, 4)
+    threading.Timer(0.05, slow.leave.set).start()
+    local.checkpoint("/saved", 1)
+    assert [call[1:] for call in slow.calls] == [({"lm loss": 2.5}, 1, 4), ("/saved", 1)]
+    broken = Threaded("broken", lambda: failing, local=True)
+    with pytest.raises(TrackerStopped, match="no route"):
+        broken.checkpoint("/saved", 1)
+        broken.close()
+
+
 def test_a_tracker_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(trackers, "_LONGEST_WAIT", 0.05)
     leave = threading.Event()
