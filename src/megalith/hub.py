@@ -1,7 +1,9 @@
-"""The Hugging Face Hub, by its own library: `hf:ORG/NAME[@REVISION]` in the place of a local path.
+"""The Hugging Face Hub and ModelScope, by their own libraries: `hf:ORG/NAME[@REVISION]` or `ms:ORG/NAME[@REVISION]` in
+the place of a local path.
 
 Nothing is fetched without the prefix, and no code or pickle at all. Endpoint, tokens, cache, offline mode, resumed
-transfers and their progress are huggingface_hub's (HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE). Of the ranks of a
+transfers and their progress are those of huggingface_hub (HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE) and of
+modelscope-hub (MODELSCOPE_ENDPOINT, MODELSCOPE_API_TOKEN, MODELSCOPE_CACHE). Of the ranks of a
 run on one node the first fetches, and the others wait for what it found.
 """
 
@@ -14,7 +16,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -23,7 +25,8 @@ from typing import Any, TextIO
 from megalith.errors import ConfigError
 
 PREFIX = "hf:"
-_NAME = re.compile(r"hf:(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?P<inside>/[^@]+)?(?:@(?P<revision>[^@]+))?")
+_MODELSCOPE = "ms:"
+_NAME = re.compile(r"(?:hf|ms):(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?P<inside>/[^@]+)?(?:@(?P<revision>[^@]+))?")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors")
 _TEXTS = ("json", "jsonl", "ndjson", "txt", "text", "csv", "tsv")
@@ -39,34 +42,36 @@ _RUN = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "
 
 
 def is_named(name: str) -> bool:
-    """Return whether a name has the prefix of the Hub, and is no URL."""
-    return name.startswith(PREFIX) and not name.startswith(f"{PREFIX}/")
+    """Return whether a name has the prefix of a hub, and is no URL."""
+    return name.startswith((PREFIX, _MODELSCOPE)) and not name[len(PREFIX) :].startswith("/")
 
 
 @cache  # of one command, so that a branch that moves meanwhile is read once
 def fetched(name: str, patterns: Sequence[str], repo_type: str = "model") -> str:
-    """Return the local folder, in the cache of the Hub, of what `name` names; `name` itself without the prefix.
+    """Return the local folder, in the cache of the hub, of what `name` names; `name` itself without the prefix.
 
     Args:
-        name: `hf:ORG/NAME[@REVISION]`; of a dataset also `hf:ORG/NAME/PATH`, a folder, file or glob in it.
+        name: `hf:ORG/NAME[@REVISION]`; of a dataset also `hf:ORG/NAME/PATH`, a folder, file or glob in it; or `ms:...`.
         patterns: of the files to fetch.
 
-    Raises:  ConfigError if it does not exist, may not be read, has no such files, or the Hub cannot be reached.
+    Raises:  ConfigError if it does not exist, may not be read, has no such files, or the hub cannot be reached.
     """
     if not is_named(name):
         return name
     match = _NAME.fullmatch(name)
     if match is None or (match["inside"] and repo_type != "dataset"):
-        raise ConfigError(f"{name}: give hf:ORG/NAME or hf:ORG/NAME@REVISION")
+        raise ConfigError(f"{name}: give {name[:3]}ORG/NAME or {name[:3]}ORG/NAME@REVISION")
     inside = (match["inside"] or "").strip("/")
     if inside:
         patterns = (inside, f"{inside}/*")
-    repo, revision = match["repo"], match["revision"]
+    repo = match["repo"]
+    wanted = {"revision": match["revision"], "allow_patterns": list(patterns), "ignore_patterns": list(_NOT_READ)}
 
     def fetch() -> str:
+        if name.startswith(_MODELSCOPE):
+            return _from_modelscope(name, repo, repo_type, wanted)
         with _explained(name, repo, repo_type) as library:
-            wanted = {"allow_patterns": list(patterns), "ignore_patterns": list(_NOT_READ)}
-            return str(library.snapshot_download(repo, repo_type=repo_type, revision=revision, **wanted))
+            return str(library.snapshot_download(repo, repo_type=repo_type, **wanted))
 
     folder = Path(_once_a_node(fetch, repr((name, patterns, repo_type))))
     if not any(path.is_file() for pattern in patterns for path in folder.rglob(Path(pattern).name)):
@@ -74,6 +79,23 @@ def fetched(name: str, patterns: Sequence[str], repo_type: str = "model") -> str
     if "*.safetensors" in patterns and not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{name} has no *.safetensors; pickles of weights (*.bin) are not fetched")
     return str(folder / inside)
+
+
+def _from_modelscope(name: str, repo: str, repo_type: str, wanted: Mapping[str, Any]) -> str:
+    """Return the folder of a snapshot of ModelScope, that of the cache without a network. Raises ConfigError."""
+    try:
+        import modelscope_hub as library
+    except ImportError as error:
+        raise ConfigError(f"{name} needs the package modelscope-hub: pip install modelscope-hub") from error
+    hub = library.HubApi()
+    try:
+        return str(hub.download_repo(repo, repo_type, **wanted))
+    except library.NetworkError as error:
+        with suppress(library.HubError):
+            return str(hub.download_repo(repo, repo_type, **wanted, local_files_only=True))
+        raise ConfigError(f"{name} is not in the cache, and its hub was not reached: {error}") from error
+    except (library.HubError, OSError) as error:
+        raise ConfigError(f"{name}: {error}. {getattr(error, 'suggestion', '')}".rstrip()) from error
 
 
 def _once_a_node(fetch: Callable[[], str], what: str) -> str:

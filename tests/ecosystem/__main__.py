@@ -53,7 +53,7 @@ TOOLS = {
     "llama_cpp": Tool("llama.cpp", ("llama-cpp-python", "gguf"), f"`export --to gguf --dtype float32`: {GREEDY}"),
     "ctranslate2": Tool(
         "CTranslate2", ("ctranslate2", "transformers"),
-        "`checkpoint export`, ct2-transformers-converter: greedy continuations",
+        "`checkpoint export`, ct2-transformers-converter, also with `--quantization int8`: greedy continuations",
     ),
     "openai": Tool("openai", ("openai",), "`megalith serve`: completions and chat, whole and streamed"),
     "litellm": Tool("litellm", ("litellm",), "`megalith serve`: text_completion, completion, streamed"),

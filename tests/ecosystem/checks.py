@@ -123,22 +123,30 @@ def llama_cpp(folder: Path) -> str:
 @check
 def ctranslate2(folder: Path) -> str:
     ct2: Any = importlib.import_module("ctranslate2")
+    converter = str(Path(sys.executable).with_name("ct2-transformers-converter"))
     for model in MODELS:
-        command = [str(Path(sys.executable).with_name("ct2-transformers-converter")), "--model", f"{model}-hf"]
-        done = subprocess.run([*command, "--output_dir", f"{model}-ct2"], cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"ct2-transformers-converter: {done.stderr[-2000:]}")
+        for kind, flags in (("float32", []), ("int8", ["--quantization", "int8"])):
+            command = [converter, "--model", f"{model}-hf", "--output_dir", f"{model}-{kind}", *flags]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"ct2-transformers-converter: {done.stderr[-2000:]}")
 
-    def generate(model: str, case: dict[str, Any]) -> list[int]:
+    def generate(model: str, case: dict[str, Any], kind: str = "float32") -> list[int]:
         names = {number: token for token, number in json.loads((folder / f"{model}-hf/vocab.json").read_text()).items()}
         prompt = [names[number] for number in case["ids"]]
-        generator = ct2.Generator(str(folder / f"{model}-ct2"), device="cpu", compute_type="float32")
+        generator = ct2.Generator(str(folder / f"{model}-{kind}"), device="cpu", compute_type=kind)
         (made,) = generator.generate_batch(
             [prompt], max_length=NEW_TOKENS, sampling_topk=1, include_prompt_in_result=False
         )
         return list(made.sequences_ids[0])
 
-    return compare_tokens(folder, generate)
+    exact = compare_tokens(folder, generate)
+    cases = [(model, case) for model, cases in expected(folder).items() for case in cases]
+    same = [[a == b for a, b in zip(generate(*case, "int8"), case[1]["new"], strict=False)] for case in cases]
+    equal, tokens = sum(map(sum, same)), sum(len(case["new"]) for _, case in cases)
+    if equal < tokens / 2:
+        raise Different(f"int8: {equal} of {tokens} tokens are equal")
+    return f"float32: {exact}; int8: {equal} of {tokens}"
 
 
 @contextmanager

@@ -214,7 +214,7 @@ _FROM_THE_HUB = {
     "pretrained_checkpoint": MODEL_FILES,
     "tokenizer_model": TOKENIZER_FILES,
 }
-_NOT_OF_THE_HUB = "a name of the Hugging Face Hub names no path here"
+_NOT_OF_THE_HUB = "a name of a hub names no path here"
 
 
 def _path(setting: Setting, word: str) -> str:

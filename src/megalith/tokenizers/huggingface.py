@@ -222,7 +222,7 @@ def find_folder(named: str) -> Path:
         raise DataError(
             f"--tokenizer-model {named} is not a folder; give one with a {TOKENIZER_FILE}, or the name of a model in "
             f"{hub_cache(os.environ)}. Nothing is downloaded without a prefix: hf:{named} fetches it from the "
-            "Hugging Face Hub"
+            f"Hugging Face Hub, ms:{named} from ModelScope"
         )
     return found
 
