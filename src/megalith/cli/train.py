@@ -31,6 +31,7 @@ from megalith.config.build import imported
 from megalith.config.command_line import given_settings, without_settings
 from megalith.config.environment import first_of_machine
 from megalith.config.render import common_flags_text, flags_text
+from megalith.config.rules.rule import Draft, Rule
 from megalith.config.run import all_settings
 from megalith.errors import ConfigError, MegalithError
 from megalith.kernels.cpu.process import keep_freed_memory
@@ -51,6 +52,7 @@ EXIT_FINISHED = 0
 EXIT_RESUME_ME = 75  # EX_TEMPFAIL of sysexits.h: try again later
 _FORWARDED_WITHIN_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
+_SMALL = 2**23  # layers x width^2 of about 100 million parameters, whose states any device holds
 # Settings about how a run starts from a checkpoint; they do not apply when it resumes.
 _ONCE = ("finetune", "ckpt_step", "no_load_optim", "no_load_rng", "override_opt_param_scheduler")
 
@@ -83,7 +85,9 @@ def run(argv: Sequence[str]) -> int:
     acknowledge = _Acknowledgement()
     stop = StopSignals(_FORWARDED_WITHIN_SECONDS if launched else 0.0, acknowledge if answers else None)
     try:
-        config = load(argv, saved_args=_saved_args, registry=imported(argv, follows_recipe=True))
+        checked = () if supervised else (Rule("memory_holds_the_weights", _check_memory),)
+        registry = imported(argv, follows_recipe=True)
+        config = load(argv, saved_args=_saved_args, registry=registry, rules=checked)
         if launched or "MEGALITH_SUPERVISOR" in os.environ:
             _stop_with_parent()
         converts = config.checkpoint.ckpt_convert_format is not None
@@ -102,6 +106,16 @@ def run(argv: Sequence[str]) -> int:
         return _train(config, argv, stop, acknowledge, began, threads)
     finally:
         stop.close()
+
+
+def _check_memory(draft: Draft) -> str:
+    """Return why the devices of this machine cannot hold the weights of the run; "" if they may."""
+    model = draft.run.model
+    if model.num_layers * model.hidden_size**2 * (model.num_experts or 1) < _SMALL:
+        return ""
+    from megalith.plan.bound import check_memory  # small runs need not wait for its import
+
+    return check_memory(draft)
 
 
 def _saved_args(folder: str, step: int | None) -> Mapping[str, Any] | None:

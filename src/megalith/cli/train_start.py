@@ -20,7 +20,9 @@ from megalith.config.render import note_lines
 from megalith.config.saved_args import megatron_args
 from megalith.data.build import Datasets
 from megalith.device import capability_of, is_host, lacks_peer_access
+from megalith.distributed.machine import memory_limit
 from megalith.models.attention_kernels import describe_attention
+from megalith.plan import cache_folder
 from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.protocol import padding_message, tensor_parallel_note
 from megalith.train.checkpoint_fit import products_of
@@ -37,6 +39,7 @@ class StartConsole(StartObserver):
         self.info, self.warn, self.log = console.print, console.warn, console.log  # type: ignore[method-assign]
 
     def configured(self, config: RunConfig, device: torch.device) -> None:
+        self._device = device
         _print_configuration(config, self._console, device)
         self.info(console_lines.building_tokenizer_line(config.tokenizer.tokenizer_type))
 
@@ -46,6 +49,13 @@ class StartConsole(StartObserver):
 
     def vocabulary_padded(self, config: RunConfig, tokenizer: Tokenizer, padded: int, *, resumed: bool) -> None:
         self.info(padding_message(tokenizer.vocab_size, padded))
+        if config.launch.rank == 0 and config.log.plan != "off" and cache_folder().is_dir():
+            from megalith.plan.plan import warning_of  # others need not wait for its import
+
+            able, shared = capability_of(self._device), memory_limit() // (config.launch.local_world_size or 1)
+            memory = shared if is_host(self._device) else able.memory
+            if note := warning_of(config, padded, able.name, able.compute, memory):
+                self.warn(note)
         if resumed or config.data.padded_vocab_size is not None:
             return  # a resumed run keeps the rows of its checkpoint in any layout
         divisible_by, tensor_parallel = (

@@ -14,7 +14,7 @@ from megalith.config.fields import Setting
 from megalith.config.from_args import settings_from
 from megalith.config.reading import Reading, read_recipe
 from megalith.config.rules import FILE_RULES, NOTICES, RULES
-from megalith.config.rules.rule import Draft, UnusableError, unreadable
+from megalith.config.rules.rule import Draft, Rule, UnusableError, unreadable
 from megalith.config.run import Note, RunConfig, all_settings, group_types, resolved
 from megalith.config.values import BadValue, checked_value, closest, out_of_range, value_from_words
 from megalith.errors import ConfigError
@@ -31,6 +31,7 @@ def load(
     files: bool = True,
     saved_args: ArgsReader | None = None,
     registry: Registry | None = None,
+    rules: Sequence[Rule] = (),
 ) -> RunConfig:
     """Return the configuration of a command line.
 
@@ -40,6 +41,7 @@ def load(
         files: whether data and tokenizer files must exist.
         saved_args: reader for `--use-checkpoint-args`; without it that flag has no effect.
         registry: registered objects; by default the modules that `argv` names are imported.
+        rules: further rules, whose violations are listed with the others.
 
     Returns:
         The configuration; its `notes` are about flags without effect, one line each.
@@ -68,7 +70,7 @@ def load(
     given = sources_given | readings[-1].values
     faulty = set().union(*(reading.faulty for reading in readings)) - _overridden(flags)
     problems = [problem for reading in readings for problem in reading.problems]
-    run, more_problems = _build(given, faulty, files=files, registry=registry)
+    run, more_problems = _build(given, faulty, (*(FILE_RULES if files else ()), *rules), registry)
     problems += more_problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -165,7 +167,7 @@ def from_values(
     mapping = _read_mapping(values, registry)
     given = launch.values | mapping.values
     faulty = (launch.faulty - set(mapping.values)) | mapping.faulty
-    run, problems = _build(given, faulty, files=files, registry=registry)
+    run, problems = _build(given, faulty, FILE_RULES if files else (), registry)
     if problems := [*launch.problems, *mapping.problems, *problems]:
         raise ConfigError(problems)
     notes = _notes((mapping,), run, given)
@@ -240,7 +242,7 @@ class _Absent:
 
 
 def _build(
-    given: Mapping[str, Any], faulty: set[str], *, files: bool, registry: Registry
+    given: Mapping[str, Any], faulty: set[str], rules: Sequence[Rule], registry: Registry
 ) -> tuple[RunConfig, list[str]]:
     """Return the configuration, with None for missing values, and all errors in it."""
     problems: list[str] = []
@@ -268,8 +270,7 @@ def _build(
     )
     readable = {name: unreadable(group, unusable) for name, group in _groups_of(run).items()}
     draft = Draft(RunConfig(**readable) if unusable else run, frozenset(given))
-    rules = (*RULES, *FILE_RULES) if files else RULES
-    problems += [message for rule in rules if (message := rule.broken(draft))]
+    problems += [message for rule in (*RULES, *rules) if (message := rule.broken(draft))]
     return run, problems
 
 

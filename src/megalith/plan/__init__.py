@@ -4,3 +4,11 @@ One micro-batch of each distinct part of a model runs the real step on tensors w
 module that imports torch), is reduced to integers (`record`) and remembered by its structure (`remember`). From these
 `memory` adds up layers, stages and micro-batches under way for every kind of rank.
 """
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """Return the folder of what plans have seen."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megalith" / "plan"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 from megalith.config import RunConfig, load
 from megalith.errors import ConfigError, MegalithError
-from megalith.plan.devices import GIB, Device
+from megalith.plan.devices import DEVICES, GIB, Device
 from megalith.plan.memory import CATEGORIES, Part, RankMemory, plan_memory
 from megalith.plan.record import Record
 from megalith.plan.remember import remembering
@@ -113,6 +113,31 @@ def plan_run(words: Sequence[str], device: Device, *, world_size: int, nodes: in
 
     ranks = plan_memory(run, device, remembering(run, vocab_size, device, measure))
     return Plan(run, device, ranks, step_time(run, vocab_size, device, nodes=nodes), notes)
+
+
+def warning_of(run: RunConfig, vocab_size: int, name: str, compute: tuple[int, int] | None, memory: int) -> str:
+    """Return a line if a run will not fit its devices by what earlier plans have seen of its parts; else "".
+
+    Args:
+        name, compute, memory: of the device; 0 bytes if that is not known.
+    """
+
+    def unseen(part: Part) -> Record:
+        raise LookupError
+
+    device = replace(DEVICES["CPU"], name=name, compute=compute, gib=round(memory / GIB))
+    try:
+        ranks = plan_memory(run, device, remembering(run, vocab_size, device, unseen))
+    except (LookupError, ConfigError):
+        return ""
+    full = max(ranks, key=lambda rank: rank.peak_bytes)
+    if not device.gib or full.peak_bytes <= device.room:
+        return ""
+    return (
+        f"this run may run out of memory: by its plan it needs {full.peak_bytes / GIB:.1f} GiB in the {full.moment}, "
+        f"and tensors may take {device.room / GIB:.1f} GiB on {device.name}; `megalith plan` "
+        "with these flags names others that need less (--plan off: no warning)"
+    )
 
 
 def _vocabulary(run: RunConfig) -> tuple[int, list[str]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import megalith
 from megalith.config import RunConfig
+from megalith.plan import cache_folder
 from megalith.plan.devices import Device
 from megalith.plan.memory import Part
 from megalith.plan.record import Record
@@ -33,11 +34,6 @@ _OTHERS = {
     "train": ("micro_batch_size", "recompute_granularity", "recompute_method", "recompute_num_layers"),
     "data": ("seq_length", "decoder_seq_length"),
 }
-
-
-def cache_folder() -> Path:
-    """Return the folder of remembered records."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megalith" / "plan"
 
 
 def structure(run: RunConfig, part: Part, vocab_size: int, device: Device) -> dict[str, Any]:

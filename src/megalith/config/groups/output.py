@@ -140,6 +140,13 @@ class LogConfig:
         unit="iterations",
         at_least=1,
     )
+    plan: str = setting(
+        "warn",
+        help="warn at the start if an earlier `megalith plan` of these sizes says that memory will not do, and refuse "
+        "what weights, gradients and optimizer states alone exclude; off: start regardless",
+        choices=("warn", "off"),
+        ours=True,
+    )
     log_progress: bool = setting(False, help="write starts and checkpoints to progress.txt in --save")
     log_straggler: bool = setting(False, help="report the slowest ranks every --log-interval")
     straggler_minmax_count: int = setting(
