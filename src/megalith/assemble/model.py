@@ -189,14 +189,22 @@ def _stages(run: RunConfig, context: ParallelContext) -> list[Stage]:
 
 
 def draw_weights(
-    run: RunConfig, chunks: Sequence[LanguageModel], streams: RandomStreams, context: ParallelContext
+    run: RunConfig,
+    chunks: Sequence[LanguageModel],
+    streams: RandomStreams,
+    context: ParallelContext,
+    *,
+    frozen: bool = True,
 ) -> None:
-    """Initialize the weights; `--use-cpu-initialization` draws them from the process's own stream."""
+    """Initialize the weights, or without `frozen` those that are trained.
+
+    `--use-cpu-initialization` draws them from the process's own stream.
+    """
     for chunk in chunks:
         if run.model.use_cpu_initialization:
             initialise_as_megatron_cpu(chunk, streams.weights)
         else:
-            initialise(chunk, run.train.seed)
+            initialise(chunk, run.train.seed, frozen=frozen)
     copy_shared_weight(chunks, context)
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megalith.assemble.observer import StartObserver
-from megalith.checkpoint import DirectoryStore, split_path
+from megalith.checkpoint import CheckpointContent, DirectoryStore, split_path
+from megalith.checkpoint.base import open_base, record_of
 from megalith.config import RunConfig
 from megalith.config.groups import CheckpointConfig
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError, ConfigError
 from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.protocol import padded_vocab_size
+from megalith.train.checkpoint_content import frozen_chunks
 from megalith.train.checkpoint_fit import FoundCheckpoint, find_checkpoint
 from megalith.train.checkpoint_restore import restore
 from megalith.train.faults import Probe
@@ -107,8 +111,12 @@ def load_start(
     state: TrainState,
     observer: StartObserver,
     probe: Probe,
-) -> None:
-    """Restore the checkpoint that `find_start` found, if any, and warn about checkpoints that the run will replace."""
+) -> Mapping[str, Any] | None:
+    """Restore the checkpoint that `find_start` found, if any, and warn about checkpoints that the run will replace.
+
+    Returns:
+        Record of the frozen base of LoRA, which is loaded too; None without adapters.
+    """
     load, save = config.checkpoint.load, config.checkpoint.save
     if store is None:
         if save and (held := DirectoryStore(save).iterations()):
@@ -116,15 +124,21 @@ def load_start(
                 f"WARNING: {save} already holds checkpoints up to iteration {held[-1]}; without --load "
                 f"{shlex.quote(save)} this run starts from random weights and replaces them"
             )
-        return
+        return None
     if found is None:
+        if config.model.lora_rank is not None:
+            raise CheckpointError(
+                f"--load {load} holds no adapters to continue, and there is no model to train new ones beside; give it "
+                "by --pretrained-checkpoint"
+            )
         observer.no_checkpoint(load)
-        return
+        return None
     for note in found.notes:
         observer.warn(f"WARNING: {note}")
     path, iteration = str(store.path), found.iteration
     observer.loading(path, iteration, config, distributed=store.format(iteration) != "torch")
     resumed = restore(store, found, state, config, probe)
+    base = _load_base(config, store, found, state)
     for note in resumed.notes:
         observer.warn(f"WARNING: {note}")
     observer.loaded(path, iteration, config, resumed, state)
@@ -136,3 +150,18 @@ def load_start(
             f"{state.iteration} and replaces them. To resume from there, use --load {shlex.quote(save)} "
             "without --finetune or --ckpt-step"
         )
+    return base
+
+
+def _load_base(
+    config: RunConfig, store: DirectoryStore, found: FoundCheckpoint, state: TrainState
+) -> Mapping[str, Any] | None:
+    """Load the frozen model of LoRA's adapters, unless it is what `restore` has loaded; return its record."""
+    if config.model.lora_rank is None:
+        return None
+    if not found.has_adapters:
+        return record_of(store, found.iteration)
+    instead = None if found.weights_only else config.checkpoint.pretrained_checkpoint
+    base, iteration = open_base(store, found.iteration, state.context, instead)
+    base.load(iteration, CheckpointContent(frozen_chunks(state, config)))
+    return record_of(base, iteration)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from megalith.assemble.model import params_dtype
 from megalith.assemble.reading import require_text_model
 from megalith.checkpoint import CheckpointContent, DirectoryStore, split_path
+from megalith.checkpoint.base import open_base
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, model_chunks, stacking_of
 from megalith.checkpoint.sources.source import listing, with_remedy
 from megalith.checkpoint.store.store import nothing_in
@@ -29,6 +30,7 @@ from megalith.models.families import model_class
 from megalith.models.language_model import GenerativeModel, LanguageModel, Stage
 from megalith.models.plain import PlainModel
 from megalith.models.saved import saved_tensors
+from megalith.nn.lora import merge
 from megalith.nn.placement import Placement
 from megalith.parallel.tensor import TensorParallel
 from megalith.registry import EMPTY, Registry
@@ -133,10 +135,7 @@ def _trained(
         dtype=weights,
         device=device,
     )
-    content = CheckpointContent(
-        chunks=model_chunks(_stored(model), stacking_of(model_config), rank=context.tp.index, size=context.tp.size)
-    )
-    store.load(found, content)
+    _fill(model, store, found, context)
     model.requires_grad_(False)
     built = build_tokenizer(tokenizer) if tokenizer else _own_tokenizer(store.folder(found), args, registry)
     card = (store.manifest(found) or {}).get("tokenizer")
@@ -150,6 +149,24 @@ def _trained(
     foreign = store.format(found) == "huggingface"
     said = (*notes, *changed_sources(args, registry), *about_experts, *about_dtype)
     return Trained(model.eval(), built, found, said, args, card, from_huggingface=foreign)
+
+
+def _fill(model: LanguageModel, store: DirectoryStore, found: int, context: ParallelContext) -> None:
+    """Load the weights; adapters are merged into those of the model that they belong to."""
+
+    def content(tensors: Iterable[tuple[str, Tensor, Placement]]) -> CheckpointContent:
+        return CheckpointContent(
+            model_chunks(tensors, stacking_of(model.config), rank=context.tp.index, size=context.tp.size)
+        )
+
+    if model.config.lora_rank is None:
+        store.load(found, content(_stored(model)))
+        return
+    base, iteration = open_base(store, found, context)
+    base.load(iteration, content(item for item in _stored(model) if not item[1].requires_grad))
+    store.load(found, content(item for item in _stored(model) if item[1].requires_grad))
+    merge(model)
+    model.config = replace(model.config, lora_rank=None)
 
 
 def _dtype_for(device: torch.device, saved: torch.dtype) -> tuple[torch.dtype, tuple[str, ...]]:

@@ -7,10 +7,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -107,14 +108,14 @@ def build_run(
     timers = Timers(config.log.timing_log_level, context.device)
     with timers.time("model-and-optimizer-setup"):
         start = _Start(config, context, tokenizer, identity, streams, observer, probe, dtype)
-        state, found = _build_and_load(start, padded, store, found)
+        state, found, base = _build_and_load(start, padded, store, found)
     observer.setup_done()
     with timers.time("train/valid/test-data-iterators-setup"):
         loaders = _build_loaders(config, tokenizer, state, observer)
     loop_config = build_loop_config(config, state.chunks, context, observer)
     observer.data_done()
     observer.timed(config, gather_times(timers.take(), context))
-    saver, valid_sets = _saver(config, context, identity, probe), _validation_sets(config, loaders)
+    saver, valid_sets = _saver(config, context, replace(identity, base=base), probe), _validation_sets(config, loaders)
     run = TrainingRun(
         loop_config,
         state,
@@ -150,23 +151,27 @@ class _Start:
 
 def _build_and_load(
     start: _Start, padded: int, store: DirectoryStore | None, found: FoundCheckpoint | None
-) -> tuple[TrainState, FoundCheckpoint | None]:
-    """Build the state of the run and load the checkpoint; an older one if the first turns out damaged."""
+) -> tuple[TrainState, FoundCheckpoint | None, Mapping[str, Any] | None]:
+    """Build the state of the run and load the checkpoint; an older one if the first turns out damaged.
+
+    Returns:
+        State, checkpoint, and the record of the frozen base of LoRA.
+    """
     config, context, observer = start.config, start.context, start.observer
     state = _build_state(start, padded, fresh=found is None)
-    began, loaded = time.perf_counter(), False
+    began, loaded, base = time.perf_counter(), False, None
     with suppress(DamagedCheckpointError):  # the verification below reports the damage
-        load_start(config, store, found, state, observer, start.probe)
+        base = load_start(config, store, found, state, observer, start.probe)
         loaded = True
     if not loaded:
         store, found = find_start(config, context, thorough=True)
         _check_fits(config, found, start.identity, observer, context.device)
         if (rows := padded_vocabulary(config, start.tokenizer, found)) != padded:
             state = _build_state(start, rows, fresh=False)
-        load_start(config, store, found, state, observer, start.probe)
+        base = load_start(config, store, found, state, observer, start.probe)
     if found is not None:
         observer.timed(config, gather_times({"load-checkpoint": time.perf_counter() - began}, context))
-    return state, found
+    return state, found, base
 
 
 def _validation_sets(config: RunConfig, loaders: Loaders) -> Sequence[EvaluationSet]:
@@ -261,8 +266,8 @@ def _build_state(start: _Start, padded: int, *, fresh: bool) -> TrainState:
     config, context, streams = start.config, start.context, start.streams
     start.observer.building_model(config)
     chunks = build_chunks(config, padded, context, streams.own, dtype=start.dtype)
-    if fresh:
-        draw_weights(config, chunks, streams, context)
+    if fresh or config.model.lora_rank is not None:
+        draw_weights(config, chunks, streams, context, frozen=fresh)
     start.observer.model_built(config, _parameter_counts(chunks, context))
     optimizer = build_run_optimizer(config, chunks, context)
     deferred = defer_weight_gradients(config, chunks, optimizer)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megalith.checkpoint.base import refuse_adapters
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.files.commit import claimed, replace_durably
 from megalith.checkpoint.files.folder import CheckpointFolder
@@ -149,6 +150,7 @@ def convert(
     problems = folder.problems() if verify else []
     if problems:
         raise damaged(found, problems)
+    refuse_adapters(args_of(folder.source.common()), str(found))
     _check_tokens(folder, wanted)
     notes: list[str] = []
     source, layout = adapt(folder.source, wanted, str(found), notes, known_tokens(folder))

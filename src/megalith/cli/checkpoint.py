@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalith.cli.checkpoint_convert import add_convert, add_huggingface
+from megalith.cli.checkpoint_convert import add_convert, add_huggingface, add_merge_lora
 from megalith.config.values import local_path, model_path
 from megalith.errors import CheckpointError, MegalithError, NewerFormatError
 from megalith.progress import task
@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="megalith checkpoint", description="Verify, inspect, compare and convert checkpoints of any format."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_verify, _add_inspect, _add_diff, add_convert, add_huggingface):
+    for add in (_add_verify, _add_inspect, _add_diff, add_convert, add_huggingface, add_merge_lora):
         add(commands)
     return parser
 

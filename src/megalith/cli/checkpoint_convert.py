@@ -101,14 +101,15 @@ def add_huggingface(commands: Any) -> None:
     bring.set_defaults(run=run_import)
     take = commands.add_parser(
         "export",
-        help="write a checkpoint as a Hugging Face model folder, or as GGUF for llama.cpp and ollama",
+        help="write a checkpoint as a Hugging Face model folder, as GGUF for llama.cpp and ollama, or for PEFT",
         description="Writes the weights of a checkpoint of any format as safetensors, with config.json and the "
-        "tokenizer's files; with --to gguf as one GGUF file, with a Modelfile for ollama.",
+        "tokenizer's files; with --to gguf as one GGUF file, with a Modelfile for ollama; with --to peft the adapters "
+        "of a LoRA run.",
     )
     add = take.add_argument
     add("source", type=model_path, metavar="DIR", help="a save folder, or one checkpoint folder")
     add("destination", type=local_path, metavar="OUT", help="folder to create")
-    add("--to", choices=("hf", "gguf"), default="hf", help="format (default: hf)")
+    add("--to", choices=("hf", "gguf", "peft"), default="hf", help="format; peft for LoRA adapters (default: hf)")
     add("--iteration", type=int, metavar="N", help="iteration to read from a save folder (default: the tracker's)")
     add(
         "--dtype",
@@ -180,6 +181,8 @@ def run_export(options: argparse.Namespace) -> int:
     wanted = ExportOptions(options.dtype, options.max_shard_size, options.true_vocab_size, options.model_type)
     if options.to == "gguf":
         return _export_gguf(options, wanted)
+    if options.to == "peft":
+        return _export_peft(options, wanted)
     compared: list[Comparison] = []
     made = export(
         options.source,
@@ -225,6 +228,46 @@ def _export_gguf(options: argparse.Namespace, wanted: ExportOptions) -> int:
         warn(f"note: {note}")
     print(f"{made.file}: {made.architecture}, {made.dtype}, {made.bytes / 2**20:.1f} MiB; beside it {MODELFILE}")
     print(compared[0] if compared else "greedy tokens not compared (--no-compare)")
+    return 0
+
+
+def _export_peft(options: argparse.Namespace, wanted: ExportOptions) -> int:
+    from megalith.checkpoint.writers.peft import export_adapters
+
+    made = export_adapters(options.source, options.destination, wanted, iteration=options.iteration)
+    for note in made.notes:
+        warn(f"note: {note}")
+    print(f"{made.path}: adapters for PEFT, {made.tensors} tensors, {made.bytes / 2**20:.1f} MiB")
+    return 0
+
+
+def add_merge_lora(commands: Any) -> None:
+    """Add the `merge-lora` sub-command."""
+    merge = commands.add_parser(
+        "merge-lora",
+        help="write a full checkpoint of LoRA adapters and their model",
+        description="Adds the adapters of a LoRA run, or of a folder of PEFT, to the weights of their model and writes "
+        "a full checkpoint without optimizer state. The sources are not changed.",
+    )
+    add = merge.add_argument
+    add(
+        "source",
+        type=local_path,
+        metavar="DIR",
+        help="save folder of a LoRA run, one checkpoint in it, or PEFT's folder",
+    )
+    add("destination", type=local_path, metavar="OUT", help="save folder to write to")
+    add("--iteration", type=int, metavar="N", help="iteration to read from a save folder (default: the tracker's)")
+    add("--replace", action="store_true", help="replace a checkpoint of the same iteration in OUT")
+    merge.set_defaults(run=_run_merge_lora)
+
+
+def _run_merge_lora(options: argparse.Namespace) -> int:
+    from megalith.assemble.merged import merge_lora
+
+    with task("merging the adapters"):
+        made = merge_lora(options.source, options.destination, iteration=options.iteration, replace=options.replace)
+    print(f"{made}: adapters merged; start with these weights: --pretrained-checkpoint {shlex.quote(str(made))}")
     return 0
 
 

@@ -107,16 +107,17 @@ def _refuse_untrusted(recipe: str, imports: Sequence[str], registry: Registry) -
 
 def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader, registry: Registry) -> Reading:
     """Return the settings that `--use-checkpoint-args` takes from the checkpoint of `--load`; empty without it."""
-    reading, folder = Reading(), given.get("load") or given.get("pretrained_checkpoint")
+    reading = Reading()
+    folders = [folder for name in ("load", "pretrained_checkpoint") if (folder := given.get(name))]
     layout = bool(given.get("use_mp_args_from_checkpoint_args"))
     if not (given.get("use_checkpoint_args") or layout):
         return reading
-    if folder is None:
+    if not folders:
         reading.problems.append("--use-checkpoint-args needs --load, the folder of the checkpoint")
         return reading
-    args = saved_args(folder, given.get("ckpt_step"))
+    args = next((args for folder in folders if (args := saved_args(folder, given.get("ckpt_step")))), None)
     if args is None:
-        reading.notes.append(f"--use-checkpoint-args: {folder} holds no checkpoint yet: the flags count")
+        reading.notes.append(f"--use-checkpoint-args: {folders[0]} holds no checkpoint yet: the flags count")
         return reading
     reading.values = settings_from(args, registry, layout=layout)
     if not given.get("use_tokenizer_model_from_checkpoint_args", True):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from megalith.config.fields import Setting, settings_of
-from megalith.config.groups import ModelConfig, ParallelConfig, PrecisionConfig, TokenizerConfig
+from megalith.config.groups import LoraSettings, ModelConfig, ParallelConfig, PrecisionConfig, TokenizerConfig
 from megalith.config.run import group_types, resolved
 from megalith.config.saved_args import REGISTERED, YARN
 from megalith.errors import CheckpointError
@@ -176,7 +176,10 @@ _OF_THE_RUN = (
     *("embedding_init_method_std", "init_method_xavier_uniform", "use_cpu_initialization", "attention_backend"),
     *("transformer_impl", "loss"),
 )
-MODEL_SETTINGS = tuple(setting.name for setting in settings_of("model", ModelConfig) if setting.name not in _OF_THE_RUN)
+LORA_SETTINGS = tuple(setting.name for setting in settings_of("model", LoraSettings))
+MODEL_SETTINGS = tuple(
+    setting.name for setting in settings_of("model", ModelConfig) if setting.name not in (*_OF_THE_RUN, *LORA_SETTINGS)
+)
 """Settings that decide what the weights of a model mean, or how many there are."""
 _LAYOUT = (
     "tensor_model_parallel_size",
@@ -202,6 +205,8 @@ def settings_from(args: Mapping[str, Any], registry: Registry = EMPTY, *, layout
         values["apply_query_key_layer_scaling"] = True
     if model.chooses_by == "quantile_balancing":  # whose offsets decide the choice; losses are the run's own matter
         values["moe_router_load_balancing_type"] = model.moe_router_load_balancing_type
+    if model.lora_rank is not None:
+        values |= {name: getattr(model, name) for name in LORA_SETTINGS}
     if args.get("seq_length"):
         values["seq_length"] = int(args["seq_length"])
     if tokenizer.tokenizer_type and "tokenizer_type" in args:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
-from megalith.config.groups import ModelConfig, ParallelConfig, PrecisionConfig, TokenizerConfig
+from megalith.config.groups import LoraSettings, ModelConfig, ParallelConfig, PrecisionConfig, TokenizerConfig
 from megalith.config.run import RunConfig, all_settings, group_types, plain
 from megalith.config.values import read_pattern, read_window
 
@@ -87,7 +88,13 @@ _OURS = (
     *("t5_logits_bias", "t5_scaled_logits"),
 )
 """Settings that Megatron lacks and that determine the meaning of a model's weights."""
+_LORA = tuple(field.name for field in fields(LoraSettings))
 _REGISTERED = ("model", "attention", "mlp", "moe_router")
+
+
+def lora_args(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of LoRA; none without adapters."""
+    return {name: getattr(model, name) for name in _LORA} if model.lora_rank else {}
 
 
 def _derived_of_model(model: ModelConfig) -> dict[str, Any]:
@@ -95,6 +102,7 @@ def _derived_of_model(model: ModelConfig) -> dict[str, Any]:
         "add_qkv_bias": model.qkv_bias,
         "attention_softmax_in_fp32": model.softmax_in_fp32,
         **{name: plain(getattr(model, name)) for name in _OURS},
+        **lora_args(model),
         **{name: plain(value) for name in _REGISTERED if (value := getattr(model, name)) is not None},
         "encoder_num_layers": model.num_layers,
         "ffn_hidden_size": model.ffn_size,

@@ -10,6 +10,7 @@ and bias, which only models of others have, keeps the values that its module gav
 one with `reset_parameters` and without placements, draws its own weights, from the seed and its global name. A plain
 module in the place of a model is constructed under a generator of the seed, and its initial weights are those of its
 constructor (models.plain).
+Of LoRA's adapters A is uniform up to 1 / sqrt(columns), as in PEFT, and B is 0.
 Every weight is drawn in fp32 (fp64 stays fp64) at its full shape and then cast.
 """
 
@@ -91,6 +92,12 @@ def _fill_constants(model: LanguageModel) -> None:
 
 def _draw_(whole: Tensor, model: LanguageModel, name: str, generator: Generator) -> None:
     """Draw a global tensor, in place."""
+    if _is_one_of(name, ("adapter.lora_B.weight",)):
+        whole.zero_()
+        return
+    if _is_one_of(name, ("adapter.lora_A.weight",)):
+        whole.uniform_(-1.0, 1.0, generator=generator).div_(math.sqrt(whole.shape[1]))
+        return
     if _is_uniform(model, name, whole.shape):
         most = math.sqrt(6.0 / sum(whole.shape))
         whole.uniform_(-most, most, generator=generator)
@@ -117,13 +124,15 @@ def _keep_part(parameter: Tensor, placement: Placement, model: LanguageModel, na
 
 
 @torch.no_grad()
-def initialise(model: LanguageModel, seed: int) -> None:
+def initialise(model: LanguageModel, seed: int, *, frozen: bool = True) -> None:
     """Draw each weight from (seed, its global name): the same weights in every layout of ranks.
 
-    The copy of a tied embedding on the last pipeline stage is drawn under the name of the embedding.
+    The copy of a tied embedding on the last pipeline stage is drawn under the name of the embedding. Without `frozen`
+    only weights that are trained are drawn.
     """
-    _fill_constants(model)
-    if not model.draws_own_weights:
+    if frozen:
+        _fill_constants(model)
+    if frozen and not model.draws_own_weights:
         _reset_parameters(model, seed)
 
     def draw(name: str, parameter: Tensor, placement: Placement) -> None:
@@ -134,7 +143,9 @@ def initialise(model: LanguageModel, seed: int) -> None:
     drawn = [
         (name, parameter, placement)
         for name, parameter, placement in named_placements(model)
-        if _is_drawn(name, parameter) and not _draws_its_own(model, model.get_submodule(name.rpartition(".")[0]))
+        if (frozen or parameter.requires_grad)
+        and _is_drawn(name, parameter)
+        and not _draws_its_own(model, model.get_submodule(name.rpartition(".")[0]))
     ]
     drawn.sort(key=lambda entry: -entry[1].numel())  # the largest first: threads end at about the same time
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # each has a generator of its own

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from megalith.config import ModelConfig, check_groups
 from megalith.errors import ConfigError
 from megalith.layout import Recompute
-from megalith.models.layer_options import rotations
+from megalith.models.layer_options import lora, rotations
 from megalith.nn.attention import ContextParallelAttention, LocalAttention
 from megalith.nn.cache import KVCache
 from megalith.nn.cross_attention import CrossAttention, Encoded
 from megalith.nn.documents import Documents
 from megalith.nn.embedding import Embedding, TokenEmbedding
+from megalith.nn.lora import adapt
 from megalith.nn.loss import LogitsBuffer, vocabulary_loss
 from megalith.nn.moe.balance import Alone, Auxiliary, Peers
 from megalith.nn.placement import Placement, Replicated
@@ -123,6 +124,8 @@ class LanguageModel(nn.Module, ABC):
         self.sink: GradientSink | None = None
         self._rotations = rotations(config, dtype) if config.rotary_size else None
         self._build(peers or Alone(), recompute)
+        if (chosen := lora(config)) is not None:
+            adapt(self, *chosen, self.region)
 
     @abstractmethod
     def _build(self, peers: Peers, recompute: Recompute | None) -> None:

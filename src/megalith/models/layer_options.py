@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from megalith.config import ModelConfig
+from megalith.config.groups.lora import PROJECTIONS
 from megalith.errors import ConfigError
 from megalith.nn.attend import AttentionRule
 from megalith.nn.attention import AttentionShape
 from megalith.nn.feed_forward import Activation, FeedForward
 from megalith.nn.latent_attention import LatentShape
+from megalith.nn.lora import Lora
 from megalith.nn.moe.balance import Auxiliary, Peers
 from megalith.nn.moe.layer import MoE, MoESettings
 from megalith.nn.moe.router import RouterSettings
@@ -157,6 +160,22 @@ def layer_norm(config: ModelConfig, **factory: Unpack[FactoryKwargs]) -> nn.Modu
     return build_norm(
         config.normalization, config.hidden_size, config.norm_epsilon, around_one=config.apply_layernorm_1p, **factory
     )
+
+
+def lora(config: ModelConfig) -> tuple[Lora, Callable[[str], Sequence[int]]] | None:
+    """Return the options of LoRA, and the function of names of linear layers to the parts that have an adapter."""
+    if config.lora_rank is None:
+        return None
+    parts: dict[str, list[int]] = {}
+    for name in config.lora_projections:
+        module, part = PROJECTIONS[name]
+        parts.setdefault(module, []).append(part if config.gated or module != "mlp.linear_fc1" else 0)
+
+    def parts_of(name: str) -> Sequence[int]:
+        found = re.fullmatch(r"decoder\.layers\.\d+\.(.+)", name)
+        return parts.get(found[1], ()) if found else ()
+
+    return Lora(config.lora_rank, config.lora_scale, config.lora_dropout), parts_of
 
 
 _ROUTER_DTYPES = {None: None, "fp32": torch.float32, "fp64": torch.float64}

@@ -9,11 +9,14 @@ from megalith.nn.region import Region
 
 
 class HiddenDropout(nn.Module):
-    """Zero each element with `probability` in training and scale the rest (Srivastava et al. 2014). Any shape."""
+    """Zero each element with `probability` in training and scale the rest (Srivastava et al. 2014). Any shape.
 
-    def __init__(self, probability: float, region: Region) -> None:
+    `own`: the states are no hidden states but those of this rank alone, such as its attention heads.
+    """
+
+    def __init__(self, probability: float, region: Region, *, own: bool = False) -> None:
         super().__init__()
-        self.probability, self.region = probability, region
+        self.probability, self.region, self.own = probability, region, own
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.probability == 0.0:
@@ -22,5 +25,6 @@ class HiddenDropout(nn.Module):
             from megalith.nn import operators  # it loads the compiler
 
             return x * operators.kept(x, self.probability, self.region.name) / (1.0 - self.probability)
-        with self.region.hidden_rng(self.probability):
+        rng = self.region.local_rng if self.own else self.region.hidden_rng
+        with rng(self.probability):
             return torch.dropout(x, self.probability, True)

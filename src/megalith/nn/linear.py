@@ -17,9 +17,9 @@ before the product that does not need it and awaited after it:
 | backward        | gather x again under the dgrad;                  | gather dy under db;             |
 |                 | reduce dx  = sum_i dy_i W_i under the wgrads     | dx = dy W; dW                   |
 
-x, as it came in, is the only activation saved: under sequence parallelism a part of the sequence, gathered again for
-the wgrad; the linears of one `column` share the gathers. The bias of `row` is added once, to the sum. In half
-precision the product is rounded before the bias is added, as Megatron's separate bias does.
+x, as it came in, is the only activation saved, and only for weights that are trained: under sequence parallelism a part
+of the sequence, gathered again for the wgrad; the linears of one `column` share the gathers. The bias of `row` is added
+once, to the sum. In half precision the product is rounded before the bias is added, as Megatron's separate bias does.
 
 A sink knows a weight by identity, which a saved tensor need not have when it comes back (nn.recompute); so the weight
 itself is remembered beside the saved one.
@@ -28,7 +28,7 @@ itself is remembered beside the saved one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,9 @@ from megalith.nn.placement import Placement, Replicated, Split
 from megalith.nn.precision import FactoryKwargs, is_row_for_mv, product_dtype
 from megalith.nn.region import SOLO, Region
 from megalith.nn.sink import GradientSink
+
+if TYPE_CHECKING:
+    from megalith.nn.lora import Adapter
 
 _FEW_ROWS = 64  # of a product in which widening the weight costs more than multiplying with it
 _WIDENED_AT_ONCE = 1 << 18  # elements
@@ -71,7 +74,7 @@ class _Column(torch.autograd.Function):
         ctx: Any, x: Tensor, region: Region, sinks: tuple[GradientSink | None, ...], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases = tensors[::2], tensors[1::2]
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[3::2]) else None, *weights)
         ctx.region, ctx.parameters, ctx.sinks = region, weights, sinks
         whole = region.gather(x).wait()
         outputs = []
@@ -90,24 +93,28 @@ class _Column(torch.autograd.Function):
 
 def column_backward(
     region: Region,
-    x: Tensor,
+    x: Tensor | None,
     weights: Sequence[Tensor],
     parameters: Sequence[nn.Parameter],
     sinks: Sequence[GradientSink | None],
     grads: Sequence[Tensor],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Return dx, and the gradients of weight and bias of each layer in turn: None if not `wanted`, or for the sink."""
-    arriving = region.gather(x)
+    """Return dx, and the gradients of weight and bias of each layer in turn: None if not `wanted`, or for the sink.
+
+    `x` may be None where no weight gradient is wanted.
+    """
+    arriving = None if x is None else region.gather(x)
     parts = [grad.reshape(-1, weight.shape[0]) for grad, weight in zip(grads, weights, strict=True)]
     leaving = None
     if wanted[0]:
-        shape = (*grads[0].shape[:-1], x.shape[-1])
-        leaving = region.reduce(_input_gradient(parts, weights, x.dtype).view(shape))
-    whole, found = arriving.wait().reshape(-1, x.shape[-1]), []
+        shape = (*grads[0].shape[:-1], weights[0].shape[1])
+        leaving = region.reduce(_input_gradient(parts, weights, grads[0].dtype).view(shape))
+    whole = None if arriving is None else arriving.wait().flatten(0, -2)
+    found = list[Tensor | None]()
     for index, (weight, part, sink) in enumerate(zip(parameters, parts, sinks, strict=True)):
         of_weight, of_bias = wanted[1 + 2 * index : 3 + 2 * index]
-        found.append(_weight_gradient(weight, sink, part, whole) if of_weight else None)
+        found.append(_weight_gradient(weight, sink, part, whole) if of_weight and whole is not None else None)
         found.append(part.sum(0) if of_bias else None)
     return [None if leaving is None else leaving.wait(), *found]
 
@@ -119,7 +126,7 @@ class _Row(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region, sink: GradientSink | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.region, ctx.parameter, ctx.sink = region, weight, sink
         y = row_forward(x, region, weight)
         return y if bias is None else y.add_(bias)
@@ -138,19 +145,20 @@ def row_forward(x: Tensor, region: Region, weight: Tensor) -> Tensor:
 
 def row_backward(
     region: Region,
-    x: Tensor,
+    x: Tensor | None,
     weight: Tensor,
     parameter: nn.Parameter,
     sink: GradientSink | None,
     grad: Tensor,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Return dx, dW and db: None if not `wanted`, or for the sink."""
+    """Return dx, dW and db: None if not `wanted`, or for the sink. `x` may be None where dW is not wanted."""
     arriving = region.gather(grad)
     db = grad.reshape(-1, weight.shape[0]).sum(0) if wanted[2] else None
-    whole = arriving.wait().reshape(-1, weight.shape[0])
-    dx = _input_gradient([whole], [weight], x.dtype).view_as(x) if wanted[0] else None
-    dw = _weight_gradient(parameter, sink, whole, x.reshape(-1, x.shape[-1])) if wanted[1] else None
+    gathered = arriving.wait()
+    whole, shape = gathered.reshape(-1, weight.shape[0]), (*gathered.shape[:-1], weight.shape[1])
+    dx = _input_gradient([whole], [weight], grad.dtype).view(shape) if wanted[0] else None
+    dw = _weight_gradient(parameter, sink, whole, x.reshape(-1, x.shape[-1])) if wanted[1] and x is not None else None
     return dx, dw, db
 
 
@@ -219,17 +227,20 @@ def column(x: Tensor, region: Region, *linears: Linear) -> tuple[Tensor, ...]:
     """
     if _is_traced(region, linears[0]):
         return tuple(_in_graph("column", x, region, layer) for layer in linears)
+    outputs: list[Tensor] = []
     if region.size == 1:
-        outputs: list[Tensor] = []
         for layer in linears:  # as `linear`
             if layer.sink is None or not torch.is_grad_enabled():
                 outputs.append(affine(x, layer.weight, layer.bias))
             else:
                 outputs += _Column.apply(x, SOLO, (layer.sink,), layer.weight, layer.bias)
-        return tuple(outputs)
-    tensors = [tensor for layer in linears for tensor in (layer.weight, layer.bias)]
-    sharded: tuple[Tensor, ...] = _Column.apply(x, region, tuple(layer.sink for layer in linears), *tensors)
-    return sharded
+    else:
+        tensors = [tensor for layer in linears for tensor in (layer.weight, layer.bias)]
+        outputs += _Column.apply(x, region, tuple(layer.sink for layer in linears), *tensors)
+    for number, layer in enumerate(linears):
+        if layer.adapter is not None:
+            outputs[number] = outputs[number] + layer.adapter.column(x, region)
+    return tuple(outputs)
 
 
 def row(x: Tensor, region: Region, layer: Linear) -> Tensor:
@@ -240,9 +251,10 @@ def row(x: Tensor, region: Region, layer: Linear) -> Tensor:
     if _is_traced(region, layer):
         return _in_graph("row", x, region, layer)
     if region.size == 1:  # one rounding: the bias is added inside the product
-        return linear(x, layer.weight, layer.bias, layer.sink)
-    y: Tensor = _Row.apply(x, layer.weight, layer.bias, region, layer.sink)
-    return y
+        y = linear(x, layer.weight, layer.bias, layer.sink)
+    else:
+        y = _Row.apply(x, layer.weight, layer.bias, region, layer.sink)
+    return y if layer.adapter is None else y + layer.adapter.row(x, region)
 
 
 class Linear(nn.Module):
@@ -255,6 +267,7 @@ class Linear(nn.Module):
     Attributes:
         bias_placement: of the bias.
         number: int64 [1], by which the operators of compiled layers find this one (nn.operators); None without them.
+        adapter: added to the output of `column` and `row`; None without LoRA.
     """
 
     def __init__(
@@ -267,6 +280,7 @@ class Linear(nn.Module):
         self.bias_placement: Placement = Replicated() if placement == Split(1) else placement
         self.sink: GradientSink | None = None
         self.number: Tensor | None = None
+        self.adapter: Adapter | None = None
 
     def placements(self) -> dict[str, Placement]:
         """Return the placement of each parameter of this layer by its local name."""

@@ -219,7 +219,7 @@ class _VocabularyLoss(torch.autograd.Function):
         hidden, weight, rows, held, own, log_sum, probability = ctx.saved_tensors
         logits, ctx.logits = ctx.logits, None
         assert logits is not None, "the vocabulary loss was differentiated twice; its logits are overwritten once"
-        arriving = ctx.region.gather(hidden)
+        arriving = ctx.region.gather(hidden) if ctx.needs_input_grad[1] else None
         grad = grads[0].reshape(-1).to(log_sum.dtype)
         if probability is None:
             _logits_gradient(logits, log_sum, rows, held, grad, ctx.each)
@@ -229,10 +229,10 @@ class _VocabularyLoss(torch.autograd.Function):
         dh = torch.mm(logits.to(dtype), weight.to(dtype)).to(hidden.dtype)
         leaving = ctx.region.reduce(dh.view(*grads[0].shape, hidden.shape[-1]))
         db = logits.to(at_least_fp32(weight.dtype)).sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
-        whole, dw = arriving.wait().reshape(-1, hidden.shape[-1]), None
-        if ctx.sink is None:
+        whole, dw = None if arriving is None else arriving.wait().reshape(-1, hidden.shape[-1]), None
+        if whole is not None and ctx.sink is None:
             dw = torch.mm(logits.to(dtype).t(), whole.to(dtype)).to(weight.dtype)
-        else:
+        elif whole is not None:
             ctx.sink.accumulate_linear(weight, logits, whole, buffer_reused=True)
         ctx.buffer.give_back(logits)
         return leaving.wait(), dw, db, None, None, None, None, None, None, None, None

@@ -88,9 +88,10 @@ def build_optimizer(
 
 
 def _named(modules: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name."""
     named: dict[str, nn.Parameter] = {}
     for module in modules:
-        own = dict(module.named_parameters())
+        own = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         assert named.keys().isdisjoint(own), f"in two modules: {sorted(named.keys() & own.keys())}"
         named |= own
     return named

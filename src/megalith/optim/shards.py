@@ -162,7 +162,7 @@ def _gather_order(modules: Iterable[nn.Module], buckets: Mapping[Parameter, int]
     Buckets are in reverse order of the modules; weights of modules that are never called come first.
     """
     silent = [unit for module in modules for unit in _units(module) if type(unit).forward is nn.Module.forward]
-    first = {buckets[parameter] for unit in silent for parameter in unit.parameters()}
+    first = {buckets[parameter] for unit in silent for parameter in unit.parameters() if parameter in buckets}
     return sorted(range(count), key=lambda number: (number not in first, -number))
 
 
@@ -191,7 +191,7 @@ class _ParameterReads:
         if self._awaited is None:
             reader: dict[Parameter, nn.Module] = {}
             for unit in filter(self._called.__contains__, self._units):
-                reader |= dict.fromkeys(unit.parameters(), unit)
+                reader |= dict.fromkeys(filter(self._buckets.__contains__, unit.parameters()), unit)
             self._awaited = {
                 unit: sorted({self._buckets[parameter] for parameter, own in reader.items() if own is unit})
                 for unit in set(reader.values())

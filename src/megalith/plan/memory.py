@@ -82,12 +82,17 @@ def plan_memory(run: RunConfig, device: Device, record_of: Callable[[Part], Reco
     """Return the memory of each kind of rank, in the order of the pipeline.
 
     Raises:
-        ConfigError: weights are divided over replicas (FSDP2), or the family is not gpt.
+        ConfigError: weights are divided over replicas (FSDP2) or frozen (LoRA), or the family is not gpt.
     """
     if run.fully_sharded:
         raise ConfigError(
             "--use-torch-fsdp2: the memory of ZeRO-2 and ZeRO-3 is not planned yet; use --use-distributed-optimizer "
             "(ZeRO-1) in the plan, which needs more"
+        )
+    if run.model.lora_rank is not None:
+        raise ConfigError(
+            f"--lora-rank {run.model.lora_rank}: the memory of frozen weights is not planned yet; without the flag the "
+            "plan is of training all weights, which needs more"
         )
     if run.model.family.objective != "causal":
         raise ConfigError(f"--model-family {run.model.model_family}: only the memory of gpt is planned yet")

@@ -72,6 +72,7 @@ _IN_FP64: Mapping[str, Any] = {
     "compile": False,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
+    "lora_dropout": 0.0,
     "moe_input_jitter_eps": None,
     "device": "cpu",
     "deterministic_mode": False,
@@ -225,6 +226,9 @@ def _miniature(run: RunConfig, axes: Mapping[str, int], folder: Path) -> Miniatu
     settings = all_settings(run.registry)
     parts = (_training(run, axes), _model(run, axes), _layers(run, axes), _layout_settings(axes))
     shrunk = {**_LEFT_OUT, **_IN_FP64, **_data(run, axes, folder)}
+    if run.model.lora_rank is not None:
+        base = str(folder / "-".join(["base", *axes]))
+        shrunk |= {"lora_rank": min(run.model.lora_rank, 3), "pretrained_checkpoint": base}
     for part in parts:
         shrunk |= part
     own = {s.name: getattr(getattr(run, s.group), s.name) for s in settings.values() if s.group in _GROUPS}
@@ -242,7 +246,7 @@ def _miniature(run: RunConfig, axes: Mapping[str, int], folder: Path) -> Miniatu
 _GROUPS = frozenset(("model", "train", "schedule", "data", "precision", "optimizer", "checkpoint", "log", "parallel"))
 
 
-_FILES = ("data_path", "data_cache_path")
+_FILES = ("data_path", "data_cache_path", "pretrained_checkpoint")
 """Of the miniature, in a folder that is gone afterwards."""
 
 

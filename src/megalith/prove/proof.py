@@ -38,6 +38,7 @@ _UNCOVERED = {
     "compile": "compiled blocks (--compile)",
     "hidden_dropout": "dropout, which is off",
     "attention_dropout": "dropout, which is off",
+    "lora_dropout": "dropout, which is off",
     "moe_input_jitter_eps": "jitter of router inputs, which is off",
     "hooks": "your hooks",
     "step_batch_size_schedule": "--step-batch-size-schedule: the batch is constant",
@@ -169,6 +170,9 @@ def prove(run: RunConfig, command: Sequence[str], *, device: str = "", quick: bo
         chosen = miniatures(run, folder)
         proof = Proof(run, command, device, left=chosen[1:] if quick else [])
         for miniature in chosen[:1] if quick else chosen:
+            if (base := miniature.values.get("pretrained_checkpoint")) is not None:
+                whole: dict[str, Any] = {"lora_rank": None, "pretrained_checkpoint": None, "save": base}
+                run_forked(1, partial(record, save_interval=STEPS, **whole), miniature.alone(), seconds=SECONDS)
             alone = run_forked(1, record, miniature.alone(), seconds=SECONDS)[0]
             checkpoints = None if quick else folder / str(len(proof.results))
             result = _compared(miniature, alone, checkpoints)

@@ -144,7 +144,7 @@ def gradient_pieces(state: TrainState) -> Pieces:
     pieces: Pieces = {}
     for chunk in state.chunks:
         for name, placement in chunk.placements().items():
-            if name == chunk.copied_weight:
+            if name == chunk.copied_weight or name not in buffers.shapes:  # or it is frozen
                 continue
             tp = state.context.etp if ".mlp.experts." in name else state.context.tp
             start, stop = buffers.owned_range(name)

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from megalith.checkpoint import CheckpointContent, Chunk
 from megalith.checkpoint.content import share_of
+from megalith.checkpoint.formats.megatron_names import parse_name
 from megalith.checkpoint.formats.megatron_optimizer import decays, with_rates
 from megalith.checkpoint.formats.torch_dist import (
     CHECKPOINT_VERSION,
@@ -19,6 +20,7 @@ from megalith.checkpoint.formats.torch_dist import (
     WORD_EMBEDDINGS,
     LocalTensor,
     is_of_experts,
+    model_chunks,
     optimizer_chunks,
     optimizer_common,
     rng_object_key,
@@ -53,11 +55,11 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
     """Return everything of a checkpoint that this rank writes; all ranks call this together."""
     settings, first, stacking = run.checkpoint, _replicas(state).is_first, stacking_of(run.model)
     chunks = chunks_to_save(state, run, with_optimizer=not settings.no_save_optim)
-    layers = [layer for model in state.chunks for layer in model.stage.layers]
+    layers, whole = [layer for model in state.chunks for layer in model.stage.layers], run.model.lora_rank is None
     content = CheckpointContent(
         chunks=chunks,
         written_as=stacking.written_keys(chunk.key for chunk in chunks),
-        objects=dict(stacking.extra_state_objects(layers)) if first and state.context.tp.is_first else {},
+        objects=dict(stacking.extra_state_objects(layers)) if whole and first and state.context.tp.is_first else {},
         common={
             "args": _saved_args(state, run),
             "checkpoint_version": CHECKPOINT_VERSION,
@@ -95,7 +97,8 @@ def content_of(state: TrainState, run: RunConfig) -> CheckpointContent:
 def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -> list[Chunk]:
     """Return what this rank saves of the model and its optimizer: over all ranks, each element once.
 
-    Each replica of the model writes a share of the replicated tensors; with full sharding nothing is replicated.
+    What LoRA freezes is not saved. Each replica of the model writes a share of the replicated tensors; with full
+    sharding nothing is replicated.
     """
     replicated, buffers = _model_chunks(state, run, dedup=True), _buffer_chunks(state, run, dedup=True)
     divided = _optimizer_chunks(state, run, dedup=True) if with_optimizer else []
@@ -111,7 +114,7 @@ def chunks_to_save(state: TrainState, run: RunConfig, *, with_optimizer: bool) -
 
 
 def chunks_to_load(state: TrainState, run: RunConfig, *, with_optimizer: bool) -> list[Chunk]:
-    """Return views of everything that this rank holds of the model and its optimizer, to be filled in place."""
+    """Return views of everything that this rank saves and replicas of it, to be filled in place."""
     chunks = _model_chunks(state, run, dedup=False) + _buffer_chunks(state, run, dedup=False)
     return chunks + _optimizer_chunks(state, run, dedup=False) if with_optimizer else chunks
 
@@ -138,8 +141,30 @@ def _by_axis(boxes: Sequence[tuple[str, StateBox]], state: TrainState) -> Iterat
         yield axis, [box for name, box in boxes if (name in experts) == of_experts]
 
 
+def frozen_chunks(state: TrainState, run: RunConfig) -> list[Chunk]:
+    """Return views of everything that this rank holds of the model that LoRA's adapters are beside."""
+    copies = {model.copied_weight for model in state.chunks}
+    kept = [item for model in state.chunks for item in saved_tensors(model) if not item[1].requires_grad]
+    tensors = [
+        (WORD_EMBEDDINGS if name in copies else name, tensor.detach(), placement) for name, tensor, placement in kept
+    ]
+    stacking = stacking_of(run.model)
+    return [
+        chunk
+        for of_experts, axis in ((False, state.context.tp), (True, state.context.etp))
+        for chunk in model_chunks(
+            [item for item in tensors if parse_name(item[0]).routed == of_experts],
+            stacking,
+            rank=axis.index,
+            size=axis.size,
+        )
+    ]
+
+
 def _buffer_chunks(state: TrainState, run: RunConfig, *, dedup: bool) -> list[Chunk]:
     """Return the chunks of router biases and offsets, which no optimizer updates."""
+    if run.model.lora_rank is not None:
+        return []
     tp, kept = state.context.tp, [item for model in state.chunks for item in saved_tensors(model)]
     buffers = {name: (tensor, placement) for name, tensor, placement in kept if not isinstance(tensor, Parameter)}
     boxes = [LocalTensor(name, tensor) for name, (tensor, _) in buffers.items()]

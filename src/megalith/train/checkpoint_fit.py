@@ -33,6 +33,8 @@ class Identity:
     # file name -> content; laid into every checkpoint so that it can be used alone
     tokenizer_files: Mapping[str, bytes]
     data: Mapping[str, Any]
+    # record of the frozen base of LoRA's adapters (checkpoint.base); None without adapters
+    base: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class FoundCheckpoint:
     def saved_settings(self) -> Mapping[str, Any]:
         """Configuration of the run that wrote it, or Megatron's arguments if another program did."""
         return self.args if self.manifest is None else self.manifest.get("config", {})
+
+    @property
+    def has_adapters(self) -> bool:
+        """Return whether it holds LoRA's adapters alone."""
+        return self.args.get("lora_rank") is not None
 
     @property
     def padded_vocab_size(self) -> int:
@@ -96,7 +103,10 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
             data; names every difference.
     """
     with reading(found.iteration):
-        was, now = architecture(model_from_args(found.args, run.registry)), architecture(run.model)
+        saved = model_from_args(found.args, run.registry)
+        was, now = architecture(saved), architecture(run.model)
+    if adapters := _other_adapters(found, saved, run):
+        raise CheckpointError(adapters)
     model = [
         f"{flag}: {_as_given(name, was[name])} in the checkpoint, {_as_given(name, now[name])} here"
         for name, flag in ARCHITECTURE.items()
@@ -124,6 +134,27 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
         raise CheckpointError("\n  ".join([head, *model, *data, remedy]))
     notes = (f"{change}; --accept-data-change: accepted" for change in data)
     return (*notes, *changed_sources(found.args, run.registry))
+
+
+def _other_adapters(found: FoundCheckpoint, saved: ModelConfig, run: RunConfig) -> str:
+    """Return why the adapters of a checkpoint, or their absence, do not fit the run; empty if they do."""
+    where, rank = f"the checkpoint of iteration {found.iteration}", run.model.lora_rank
+    if rank is None:
+        return found.has_adapters * (
+            f"{where} holds LoRA adapters alone; give --lora-rank {saved.lora_rank} to train them on, or make a full "
+            "checkpoint of them: megalith checkpoint merge-lora"
+        )
+    if not found.has_adapters:
+        return (not found.weights_only) * (
+            f"{where} in --load {run.checkpoint.load} holds a full model; give it by --pretrained-checkpoint, and the "
+            "folder of the adapters by --load and --save"
+        )
+    names = {"lora_projections": "--lora-targets"} | {
+        name: all_settings()[name].flag for name in ("lora_rank", "lora_alpha", "lora_use_rslora")
+    }
+    pairs = [(flag, getattr(saved, name), getattr(run.model, name)) for name, flag in names.items()]
+    differing = [f"{flag}: {before} in the checkpoint, {now} here" for flag, before, now in pairs if before != now]
+    return "\n  ".join([f"{where} holds other adapters:", *differing, "give the flags of that run"]) * bool(differing)
 
 
 def _as_given(name: str, value: Any) -> str:

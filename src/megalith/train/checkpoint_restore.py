@@ -24,6 +24,7 @@ from megalith.train.checkpoint_content import (
     STEP_CHECK,
     WANDB_RUN,
     chunks_to_load,
+    frozen_chunks,
     rng_key,
     sharing_a_key,
 )
@@ -66,7 +67,9 @@ def restore(
     anew = settings.finetune or found.weights_only
     with_optimizer = not (anew or settings.no_load_optim or run.train.skip_train)
     with_streams = not (anew or settings.no_load_rng)
-    content = CheckpointContent(chunks_to_load(state, run, with_optimizer=with_optimizer))
+    is_base = run.model.lora_rank is not None and not found.has_adapters
+    chunks = frozen_chunks(state, run) if is_base else chunks_to_load(state, run, with_optimizer=with_optimizer)
+    content = CheckpointContent(chunks)
     if with_streams and _holds_streams(store, found, state):
         content.objects[rng_key(state)] = None
     with reading(found.iteration):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megalith.checkpoint import Chunk, DirectoryStore, Staging
+from megalith.checkpoint.base import BASE
 from megalith.config import RunConfig
 from megalith.device import is_host
 from megalith.train.checkpoint_content import chunks_to_save, content_of
@@ -77,7 +78,9 @@ class CheckpointSaver:
         }
 
     def _manifest(self, state: TrainState) -> dict[str, Any]:
+        base = {} if self._identity.base is None else {BASE: dict(self._identity.base)}
         return {
+            **base,
             "config": self._run.to_dict(),
             "tokenizer": dict(self._identity.tokenizer),
             "tokenizer_files": sorted(self._identity.tokenizer_files),

@@ -11,7 +11,7 @@ from string import Formatter
 import pytest
 
 from megalith.config import load
-from megalith.config.rules import FILE_RULES, NOTICES, RULES, expert, layout, model
+from megalith.config.rules import FILE_RULES, NOTICES, RULES, expert, layout, lora, model
 from megalith.config.rules.rule import Draft, Rule
 from megalith.config.run import all_settings
 from megalith.errors import ConfigError
@@ -31,6 +31,7 @@ GOOD = {
     "--vocab-size": "100",
 }
 
+_LORA = "--lora-rank 4 --load {data}/c"
 _LATENT = "--multi-latent-attention --position-embedding-type rope"
 _WORD_PIECE = "-tokenizer-type -vocab-size --tokenizer-type BertWordPieceLowerCase --vocab-file {data}/vocab.json"
 _T5_ALONE = f"-mock-data --data-path {{data}}/real --model-family t5 {_WORD_PIECE} --vocab-extra-ids 100"
@@ -677,6 +678,27 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ),
     ("--mtp-num-layers 1 --use-mup", ("--mtp-num-layers 1", "--use-mup")),
     ("--mtp-use-repeated-layer", ("--mtp-use-repeated-layer",)),
+    # LoRA
+    ("--lora-rank 4", ("--lora-rank 4", "--pretrained-checkpoint", "--load")),
+    ("--lora-rank 0 --load {data}/c", ("--lora-rank 0", "1")),
+    ("--lora-rank 4 --load {data}/c --lora-targets attention,q_prj", ("--lora-targets", "q_prj", "q_proj")),
+    ("--lora-rank 4 --load {data}/c --lora-targets gate_proj", ("--lora-targets gate_proj", "--swiglu", "up_proj")),
+    (f"{_LORA} --num-experts 2", ("--lora-targets", "--num-experts 2", "--lora-targets attention")),
+    (f"{_LORA} {_LATENT}", ("--lora-targets", "--multi-latent-attention", "--lora-targets mlp")),
+    (
+        f"{_LORA} --lora-targets attention --num-experts 2 --moe-router-enable-expert-bias "
+        "--moe-router-score-function sigmoid",
+        ("--lora-rank 4", "--moe-router-bias-update-rate 0", "--moe-router-enable-expert-bias"),
+    ),
+    (f"{_LORA} --optimizer muon", ("--lora-rank 4", "--optimizer muon")),
+    (f"{_LORA} --ckpt-format torch", ("--lora-rank 4", "--ckpt-format torch")),
+    (f"{_LORA} --mtp-num-layers 1", ("--lora-rank 4", "--mtp-num-layers 1")),
+    (f"{_LORA} --use-mup", ("--lora-rank 4", "--use-mup")),
+    (f"{_LORA} --use-cpu-initialization", ("--lora-rank 4", "--use-cpu-initialization")),
+    (f"{_LORA} --decoupled-lr 1e-3", ("--lora-rank 4", "--decoupled-lr")),
+    (f"{_LORA} --compile", ("--lora-rank 4", "--compile")),
+    (f"WORLD_SIZE=2 {_LORA} --use-torch-fsdp2", ("--lora-rank 4", "--use-distributed-optimizer")),
+    (f"{_T5} {_LORA}", ("--lora-rank 4", "--model-family t5")),
     # multi-latent attention
     (f"{_T5} --multi-latent-attention", ("--multi-latent-attention",)),
     (f"{_T5} --use-mup", ("--use-mup",)),
@@ -808,6 +830,7 @@ def test_the_table_breaks_every_rule(data: Path, monkeypatch: pytest.MonkeyPatch
     in_test_registered = {"bert_is_without_data_source", "t5_is_without_data_source"}
     in_test_registered |= {model.own_attention_is_for_gpt.name, model.own_mlp_is_for_gpt.name}
     in_test_registered |= {one.name for one in (*expert.own_router_is_without, expert.own_router_is_the_choice)}
+    in_test_registered |= {lora.lora_is_beside_known_layers.name}
     in_test_registered |= {model.own_positions_are_for_usual_attention.name}
     in_test_registered |= {model.per_rank_files_hold_known_models.name, model.own_loss_is_for_gpt.name}
     elsewhere = as_for_save_and_load | in_test_environment | in_test_registered

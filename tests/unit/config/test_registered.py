@@ -119,6 +119,7 @@ def test_nothing_is_imported_unless_it_is_typed(module: str, tmp_path: Path) -> 
         ("--import {module} --no-mock-data --data-source own-data --model-family t5", "--data-source own-data: T5"),
         ("--import {module} --attention own-attention --multi-latent-attention", "--attention own-attention"),
         ("--import {module} --mlp own-mlp --num-experts 2", "--mlp own-mlp"),
+        ("--import {module} --mlp own-mlp --lora-rank 4 --load c", "--lora-rank 4.*--mlp"),
         ("--import {module} --position-embedding-type own-positions --kv-channels 5", "--kv-channels 6"),
         ("--import {module} --position-embedding-type own-positions --multi-latent-attention", "own-positions is for"),
         *(

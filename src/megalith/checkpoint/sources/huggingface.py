@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -83,6 +83,7 @@ class HuggingFaceSource:
     """A folder that `save_pretrained` of Hugging Face wrote, or the snapshot of one in the hub's cache."""
 
     format = "huggingface"
+    config_file, weights_file = CONFIG_FILE, WEIGHTS_FILE
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -90,9 +91,9 @@ class HuggingFaceSource:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        found = _json(self.path / CONFIG_FILE)
+        found = _json(self.path / self.config_file)
         if not isinstance(found, dict):
-            raise CheckpointError(f"{self.path / CONFIG_FILE} holds no JSON object")
+            raise CheckpointError(f"{self.path / self.config_file} holds no JSON object")
         return found
 
     @cached_property
@@ -125,7 +126,7 @@ class HuggingFaceSource:
     def _stored(self) -> dict[str, _Stored]:
         """Tensors of the files by name, from the headers."""
         found: dict[str, _Stored] = {}
-        for file, names in _weight_files(self.path).items():
+        for file, names in _weight_files(self.path, self.weights_file).items():
             with _open(file) as opened:
                 held = set(opened.keys())
                 if lacking := sorted((names or held) - held):
@@ -138,7 +139,7 @@ class HuggingFaceSource:
     @cached_property
     def _held(self) -> dict[str, dict[tuple[int, ...], list[_Held]]]:
         """Key in model space -> index on its leading axes (layer, expert) -> tensors in the files, checked."""
-        table = self.about.family.tensors(self.about.model, self.about.vocab_size)
+        table, described = self._table(), self.config_file
         stored, lines = dict(self._stored), []
         found: dict[str, dict[tuple[int, ...], list[_Held]]] = {}
         for tensor in table:
@@ -146,7 +147,7 @@ class HuggingFaceSource:
             if held is None:
                 lines.append(f"{tensor.name} is missing")
             elif held.shape != tensor.shape:
-                lines.append(f"{held.name} has shape {list(held.shape)}; by {CONFIG_FILE} it has {list(tensor.shape)}")
+                lines.append(f"{held.name} has shape {list(held.shape)}; by {described} it has {list(tensor.shape)}")
             elif held.dtype not in SAFETENSORS_DTYPES:
                 lines.append(f"{held.name} is {held.dtype}; this version reads {', '.join(SAFETENSORS_DTYPES)}")
             elif tensor.again:
@@ -157,10 +158,14 @@ class HuggingFaceSource:
                     found.setdefault(slot.key, {}).setdefault(slot.index, []).append(_Held(held, tensor, part))
         tied = not self.about.model.untie_embeddings_and_output_weights
         further = [name for name in stored if not follows_from_config(name) and not (tied and name == OUTPUT_LAYER)]
-        lines += [f"{name} is not a part of the model that {CONFIG_FILE} describes" for name in further]
+        lines += [f"{name} is not a part of the model that {described} describes" for name in further]
         if lines:
-            raise CheckpointError(listing(f"the weights in {self.path} are not those of its {CONFIG_FILE}", lines))
+            raise CheckpointError(listing(f"the weights in {self.path} are not those of its {described}", lines))
         return found
+
+    def _table(self) -> Iterable[TheirTensor]:
+        """Return the tensors that the files should hold."""
+        return self.about.family.tensors(self.about.model, self.about.vocab_size)
 
     def contents(self) -> Contents:
         tensors = {}
@@ -354,12 +359,12 @@ def _json(path: Path) -> Any:
         raise CheckpointError(f"{path} is damaged: {error}; {_AGAIN}") from error
 
 
-def _weight_files(path: Path) -> dict[Path, set[str]]:
-    """Return the files with the weights, each with the tensors that the index names, none without an index."""
+def _weight_files(path: Path, whole: str) -> dict[Path, set[str]]:
+    """Return the files with the weights, each with the tensors that the index names; `whole` without an index."""
     index = path / INDEX_FILE
     if not index.exists():
-        if (path / WEIGHTS_FILE).exists():
-            return {path / WEIGHTS_FILE: set()}
+        if (path / whole).exists():
+            return {path / whole: set()}
         raise CheckpointError(_no_weights(path))
     body = _json(index)
     by_tensor = body.get("weight_map") if isinstance(body, dict) else None

@@ -23,6 +23,7 @@ from megalith.checkpoint.files.manifest import refuse_newer
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, is_extra_state
 from megalith.config.rules.file import TRACKER_FILE as TRACKER_FILE
 from megalith.config.rules.file import is_huggingface as is_huggingface
+from megalith.config.rules.file import is_peft as is_peft
 from megalith.errors import CheckpointError, DamagedCheckpointError
 
 MAIN_PREFIX = f"{OPTIMIZER_PREFIX}fp32_param."
@@ -70,6 +71,10 @@ def open_source(path: Path) -> Source:
         from megalith.checkpoint.sources.per_rank import PerRankSource
 
         return PerRankSource(path)
+    if is_peft(path):
+        from megalith.checkpoint.sources.peft import PeftSource
+
+        return PeftSource(path)
     if is_huggingface(path):
         from megalith.checkpoint.sources.huggingface import HuggingFaceSource
 

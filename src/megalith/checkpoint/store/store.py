@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -105,6 +105,7 @@ SAVE_STAGES = ("pre_save", "mid_save", "pre_commit", "mid_commit", "post_commit"
 """Stages at which a save calls `on_stage`, on every rank: before the first byte; after the tensors were written; before
 the rename; between the rename and the update of the tracker (only rank 0 does these); at the end."""
 
+Result = TypeVar("Result")
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -328,6 +329,10 @@ class DirectoryStore:
             self._ranks.run_on_all(lambda: loaded.append(load()))
         self._opened = None  # not needed after a load
         return loaded[0]
+
+    def on_first(self, compute: Callable[[], Result]) -> Result:
+        """Return what `compute` returns on the first rank; all ranks call this."""
+        return self._ranks.run_on_first(compute)
 
     def contents(self, iteration: int) -> Contents:
         """Return the table of contents of a checkpoint; no tensor is read."""

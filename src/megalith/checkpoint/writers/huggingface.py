@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.checkpoint.base import refuse_adapters
 from megalith.checkpoint.content import CheckpointContent, Chunk, volume
 from megalith.checkpoint.files.commit import temp_folder, write_durably
 from megalith.checkpoint.files.folder import CheckpointFolder
@@ -201,6 +202,7 @@ def _params_of(folder: CheckpointFolder) -> GlobalParameters:
     args, where = args_of(folder.source.common()), str(folder.path)
     why = "transformers has no class for them; megalith.api.load_trained reads the weights"
     refuse_registered_parts(args, where, why)
+    refuse_adapters(args, where)
     return GlobalParameters.from_args(args, where)
 
 

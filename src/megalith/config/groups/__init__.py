@@ -5,6 +5,7 @@ nothing when they are constructed: `rules` does, over all of them at once.
 """
 
 from megalith.config.groups.data import DataConfig
+from megalith.config.groups.lora import LoraSettings
 from megalith.config.groups.model import ModelConfig
 from megalith.config.groups.output import CheckpointConfig, LogConfig
 from megalith.config.groups.parallel import LaunchConfig, ParallelConfig
@@ -16,6 +17,7 @@ __all__ = [
     "DataConfig",
     "LaunchConfig",
     "LogConfig",
+    "LoraSettings",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megalith.config.families import FAMILIES, Family
 from megalith.config.fields import setting
 from megalith.config.groups.experts import ExpertSettings
+from megalith.config.groups.lora import LoraSettings
 from megalith.config.values import marked_layers, read_pattern, read_window
 from megalith.registry import Registered
 
@@ -82,7 +83,7 @@ class PredictionSettings:
 
 
 @dataclass(frozen=True)
-class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSettings):
+class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSettings, LoraSettings):
     """The architecture: enough to build a model as a library object."""
 
     num_layers: int = setting(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import ModuleType
 
-from megalith.config.rules import data, expert, family, file, layout, model, optimizer, output, training
+from megalith.config.rules import data, expert, family, file, layout, lora, model, optimizer, output, training
 from megalith.config.rules.rule import Rule
 
 
@@ -23,7 +23,7 @@ def _defined_in(*modules: ModuleType) -> Iterator[Rule]:
             )
 
 
-_ALL = tuple(_defined_in(data, model, expert, training, optimizer, output, layout, family))
+_ALL = tuple(_defined_in(data, model, expert, training, optimizer, output, layout, family, lora))
 RULES: tuple[Rule, ...] = tuple(rule for rule in _ALL if not rule.notice)
 NOTICES: tuple[Rule, ...] = tuple(rule for rule in _ALL if rule.notice)
 FILE_RULES: tuple[Rule, ...] = tuple(_defined_in(file))

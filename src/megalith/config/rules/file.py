@@ -110,12 +110,22 @@ def save_is_no_model_folder(draft: Draft) -> str:
     return ""
 
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def is_peft(path: Path) -> bool:
+    """Return whether a folder holds adapters of PEFT."""
+    return (path / ADAPTER_CONFIG).is_file() and (path / ADAPTER_WEIGHTS).is_file()
+
+
 def is_huggingface(path: Path) -> bool:
-    """Return whether a folder is one of `save_pretrained`: config.json beside weights or their index.
+    """Return whether a folder is one of `save_pretrained`: config.json beside weights or their index, or adapters.
 
     One into which a run has saved since is the save folder of that run.
     """
     weights = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
+    if is_peft(path):
+        return True
     if (path / TRACKER_FILE).exists() or not (path / "config.json").is_file():
         return False
     return any(any(path.glob(pattern)) for pattern in weights)

@@ -63,7 +63,7 @@ class _Grouped(torch.autograd.Function):
     def forward(
         ctx: Any, x_NI: Tensor, counts: list[int], sinks: tuple[GradientSink | None, ...], *weights_OI: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(x_NI, *weights_OI)
+        ctx.save_for_backward(x_NI if any(ctx.needs_input_grad[3:]) else None, *weights_OI)
         ctx.counts, ctx.sinks, ctx.parameters = counts, sinks, weights_OI
         return _products(x_NI, weights_OI, counts, transposed=True)
 
@@ -72,6 +72,8 @@ class _Grouped(torch.autograd.Function):
         x_NI, *weights_OI = ctx.saved_tensors
         grad_NO = grads[0].contiguous()  # the gradient of a sum has no strides, which grouped products do not take
         dx_NI = _products(grad_NO, weights_OI, ctx.counts, transposed=False) if ctx.needs_input_grad[0] else None
+        if x_NI is None:
+            return dx_NI, None, None, *(None for _ in weights_OI)
         found: list[Tensor | None] = []
         parts = zip(ctx.parameters, ctx.sinks, grad_NO.split(ctx.counts), x_NI.split(ctx.counts), strict=True)
         for number, (parameter, sink, grad, x) in enumerate(parts):

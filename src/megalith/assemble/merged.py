@@ -1,0 +1,70 @@
+"""A full checkpoint of a model and its LoRA adapters, which are added to its weights."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+
+from megalith.assemble.trained import load_trained
+from megalith.checkpoint import CheckpointContent, DirectoryStore, split_path
+from megalith.checkpoint.formats.torch_dist import (
+    CHECKPOINT_VERSION,
+    CONTENT_METADATA,
+    model_chunks,
+    stacking_of,
+)
+from megalith.config.from_args import LORA_SETTINGS
+from megalith.errors import CheckpointError
+from megalith.models.saved import saved_tensors
+from megalith.registry import EMPTY, Registry
+
+
+def merge_lora(
+    source: Path,
+    destination: Path,
+    *,
+    iteration: int | None = None,
+    replace: bool = False,
+    registry: Registry = EMPTY,
+) -> Path:
+    """Write the weights that adapters and their model make together, in fp32 and then rounded to the model's dtype.
+
+    Args:
+        source: A save folder of a LoRA run, one checkpoint in it, or a folder of PEFT.
+        destination: Save folder to write to; the checkpoint has weights and tokenizer, and no optimizer state.
+        replace: Replace a checkpoint of the same iteration.
+
+    Raises:
+        CheckpointError: There are no adapters, their model is missing or another, or the destination has a checkpoint.
+    """
+    trained = load_trained(source, torch.device("cpu"), iteration, registry=registry)
+    if not trained.args.get("lora_rank"):
+        raise CheckpointError(f"{source} holds a full model, no adapters to merge")
+    store, model = DirectoryStore(destination), trained.model
+    if trained.iteration in store.iterations() and not replace:
+        raise CheckpointError(f"{store.folder(trained.iteration)} exists; give another folder, or --replace")
+    stacking = stacking_of(model.config)
+    chunks = model_chunks(saved_tensors(model), stacking)
+    args = {name: value for name, value in trained.args.items() if name not in LORA_SETTINGS}
+    files = {name: path.read_bytes() for name, path in trained.tokenizer.files().items()}
+    content = CheckpointContent(
+        chunks=chunks,
+        written_as=stacking.written_keys(chunk.key for chunk in chunks),
+        objects=dict(stacking.extra_state_objects()),
+        common={
+            "args": Namespace(**args),
+            "checkpoint_version": CHECKPOINT_VERSION,
+            "iteration": trained.iteration,
+            "content_metadata": CONTENT_METADATA,
+        },
+    )
+    folder, named = split_path(source)
+    manifest = {
+        "tokenizer": dict(trained.tokenizer.fingerprint()),
+        "tokenizer_files": sorted(files),
+        "merged_from": str((folder if named is None else source).resolve()),
+    }
+    store.save(trained.iteration, content, manifest, files=files)
+    return store.folder(trained.iteration)

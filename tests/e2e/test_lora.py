@@ -1,0 +1,117 @@
+"""LoRA as typed: trained beside a checkpoint, resumed, continued in another layout, written as PEFT's and merged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megalith.api import load
+from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
+from megalith.checkpoint.base import BASE
+from megalith.cli.main import main
+
+from .small_run import MODEL, write_text
+from .warm import WarmProcess
+
+PLAIN = ["--swiglu", "--ffn-hidden-size", 24, "--normalization", "RMSNorm", "--position-embedding-type", "rope"]
+LLAMA = [*MODEL, *PLAIN, "--disable-bias-linear", "--group-query-attention", "--num-query-groups", 2]
+LORA = ["--lora-rank", 2, "--lora-dropout", 0.1]
+
+
+def tensors(save: Path, iteration: int) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    store = DirectoryStore(save)
+    held = store.contents(iteration).tensors
+    found = {key: torch.empty(one.shape, dtype=one.dtype) for key, one in held.items()}
+    store.load(
+        iteration, CheckpointContent([Chunk(key, one, (0,) * one.ndim, one.shape) for key, one in found.items()])
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(warm: WarmProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoint `base` and the adapters of four steps in one go, `whole`."""
+    folder = tmp_path_factory.mktemp("lora")
+    write_text(folder)
+    base = [*LLAMA, "--data-path", "text", "--train-iters", 2, "--save", "base", "--save-interval", 2]
+    done = warm.run(base, folder)
+    assert done.code == 0, done.text
+    done = warm.run(command("whole", "--pretrained-checkpoint", "base"), folder)
+    assert done.code == 0, done.text
+    return folder
+
+
+def command(save: str, *more: object) -> list[object]:
+    of_run = ["--data-path", "text", "--train-iters", 4, "--load", save, "--save", save, "--save-interval", 2]
+    return [*LLAMA, *LORA, *of_run, *more]
+
+
+def test_a_checkpoint_holds_adapters_alone_and_resumes_bit_for_bit(warm: WarmProcess, folder: Path) -> None:
+    before = {path: path.read_bytes() for path in (folder / "base").rglob("*.distcp")}
+    done = warm.run(command("halves", "--pretrained-checkpoint", "base", "--exit-interval", 2), folder)
+    assert done.code == 0, done.text
+    done = warm.run(command("halves"), folder)  # the checkpoint says where its base is
+    assert done.code == 0, done.text
+    whole, halves = tensors(folder / "whole", 4), tensors(folder / "halves", 4)
+    assert whole.keys() == halves.keys() and all(".adapter.lora_" in key for key in whole)
+    assert all(torch.equal(whole[key], halves[key]) for key in whole)
+    moved = [key for key, tensor in whole.items() if key.startswith("decoder") and tensor.any()]
+    assert len(moved) == 8, "A and B of four linear layers"
+    assert before == {path: path.read_bytes() for path in before}
+    record = json.loads((folder / "whole/iter_0000004/manifest.json").read_text())[BASE]
+    assert record["path"] == str(folder / "base/iter_0000002") and record["hash"]
+
+
+def test_any_layout_continues_the_adapters(warm: WarmProcess, folder: Path) -> None:
+    shutil.copytree(folder / "whole", folder / "other")
+    for layout in (["--tensor-model-parallel-size", 2, "--sequence-parallel"], ["--pipeline-model-parallel-size", 2]):
+        words = command("other", "--train-iters", 4, "--nproc", 2, *layout)
+        done = warm.run([*words, "--skip-train", "--eval-iters", 1], folder)
+        assert done.code == 0, done.text
+
+
+def test_another_base_is_refused(warm: WarmProcess, folder: Path) -> None:
+    done = warm.run(
+        [*LLAMA, "--data-path", "text", "--train-iters", 3, "--save", "second", "--save-interval", 3], folder
+    )
+    assert done.code == 0, done.text
+    done = warm.run(command("whole", "--train-iters", 5, "--pretrained-checkpoint", "second"), folder)
+    assert done.code == 4 and "second" in done.text and "hash" in done.text
+    done = warm.run(command("base"), folder)
+    assert done.code == 4 and "--pretrained-checkpoint" in done.text
+    done = warm.run(command("whole", "--lora-alpha", 7), folder)
+    assert done.code == 4 and "--lora-alpha: 32.0" in done.text and "7.0 here" in done.text
+    done = warm.run([*LLAMA, "--data-path", "text", "--train-iters", 4, "--load", "whole"], folder)
+    assert done.code == 4 and "--lora-rank 2" in done.text and "merge-lora" in done.text
+
+
+def test_merged_exported_and_beside_write_the_same(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapters, hf, peft = folder / "whole", tmp_path / "hf", tmp_path / "peft"
+    assert main(["checkpoint", "merge-lora", str(adapters), str(tmp_path / "merged")]) == 0
+    assert main(["checkpoint", "export", str(folder / "base"), str(hf), "--no-compare"]) == 0
+    assert main(["checkpoint", "export", str(adapters), str(peft), "--to", "peft"]) == 0
+    config = json.loads((peft / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (2, 32, 0.1)
+    assert len(load_file(peft / "adapter_model.safetensors")) == 2 * 7 * 2
+    config["base_model_name_or_path"] = str(hf)
+    (peft / "adapter_config.json").write_text(json.dumps(config))
+    ids = torch.arange(8)[None]
+    beside, merged = (load(str(path)).trained.model(ids) for path in (adapters, tmp_path / "merged"))
+    base = load(str(folder / "base")).trained.model(ids)
+    assert torch.equal(beside, merged)
+    assert (beside - base).abs().max() > 1e-3
+    store, read_back = tensors(adapters, 4), tensors(peft, 0)
+    assert all(torch.equal(store[key], read_back[key]) for key in read_back) and len(read_back) == 8
+    capsys.readouterr()
+    for form in ("hf", "gguf"):
+        assert main(["checkpoint", "export", str(adapters), str(tmp_path / "x"), "--to", form]) == 4
+        assert "merge-lora" in capsys.readouterr().err
+    assert main(["checkpoint", "merge-lora", str(folder / "base"), str(tmp_path / "y")]) == 4
