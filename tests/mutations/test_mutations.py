@@ -19,6 +19,7 @@ from megalith.cli import prove
 from megalith.distributed import comm
 from megalith.distributed.comm import AsyncHandle
 from megalith.models import huggingface_tensors
+from megalith.nn import lora
 from megalith.optim import norms
 from megalith.optim.gradients import GradientBuffers
 from megalith.optim.norms import GlobalNorms
@@ -41,6 +42,7 @@ LLAMA = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
     "--group-query-attention --num-query-groups 4"
 )
+LORA = "--lora-rank 8 --pretrained-checkpoint base"
 RESUME = ""  # in place of an axis: the fault shows where a checkpoint is continued or exported
 
 
@@ -370,6 +372,26 @@ FAULTS = {
     "the step of the optimizer not restored": Fault(
         Optimizer, "load_scalars", lambda _: lambda self, scalars: None, "", 2, "weight|number", ".", RESUME
     ),
+    "partial sums of adapters not summed": Fault(
+        lora,
+        "leave",
+        lambda _: lambda x, region: x,
+        f"{LLAMA} {LORA} --tensor-model-parallel-size 2",
+        2,
+        "gradient|number",
+        "lora_B|grad_norm|num_zeros",
+        "tp",
+    ),
+    "adapters not restored": Fault(
+        checkpoint_restore,
+        "chunks_to_load",
+        lambda right: lambda *args, **options: [chunk for chunk in right(*args, **options) if "optimizer" in chunk.key],
+        f"{LLAMA} {LORA}",
+        2,
+        "weight|number",
+        ".",
+        RESUME,
+    ),
     "a tensor dropped in export": Fault(
         huggingface._Layout, "of", _dropping, LLAMA, 2, "tensor", r"layers.1.mlp.down_proj.weight", RESUME
     ),
@@ -404,7 +426,13 @@ def test_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "flags", ["--tensor-model-parallel-size 2 --sequence-parallel", pytest.param(EXPERTS, marks=pytest.mark.full)]
+    "flags",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        pytest.param(EXPERTS, marks=pytest.mark.full),
+        pytest.param(f"{LLAMA} {LORA} --tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.full),
+        pytest.param(f"{LLAMA} {LORA} --use-distributed-optimizer", marks=pytest.mark.full),
+    ],
 )
 def test_no_fault_no_alarm(flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "certificate.json"

@@ -119,3 +119,8 @@ def test_a_training_warns_by_what_was_planned_before(tmp_path: Path, monkeypatch
     assert plan_run(words.split(), card, world_size=1).fits is False
     assert "GeForce" in warning_of(run, 50304, *described, 24 * GIB)
     assert not warning_of(run, 50304, *described, 96 * GIB)
+
+
+def test_frozen_weights_have_neither_gradients_nor_states() -> None:
+    whole, lora = (least_bytes(_run(f"{GPT_3B} {more}", 1)) for more in ("", "--lora-rank 8 --load c"))
+    assert whole == 18 * lora // 2

@@ -73,6 +73,8 @@ def bytes_of_a_parameter(run: RunConfig) -> tuple[int, float]:
         "sgd": 4 * (chosen.sgd_momentum > 0),
     }
     states = moments.get(str(chosen.optimizer), 0) + half * sizes[chosen.main_params_dtype]
+    if run.model.lora_rank is not None:  # of a frozen weight; adapters are few
+        return (2 if half else 4), 0.0
     return (2 if half else 4) + (4 if run.precision.grads_in_fp32 else 2), states * (1 - chosen.offloaded)
 
 
