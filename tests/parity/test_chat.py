@@ -43,6 +43,7 @@ LLAMA = """\
 """
 
 CHATML = """\
+{%- if tools %}{% for tool in tools %}{{- tool | tojson }}{%- endfor %}{% endif %}
 {%- set seen = namespace(users=0) %}
 {% for message in messages %}
     {% if loop.first and message.role != 'system' %}
@@ -72,6 +73,7 @@ SAID = [
     {"role": "user", "content": "Of what?"},
 ]
 DIALOGUES = [SAID, SAID[1:], SAID[1:2], [*SAID, {"role": "user", "content": "stop it"}]]
+TOOLS = [{"type": "function", "function": {"name": "rain", "parameters": {"type": "object", "properties": {}}}}]
 KINDS = {
     "llama": (LLAMA, ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]),
     "chatml": (CHATML, ["<|endoftext|>", "<|im_end|>", "<|im_start|>"]),
@@ -128,7 +130,8 @@ def test_dialogues_become_the_ids_of_transformers(tmp_path: Path, kind: str, bes
     assert trained.tokenizer.special_ids == set(theirs.convert_tokens_to_ids(KINDS[kind][1]))
     ends = stop_ids_beside(trained.tokenizer, template)
     assert ends and theirs.convert_tokens_to_ids({"llama": "<|eot_id|>", "chatml": "<|im_end|>"}[kind]) in ends
-    options: list[dict[str, Any]] = [{}, {"date_string": "26 Jul 2024"}, {"enable_thinking": False}]
+    options: list[dict[str, Any]] = [{}, {"date_string": "26 Jul 2024"}, {"enable_thinking": False}, {"tools": TOOLS}]
+    assert template.takes_tools
     for said in DIALOGUES:
         for extra in options:
             wanted = theirs.apply_chat_template(said, tokenize=False, add_generation_prompt=True, **extra)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -32,15 +33,25 @@ class BadDialogue(ValueError):
 
 
 class ChatTemplate:
-    """A template in Jinja, with variables such as bos_token."""
+    """A template in Jinja, with variables such as bos_token.
 
-    def __init__(self, source: str, variables: Mapping[str, str] | None = None) -> None:
+    Args:
+        with_tools: source of another template for dialogues with tools.
+
+    Attributes:
+        takes_tools: it reads the variable `tools`.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, str] | None = None, with_tools: str | None = None) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=_EXTENSIONS)
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
         self.source = source
         try:
             self._template = environment.from_string(source)
+            self._with_tools = self._template if with_tools is None else environment.from_string(with_tools)
+            parsed = environment.parse(source if with_tools is None else with_tools)
+            self.takes_tools = "tools" in find_undeclared_variables(parsed)
         except TemplateError as error:
             raise DataError(f"the chat template is damaged: {error}") from error
         self._variables = dict(variables or {})
@@ -49,7 +60,8 @@ class ChatTemplate:
         """Return the text that the model continues; `BadDialogue` if the template does not take these messages."""
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self._variables, **variables}
         try:
-            return self._template.render({**given, "messages": messages})
+            template = self._with_tools if given["tools"] else self._template
+            return template.render({**given, "messages": messages})
         except BadDialogue:
             raise
         except Exception as error:  # a program of others: whatever it meets, the messages are not for it
@@ -76,13 +88,13 @@ def template_beside(tokenizer: Tokenizer) -> ChatTemplate | None:
     if folder is None:
         return None
     config = _object(folder / _CONFIG)
-    source = config.get("chat_template")
+    source, with_tools = config.get("chat_template"), None
     if (folder / _TEMPLATE).is_file():
         source = (folder / _TEMPLATE).read_text(encoding="utf-8")
     if isinstance(source, list):  # several, by name
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
-    return ChatTemplate(source, _special_tokens(folder)) if isinstance(source, str) else None
+        source, with_tools = named.get("default"), named.get("tool_use")
+    return ChatTemplate(source, _special_tokens(folder), with_tools) if isinstance(source, str) else None
 
 
 def stop_ids_beside(tokenizer: Tokenizer, template: ChatTemplate | None = None) -> tuple[int, ...] | None:

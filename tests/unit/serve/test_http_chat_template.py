@@ -43,6 +43,7 @@ def test_of_several_the_default_and_a_file_before_all(tmp_path: Path) -> None:
     tokenizer = _WithFiles(tmp_path, {"tokenizer_config.json": {"chat_template": named}})
     template = template_beside(tokenizer)
     assert template is not None and template.render(SAID) == "plain"
+    assert template.render(SAID, tools=[{}]) == "tools"
     (tmp_path / "chat_template.jinja").write_text("file")
     template = template_beside(tokenizer)
     assert template is not None and template.render(SAID) == "file"

@@ -134,10 +134,38 @@ def test_a_dialogue_takes_what_openais_client_sends(extra: dict[str, Any]) -> No
     assert found["usage"]["prompt_tokens"] == len("u:hello\na:\nu:hello\na:"), "null is an empty content"
 
 
+TOOL = {"type": "function", "function": {"name": "rain", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "call", "type": "function", "function": {"name": "rain", "arguments": '{"day": 2}'}}
+
+
+def test_tools_calls_and_their_results_go_to_a_template_that_takes_them() -> None:
+    said = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": [{"type": "text", "text": "y"}], "tool_call_id": "call"},
+    ]
+    template = ChatTemplate(
+        "{% for t in tools or [] %}{{ t.function.name }}:{{ t.function.parameters.type }}\n{% endfor %}"
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ m.tool_call_id }}"
+        "{% for c in m.tool_calls or [] %}{{ c.id }}{{ '!' * c.function.arguments.day }}{% endfor %}"
+        "{{ '\n' }}{% endfor %}a:"
+    )
+    options = {"template": template, "follow": after_colon, "path": "/v1/chat/completions"}
+    dialogue = "u:x\na:call!!\nt:ycall\na:"
+    for extra, before in (({}, "rain:object\n"), ({"tool_choice": "none"}, "")):
+        status, found = post({"messages": said, "tools": [TOOL], **GREEDY, **extra}, **options)
+        assert status == 200, found
+        assert found["usage"]["prompt_tokens"] == len(before + dialogue)
+
+
 @pytest.mark.parametrize(
     ("extra", "field"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools.0.function.strict"),
+        ({"functions": [TOOL["function"]]}, "functions"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]}, "messages"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"guided_json": {}}, "guided_json"),
@@ -145,7 +173,7 @@ def test_a_dialogue_takes_what_openais_client_sends(extra: dict[str, Any]) -> No
         ({"use_beam_search": True}, "use_beam_search"),
         ({"min_tokens": 3}, "min_tokens"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
-        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages.0.tool_calls.0.function"),
         ({"min_p": 1.5}, "min_p"),
         ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
         ({"stop_token_ids": [999]}, "stop_token_ids"),

@@ -309,12 +309,16 @@ def _render(service: Service, body: ChatRequest) -> str:
     if service.template is None:
         instead = "use /v1/completions, or start the server with --chat-template FILE"
         raise refusal("messages", f"this model's tokenizer has no chat template; {instead}", "no_chat_template")
-    messages = [{"role": m.role, "content": m.text, **({"name": m.name} if m.name else {})} for m in body.messages]
+    called = any(message.tool_calls for message in body.messages)
+    if (body.tools or called) and not service.template.takes_tools:
+        instead = "describe them in a system message, and read the call from the answer"
+        raise refusal("tools" if body.tools else "messages", f"the chat template takes no tools; {instead}", "no_tools")
+    tools = None if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     variables = body.chat_template_kwargs or {}
     if taken := _RESERVED & set(variables):
         raise refusal("chat_template_kwargs", f"{', '.join(sorted(taken))} cannot be set")
     try:
-        return service.template.render(messages, **variables)
+        return service.template.render([m.for_template for m in body.messages], tools=tools or None, **variables)
     except BadDialogue as error:
         raise refusal("messages", f"the chat template does not take them: {printable(str(error), 300)}") from None
 

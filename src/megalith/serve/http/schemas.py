@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from megalith.serve.http.errors import ApiError, printable, refusal
@@ -23,18 +23,20 @@ from megalith.tokenizers import Tokenizer
 Id = Annotated[int, Field(ge=0)]
 Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 _BIASES = 1024
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 
 _NO_EFFECT = "accepted; has no effect here"
-_NO_TOOLS = "tools are not supported: the model's answer is text"
+_NO_CHOICE = "a call cannot be forced: the model's answer is text; give auto or none"
+_OLD_NAME = "the old name of tools; give those"
 _NO_GRAMMAR = "constrained decoding is not supported; ask for the form in the prompt and check the answer"
 _UNSUPPORTED = {
-    "tools": _NO_TOOLS,
-    "tool_choice": _NO_TOOLS,
-    "functions": _NO_TOOLS,
-    "function_call": _NO_TOOLS,
+    "tools": "they are for /v1/chat/completions, whose template describes them",
+    "tool_choice": _NO_CHOICE,
+    "functions": _OLD_NAME,
+    "function_call": _NO_CHOICE,
     "response_format": _NO_GRAMMAR,
     **dict.fromkeys(
         ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), _NO_GRAMMAR
@@ -136,6 +138,33 @@ class TextPart(_Strict):
     text: str
 
 
+class CalledFunction(_Strict):
+    name: Name
+    arguments: Json[dict[str, Any]] = Field(description="a JSON object as text; the template receives the object")
+
+
+class ToolCall(_Strict):
+    """A call that an assistant has made, as the client read it from the answer."""
+
+    id: str | None = Field(None, max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ToolFunction(_Strict):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="a JSON Schema")
+    strict: Literal[False] | None = Field(None, description="the model's answer is not constrained")
+
+
+class Tool(_Strict):
+    """A tool that the template describes to the model."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
 class ChatMessage(_Strict):
     """One message of a dialogue. Empty fields are those that OpenAI's client sends back with an answer."""
 
@@ -146,7 +175,8 @@ class ChatMessage(_Strict):
     audio: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
+    tool_call_id: str | None = Field(None, max_length=256)
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:
@@ -155,10 +185,13 @@ class ChatMessage(_Strict):
         return self
 
     @property
-    def text(self) -> str:
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+    def for_template(self) -> dict[str, Any]:
+        """The message as templates read it: content as one text, no empty fields."""
+        parts = self.content if isinstance(self.content, list) else []
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
+        calls = [call.model_dump(exclude_none=True) for call in self.tool_calls or ()]
+        further = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls}
+        return {"role": self.role, "content": text, **{name: value for name, value in further.items() if value}}
 
 
 class ResponseFormat(_Strict):
@@ -176,9 +209,11 @@ class ChatRequest(_Generation):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="empty: there are no tools")
-    tool_choice: Literal["none", "auto"] | None = Field(None, description=_NO_EFFECT)
-    functions: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="empty: there are no tools")
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = Field(
+        None, description="for the chat template; a call is part of the answer's text"
+    )
+    tool_choice: Literal["none", "auto"] | None = Field(None, description="none: the template gets no tools")
+    functions: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description=f"empty: {_OLD_NAME}")
     function_call: Literal["none", "auto"] | None = Field(None, description=_NO_EFFECT)
     parallel_tool_calls: bool | None = Field(None, description=_NO_EFFECT)
     reasoning_effort: str | None = Field(None, max_length=64, description=_NO_EFFECT)
@@ -227,7 +262,7 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
     form = next((_FORMS[name] for name in reversed(names) if name in _FORMS and first["type"] != "missing"), None)
     if form is not None:
         return ApiError(400, f"{_culprit(found, field)}must be {form}", field, "invalid_value")
-    if place and place[0] in _UNSUPPORTED:
+    if place and place[0] in _UNSUPPORTED and place[0] != "tools":  # of which the wrong part is named
         return refusal(field, _UNSUPPORTED[str(place[0])], "unsupported_field")
     code = "missing_field" if first["type"] == "missing" else "invalid_value"
     said = first["msg"]
