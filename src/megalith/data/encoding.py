@@ -166,8 +166,10 @@ class ChunkEncoder:
 
     def _render(self, dialogue: Dialogue) -> list[str | list[str]] | BadDocument:
         assert self._template is not None
+        if dialogue.tools and not self._template.takes_tools:
+            return BadDocument("the dialogue has tools, and the template of --chat-template takes none")
         try:
-            return [self._template.render(dialogue.messages, add_generation_prompt=False)]
+            return [self._template.render(dialogue.messages, tools=dialogue.tools, add_generation_prompt=False)]
         except ValueError as error:  # BadDialogue
             return BadDocument(f"--chat-template does not take the messages: {error}")
 

@@ -438,6 +438,41 @@ def test_messages_become_text_by_a_template(tmp_path: Path, bpe: TokenizerConfig
             preprocess(replace(given, chat_template=value))
 
 
+ALPACA = {"instruction": "a", "input": "b", "output": "c", "history": [["x", "y"]], "system": "s"}
+FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"id": 1, "system": "s", "conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]},
+     "<|system|>s<|user|>x<|assistant|>y"),
+    (ALPACA, "<|system|>s<|user|>x<|assistant|>y<|user|>a\nb<|assistant|>c"),
+    ({"instruction": "a", "input": "", "output": "c"}, "<|user|>a<|assistant|>c"),
+    ({"prompt": "first", "completion": "second"}, "<|user|>first<|assistant|>second"),
+    ({"prompt": SAID[:1], "completion": SAID[1:]}, "<|user|>first<|assistant|>second"),
+    ({"messages": SAID, "tools": [{"name": "t"}]}, "[t]<|user|>first<|assistant|>second"),
+    ({"messages": SAID, "tools": '[{"name": "t"}]'}, "[t]<|user|>first<|assistant|>second"),
+    ({"messages": SAID, "tools": []}, "<|user|>first<|assistant|>second"),
+]  # fmt: skip
+
+
+def test_dialogues_of_every_form_and_format(tmp_path: Path, bpe: TokenizerConfig) -> None:
+    template, prefix = tmp_path / "turns.jinja", str(tmp_path / "in_messages_document")
+    template.write_text("{% for t in tools or [] %}[{{ t.name }}]{% endfor %}" + TURNS)
+    bad = [{"instruction": 1, "output": "c"}, {"messages": SAID, "tools": "[}"}, {"prompt": "only"}]
+    options = options_for(
+        tmp_path / "in.jsonl", lines(*(row for row, _ in FORMS), *bad), bpe, json_keys=("messages",), skip_bad=True
+    )
+    options = replace(options, chat_template=str(template))
+    assert preprocess(options).num_skipped == len(bad)
+    assert texts_of(prefix, bpe) == [text for _, text in FORMS]
+    (tmp_path / "in.csv").write_text("prompt,completion\nfirst,second\n")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ALPACA]), tmp_path / "in.parquet")
+    for name, (_, text) in (("in.csv", FORMS[3]), ("in.parquet", FORMS[1])):
+        preprocess(replace(options, inputs=(str(tmp_path / name),), restart=True))
+        assert texts_of(prefix, bpe) == [text]
+    template.write_text(TURNS)
+    (tmp_path / "in.jsonl").write_text(lines(FORMS[5][0]))
+    with pytest.raises(DataError, match="line 1: .*tools"):
+        preprocess(replace(options, skip_bad=False, restart=True))
+
+
 def test_the_template_of_a_tokenizer_writes_its_special_tokens_itself(tmp_path: Path) -> None:
     words = {"<s>": 0, "</s>": 1, "first": 2, "second": 3}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="</s>"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -29,6 +29,26 @@ class Dialogue(BadDocument):
     """Messages with role and content; no text unless a chat template makes one of it."""
 
     messages: Sequence[dict[str, Any]] = ()
+    tools: Sequence[Any] | None = None
+
+
+MESSAGES = "messages"
+"""Key that stands for the dialogue of an object or row, in whatever form it is."""
+_DIALOGUES = (
+    (("messages",), ("tools",)),  # OpenAI's
+    (("conversations",), ("system", "tools")),  # ShareGPT's
+    (("instruction", "output"), ("input", "system", "history")),  # Alpaca's, as LLaMA-Factory reads it
+    (("prompt", "completion"), ("tools",)),  # TRL's; texts or messages
+)
+"""Keys of each form of dialogue, and keys that it may have besides."""
+
+
+def dialogue_keys(names: Collection[str]) -> list[str]:
+    """Return those of the names of an object's keys or a table's columns that make up a dialogue; [] if none do."""
+    for needed, further in _DIALOGUES:
+        if set(needed) <= set(names):
+            return [*needed, *(name for name in further if name in names)]
+    return []
 
 
 def json_documents(
@@ -112,6 +132,11 @@ def document_of(parsed: Any, keys: tuple[str, ...]) -> Document | BadDocument:
         kind = "an array: give one object per line" if isinstance(parsed, list) else f"a {type(parsed).__name__}"
         return BadDocument(f"expected a JSON object, found {kind}")
     texts: Document = []
+    if keys == (MESSAGES,) and (names := dialogue_keys(parsed)):
+        try:
+            return _dialogue({name: parsed[name] for name in names})
+        except (TypeError, ValueError) as error:
+            return BadDocument(f"{', '.join(names)} make no dialogue: {error}")
     for key in keys:
         if key not in parsed:
             found = ", ".join(json.dumps(name) for name in parsed) or "none"
@@ -151,6 +176,37 @@ def text_of(value: Any, key: str) -> str | list[str] | BadDocument:
             reason = f"the value of {json.dumps(key)} is a dialogue; give --chat-template"
             return Dialogue(reason, messages)
     return BadDocument(f"the value of {json.dumps(key)} is not text but {json.dumps(value, default=str)[:_SHOWN]}")
+
+
+def _dialogue(given: dict[str, Any]) -> Document | BadDocument:
+    """Return the dialogue of an object of one of the forms, or its text where that is what `messages` holds.
+
+    Raises:  TypeError or ValueError if a part has another type.
+    """
+    messages: Any
+    if "instruction" in given:
+        asked = "\n".join(filter(None, (given["instruction"], given.get("input"))))
+        turns = [*(given.get("history") or ()), (asked, given["output"])]
+        messages = [
+            {"role": role, "content": text}
+            for turn in turns
+            for role, text in zip(("user", "assistant"), turn, strict=False)
+        ]
+    elif "prompt" in given:
+        sides = (("user", given["prompt"]), ("assistant", given["completion"]))
+        parts = [part if isinstance(part, list) else [{"role": role, "content": part}] for role, part in sides]
+        messages = [*parts[0], *parts[1]]
+    else:
+        messages = given.get("messages", given.get("conversations"))
+    if given.get("system"):
+        messages = [{"role": "system", "content": given["system"]}, *messages]
+    found = text_of(messages, MESSAGES)
+    if not isinstance(found, Dialogue):
+        return found if isinstance(found, BadDocument) else [found]
+    tools = given.get("tools")
+    if isinstance(tools, str):  # a column of a table that holds JSON
+        tools = json.loads(tools or "null")
+    return replace(found, tools=tools or None)
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megalith.data.sources.archives import ArchiveSource
+from megalith.data.sources.documents import MESSAGES, dialogue_keys
 from megalith.data.sources.formats import (
     ARRAY,
     ARROW,
@@ -215,6 +216,8 @@ def _source(
     if kind == CSV:
         others = [preview for other, preview in previews.items() if other != path]
         wanted = [*options.keys, *([options.text_column] if options.text_column else [])]
+        if options.keys == (MESSAGES,):
+            wanted += dialogue_keys(previews[path].names)
         header = {"yes": True, "no": False}.get(options.csv_header)
         if header is None:
             header = has_header(previews[path], others, wanted)

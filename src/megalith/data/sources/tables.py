@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megalith.data.sources.documents import BadDocument, Document, document_of
+from megalith.data.sources.documents import MESSAGES, BadDocument, Document, dialogue_keys, document_of
 from megalith.data.sources.protocol import Row, RowSource, SourceOptions, utf8_size
 from megalith.data.sources.streams import TextFile
 from megalith.errors import DataError
@@ -47,6 +47,8 @@ def choose_columns(path: Path, names: Sequence[str] | None, count: int, options:
             f"{path} has {count} columns and no header; give the number of the column with the text, such as "
             f"--text-column {min(2, count)} (or --csv-header yes if the first row is a header)"
         )
+    if options.keys == (MESSAGES,) and (dialogue := dialogue_keys(names)):
+        return [list(names).index(name) for name in dialogue]
     missing = [key for key in options.keys if key not in names]
     if not missing:
         return [list(names).index(key) for key in options.keys]
@@ -95,7 +97,7 @@ class _ColumnarSource(RowSource):
                 columns = [batch.column(name).to_pylist() for name in self._names]
                 for cells in zip(*columns, strict=True):
                     number += 1
-                    content = document_of(dict(zip(self._options.keys, cells, strict=True)), self._options.keys)
+                    content = _document(self._names, cells, self._options.keys)
                     yield Row(content, utf8_size(content), number, self._disk_bytes_after(number))
 
     @contextmanager
@@ -174,6 +176,11 @@ class ArrowSource(_ColumnarSource):
                     yield batch.slice(at, _BATCH_ROWS)
 
 
+def _document(names: Sequence[str], cells: Sequence[Any], keys: tuple[str, ...]) -> Document | BadDocument:
+    """Return the document of a row: a column for each key whatever its name, or those of a dialogue by their names."""
+    return document_of(dict(zip(keys if len(keys) == len(names) else names, cells, strict=True)), keys)
+
+
 def _text_columns(path: Path, schema: Any, options: SourceOptions) -> list[str]:
     """Return the names of the text columns. Raises DataError if one holds neither text nor lists of text."""
     types = import_for(f"{path}: reading it", "pyarrow.types", "data")
@@ -182,7 +189,7 @@ def _text_columns(path: Path, schema: Any, options: SourceOptions) -> list[str]:
         kind = schema.field(name).type
         is_list = types.is_list(kind) or types.is_large_list(kind)
         inner = kind.value_type if is_list or types.is_dictionary(kind) else kind
-        if is_list and types.is_struct(inner):  # messages, of which each row tells
+        if is_list and (types.is_struct(inner) or types.is_list(inner)):  # messages, of which each row tells
             continue
         if not (types.is_string(inner) or types.is_large_string(inner) or _is_string_view(types, inner)):
             raise DataError(f"{path}: column {name} holds {kind}, not text; give another as --text-column")
@@ -265,12 +272,13 @@ class CsvSource(RowSource):
         """Choose the columns. Raises DataError if one is missing."""
         super().__init__(file.path, file.limits)
         names = [name.strip() for name in preview.rows[0]] if header else None
+        self._keys = options.keys
         self._width = len(preview.rows[0])
         self._columns = choose_columns(file.path, names, self._width, options)
         self._file, self._header, self._delimiter = file, header, preview.delimiter
-        shown = ", ".join((names[at] if names else "") or f"column {at + 1}" for at in self._columns)
+        self._names = [(names[at] if names else "") or f"column {at + 1}" for at in self._columns]
         first = "" if header else f", no header (its first row is {preview.rows[0][self._columns[0]][:30]!r})"
-        self.about = f"csv, {file.about}, text from {shown}{first}"
+        self.about = f"csv, {file.about}, text from {', '.join(self._names)}{first}"
 
     def _rows(self) -> Iterator[Row]:
         lines = _LineReader(self._file)
@@ -296,12 +304,12 @@ class CsvSource(RowSource):
         if len(cells) != self._width and (len(cells) > self._width or len(cells) <= max(self._columns)):
             more = "; are quotes missing around a text?" if len(cells) > self._width else ""
             return BadDocument(f"it has {len(cells)} cells, the first row {self._width}{more}")
-        texts: Document = [cells[at] for at in self._columns]
         try:
             "".join(cells).encode()
         except UnicodeEncodeError:
             return BadDocument(f"a byte is not valid {self._file.encoding.plain_name} (--encoding sets another)")
-        return texts
+        chosen: Document = [cells[at] for at in self._columns]
+        return chosen if len(chosen) == len(self._keys) else _document(self._names, chosen, self._keys)
 
 
 class _LineReader:
