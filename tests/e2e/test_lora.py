@@ -83,6 +83,12 @@ def test_another_base_is_refused(warm: WarmProcess, folder: Path) -> None:
     assert done.code == 0, done.text
     done = warm.run(command("whole", "--pretrained-checkpoint", "second"), folder)
     assert done.code == 4 and "second" in done.text and "hash" in done.text
+    (folder / "base").rename(folder / "moved")
+    done = warm.run(command("whole"), folder)
+    assert done.code == 4 and str(folder / "base") in done.text and "--pretrained-checkpoint" in done.text
+    done = warm.run(command("whole", "--pretrained-checkpoint", "moved"), folder)
+    assert done.code == 0, done.text
+    (folder / "moved").rename(folder / "base")
     done = warm.run(command("base"), folder)
     assert done.code == 4 and "--pretrained-checkpoint" in done.text
     done = warm.run(command("whole", "--lora-alpha", 7), folder)
