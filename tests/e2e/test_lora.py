@@ -114,6 +114,13 @@ def test_merged_exported_and_beside_write_the_same(
     base = load(str(folder / "base")).trained.model(ids)
     assert torch.equal(beside, merged)
     assert (beside - base).abs().max() > 1e-3
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": " ".join(str(3 * n % 99) for n in range(60))}))
+    losses = []
+    for path in (adapters, tmp_path / "merged", folder / "base"):
+        words = ["--task", "text", "--data", str(tmp_path / "text.jsonl"), "--json", str(tmp_path / "found.json")]
+        assert main(["evaluate", str(path), *words]) == 0
+        losses.append(json.loads((tmp_path / "found.json").read_text())["result"]["mean"])
+    assert losses[0] == losses[1] != losses[2]
     store, read_back = tensors(adapters, 4), tensors(peft, 0)
     assert all(torch.equal(store[key], read_back[key]) for key in read_back) and len(read_back) == 8
     capsys.readouterr()

@@ -98,6 +98,7 @@ def ranks_of(model: ModelConfig, settings: Mapping[str, Any], environ: Mapping[s
     known = all_settings()  # a library object may have settings without a flag
     values = {
         **{name: value for name, value in dataclasses.asdict(model).items() if name in known},
+        "lora_rank": None,  # adapters are merged when they are loaded
         "num_layers": -(-layers // unit) * unit,
         "seq_length": model.max_position_embeddings,
         **of_training,
