@@ -76,6 +76,15 @@ def test_any_layout_continues_the_adapters(warm: WarmProcess, folder: Path) -> N
         assert done.code == 0, done.text
 
 
+def test_a_run_from_adapters_resumes_by_the_same_command(warm: WarmProcess, folder: Path) -> None:
+    words = command("later", "--pretrained-checkpoint", "whole", "--exit-interval", 2)
+    first, second = warm.run(words, folder), warm.run(words, folder)
+    assert first.code == second.code == 0, second.text
+    assert "at iteration 2" in second.text
+    record = json.loads((folder / "later/iter_0000004/manifest.json").read_text())[BASE]
+    assert record == json.loads((folder / "whole/iter_0000004/manifest.json").read_text())[BASE]
+
+
 def test_another_base_is_refused(warm: WarmProcess, folder: Path) -> None:
     done = warm.run(
         [*LLAMA, "--data-path", "text", "--train-iters", 3, "--save", "second", "--save-interval", 3], folder

@@ -31,7 +31,7 @@ def unmerged(folder: Path) -> GPT:
     """Return the model with its adapters beside."""
     store = DirectoryStore(folder)
     model = GPT(model_from_args(vars(store.common(0)["args"])), 48)
-    base, iteration = open_base(store, 0, ParallelContext.solo())
+    base, iteration, _ = open_base(store, 0, ParallelContext.solo())
     for trained, (place, number) in ((True, (store, 0)), (False, (base, iteration))):
         held = [item for item in saved_tensors(model) if item[1].requires_grad is trained]
         place.load(number, CheckpointContent(model_chunks(held, stacking_of(model.config))))

@@ -162,6 +162,6 @@ def _load_base(
     if not found.has_adapters:
         return record_of(store, found.iteration)
     instead = None if found.weights_only else config.checkpoint.pretrained_checkpoint
-    base, iteration = open_base(store, found.iteration, state.context, instead)
+    base, iteration, digest = open_base(store, found.iteration, state.context, instead)
     base.load(iteration, CheckpointContent(frozen_chunks(state, config)))
-    return record_of(base, iteration)
+    return record_of(base, iteration, digest)

@@ -162,7 +162,7 @@ def _fill(model: LanguageModel, store: DirectoryStore, found: int, context: Para
     if model.config.lora_rank is None:
         store.load(found, content(_stored(model)))
         return
-    base, iteration = open_base(store, found, context)
+    base, iteration, _ = open_base(store, found, context)
     base.load(iteration, content(item for item in _stored(model) if not item[1].requires_grad))
     store.load(found, content(item for item in _stored(model) if item[1].requires_grad))
     merge(model)

@@ -23,19 +23,19 @@ BASE = "lora_base"
 _OF_THE_MODEL = ("*.safetensors", "*.safetensors.index.json", "config.json", "*.pt", "*.distcp", ".metadata")
 
 
-def record_of(store: DirectoryStore, iteration: int) -> dict[str, Any]:
-    """Return path and hash of a checkpoint, to keep beside the adapters that were trained with it."""
-    folder = store.folder(iteration)
-    return {"path": str((folder if iteration else store.path).resolve()), "hash": _hash_of(store, iteration)}
+def record_of(store: DirectoryStore, iteration: int, known: str | None = None) -> dict[str, Any]:
+    """Return path and hash, `known` or computed, of a checkpoint, to keep beside the adapters trained with it."""
+    folder = store.folder(iteration) if iteration else store.path
+    return {"path": str(folder.resolve()), "hash": known or _hash_of(store, iteration)}
 
 
 def open_base(
     store: DirectoryStore, iteration: int, context: ParallelContext, instead: str | None = None
-) -> tuple[DirectoryStore, int]:
-    """Return store and iteration of the model that the adapters of a checkpoint belong to, verified by its hash.
+) -> tuple[DirectoryStore, int, str | None]:
+    """Return store, iteration and hash of the model that the adapters of a checkpoint belong to, verified by the hash.
 
     Args:
-        instead: Where the model is now; by default where the checkpoint says.
+        instead: Where the model is now; by default, and if that holds adapters, where the checkpoint says.
 
     Raises:
         CheckpointError: It is missing or another model; names the remedy.
@@ -53,13 +53,16 @@ def open_base(
             f"{where} holds adapters of the model in {path}, which is not there ({nothing_in(folder)}); {remedy} {path}"
         )
     if vars(base.common(found).get("args", Namespace())).get("lora_rank"):
+        if instead is not None:  # the adapters that the run started from
+            return open_base(store, iteration, context)
         raise CheckpointError(f"{path} holds adapters too; give the model that they belong to")
-    if (expected := record.get("hash")) not in (None, _hash_of(base, found)):
+    expected = record.get("hash")
+    if expected is not None and (now := _hash_of(base, found)) != expected:
         raise CheckpointError(
-            f"{base.folder(found)} is not the model that the adapters of {where} were trained with: its hash is "
-            f"{_hash_of(base, found)} instead of {expected}; {remedy} {path}"
+            f"{base.folder(found)} is not the model that the adapters of {where} were trained with: its hash is {now} "
+            f"instead of {expected}; {remedy} {path}"
         )
-    return base, found
+    return base, found, expected
 
 
 def refuse_adapters(args: Mapping[str, Any], where: str) -> None:
