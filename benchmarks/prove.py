@@ -20,6 +20,7 @@ import torch
 from megalith.config import load
 from megalith.config.reading import tomllib
 from megalith.errors import MegalithError
+from megalith.prove.compare import ROUNDED
 from megalith.prove.proof import Proof, prove
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,8 +29,9 @@ PAGE = ROOT / "docs" / "results" / "prove.md"
 HEAD = """# What `megalith prove` says of the recipes and of others' command lines
 
 Written by `benchmarks/prove.py`; `docs/prove.md` says what is compared, and what is not. "worst" is the largest
-relative difference from one process, of all that is compared, in fp64; the bound is 1e-10. "quick": only the first
-miniature, without checkpoints. "refused": `megalith train` refuses the command line too, with this message.
+relative difference from one process, of all that is compared, in fp64; the bound is 1e-10. "rounding" is the largest
+share of its bound of a difference in the run's own precision. "quick": only the first miniature, without checkpoints.
+"refused": `megalith train` refuses the command line too, with this message.
 """
 TITLES = {
     "recipe": "Recipes of this repository",
@@ -37,7 +39,9 @@ TITLES = {
     "wild": "Public launch scripts (benchmarks/prove_runs.toml has their flags)",
     "list": "Command lines of Megatron-LM's own functional tests, August 2026, as far as they are text models",
 }
-COLUMNS = "| configuration | GPUs | verdict | miniatures | compared | worst |\n|---|---|---|---|---|---|\n"
+COLUMNS = (
+    "| configuration | GPUs | verdict | miniatures | compared | worst | rounding |\n|---|---|---|---|---|---|---|\n"
+)
 
 
 class Case(NamedTuple):
@@ -82,14 +86,18 @@ def proven(case: Case, quick: bool) -> dict[str, Any]:
 def outcome(proof: Proof) -> dict[str, Any]:
     """Return what a proof says, for the record."""
     compared = [result.comparison for result in proof.results]
-    worst = max(error for one in compared for error, _ in [*one.worst.values(), (0.0, "")])
+    worst = {ROUNDED: 0.0, "": 0.0}
+    for kind, (error, _) in [pair for one in compared for pair in one.worst.items()]:
+        group = ROUNDED if kind.startswith(ROUNDED) else ""
+        worst[group] = max(worst[group], error)
     causes = [str(result.cause or result.failure[-600:]) for result in proof.results if not result.holds]
     return {
         "verdict": "proven" if proof.holds else "mismatch",
         "why": _line("; ".join(causes)),
         "miniatures": ", ".join(str(result.miniature) for result in proof.results),
         "compared": sum(sum(one.counts.values()) for one in compared),
-        "worst": worst,
+        "worst": worst[""],
+        "rounding": worst[ROUNDED],
     }
 
 
@@ -113,7 +121,9 @@ def _row(entry: dict[str, Any]) -> str:
     why = entry["why"] if len(entry["why"]) <= 240 else entry["why"][:237] + "..."
     verdict = f"{entry['verdict']}{', quick' if entry['quick'] and 'worst' in entry else ''}{f': {why}' if why else ''}"
     worst = f"{entry['worst']:.1e}" if "worst" in entry else ""
-    columns = (entry["name"], entry["gpus"], verdict, entry.get("miniatures", ""), entry.get("compared", ""), worst)
+    rounding = f"{entry['rounding']:.2f}" if entry.get("rounding") else ""
+    shown = (entry.get("miniatures", ""), entry.get("compared", ""), worst, rounding)
+    columns = (entry["name"], entry["gpus"], verdict, *shown)
     return f"| {' | '.join(map(str, columns))} |\n"
 
 

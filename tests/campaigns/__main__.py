@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from . import flip, fuzz, kill
+from . import configurations, flip, fuzz, kill
 from .cluster import cases
 from .material import print_table
 
@@ -22,6 +22,7 @@ CAMPAIGNS: dict[str, Callable[[argparse.Namespace, Path], tuple[list[list[str]],
     "kill": lambda options, folder: kill.run(options.kills, options.seed, folder),
     "flip": lambda options, folder: flip.run(options.flips, options.seed, folder),
     "cluster": lambda options, folder: cases.run(folder),
+    "prove": lambda options, folder: configurations.run(options.configurations),
     "fuzz": lambda options, folder: fuzz.run(options.minutes, options.seed, folder),
 }
 
@@ -31,6 +32,7 @@ def main() -> int:
     parser.add_argument("campaigns", nargs="*", metavar="NAME", help=f"{', '.join(CAMPAIGNS)} (default: all)")
     parser.add_argument("--kills", type=int, default=100, metavar="N", help="SIGKILLs of training runs (100)")
     parser.add_argument("--flips", type=int, default=300, metavar="N", help="single-bit flips (300)")
+    parser.add_argument("--configurations", type=int, default=50, metavar="N", help="to prove, of new seeds (50)")
     parser.add_argument("--minutes", type=float, default=20, metavar="M", help="of API fuzzing (20)")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), metavar="N")
     options = parser.parse_args()

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from megalith.assemble import training
 from megalith.checkpoint.writers import huggingface
@@ -20,6 +22,7 @@ from megalith.distributed import comm
 from megalith.distributed.comm import AsyncHandle
 from megalith.models import huggingface_tensors
 from megalith.nn import lora
+from megalith.nn.dropout import HiddenDropout
 from megalith.optim import norms
 from megalith.optim.gradients import GradientBuffers
 from megalith.optim.norms import GlobalNorms
@@ -33,7 +36,7 @@ BASE = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
     "--position-embedding-type rope --micro-batch-size 1 --global-batch-size 64 --train-iters 1000 --lr 1e-3 "
     "--eval-interval 100 --eval-iters 10 --data-path my-data_text_document --tokenizer-type GPT2BPETokenizer "
-    "--vocab-file vocab.json --merge-file merges.txt --bf16"
+    "--vocab-file vocab.json --merge-file merges.txt"
 )
 EXPERTS = "--num-experts 8 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
 
@@ -43,6 +46,16 @@ LLAMA = (
     "--group-query-attention --num-query-groups 4"
 )
 LORA = "--lora-rank 8 --pretrained-checkpoint base"
+
+
+def _rounded(start: Any) -> Any:
+    def wrong(x: Tensor, axis: Any) -> Any:
+        start(x, axis).wait()
+        return AsyncHandle(x.copy_(x.bfloat16()) if x.dtype == torch.float32 else x)
+
+    return wrong
+
+
 RESUME = ""  # in place of an axis: the fault shows where a checkpoint is continued or exported
 
 
@@ -58,6 +71,7 @@ class Fault:
     kind: str
     name: str
     axis: str
+    precision: str = "--bf16"
 
 
 def _experts_scaled(init: Any) -> Any:
@@ -357,6 +371,31 @@ FAULTS = {
         "layers.0",
         "ep",
     ),
+    "gradients reduced in bf16": Fault(data, "start_all_reduce", _rounded, "", 2, "rounded gradient", ".", "dp"),
+    "gradients of an fp32 run reduced in bf16": Fault(
+        data, "start_all_reduce", _rounded, "", 2, "rounded", ".", "dp", precision=""
+    ),
+    "gradients not divided by the loss scale": Fault(
+        Optimizer,
+        "_unscale",
+        lambda _: lambda self, grads: torch.zeros(1),
+        "",
+        2,
+        "rounded number",
+        "grad_norm",
+        "dp",
+        precision="--fp16",
+    ),
+    "dropout left out where the sequence is divided": Fault(
+        HiddenDropout,
+        "forward",
+        lambda right: lambda self, x: x if self.region.needs_grad_reduce else right(self, x),
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        2,
+        "output",
+        "layers.0",
+        "tp",
+    ),
     "a moment not restored": Fault(
         checkpoint_restore,
         "chunks_to_load",
@@ -415,7 +454,7 @@ def test_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     planted, file = FAULTS[fault], tmp_path / "certificate.json"
     right = planted.owner.__dict__.get(planted.attribute)
     monkeypatch.setattr(planted.owner, planted.attribute, planted.make(right))
-    words = f"{BASE} {planted.flags}".split()
+    words = f"{BASE} {planted.precision} {planted.flags}".split()
     quick = [] if planted.axis == RESUME else ["--quick"]
     assert prove.run([*words, *quick, "--gpus", f"{planted.gpus}xH100", "--json", str(file)]) == 1
     (found,) = json.loads(file.read_text())["miniatures"]
@@ -436,7 +475,7 @@ def test_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_no_fault_no_alarm(flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "certificate.json"
-    words = [*f"{BASE} {flags}".split(), "--gpus", "2", "--json", str(file)]
+    words = [*f"{BASE} --bf16 {flags}".split(), "--gpus", "2", "--json", str(file)]
     assert prove.run(words) == 0
     certificate = json.loads(file.read_text())
     assert certificate["verdict"] == "proven"

@@ -11,7 +11,7 @@ one with `reset_parameters` and without placements, draws its own weights, from 
 module in the place of a model is constructed under a generator of the seed, and its initial weights are those of its
 constructor (models.plain).
 Of LoRA's adapters A is uniform up to 1 / sqrt(columns), as in PEFT, and B is 0.
-Every weight is drawn in fp32 (fp64 stays fp64) at its full shape and then cast.
+Every weight is drawn in fp32, also one of fp64, at its full shape and then cast.
 """
 
 from __future__ import annotations
@@ -114,11 +114,11 @@ def generator_for(seed: int, name: str) -> Generator:
 def _keep_part(parameter: Tensor, placement: Placement, model: LanguageModel, name: str, generator: Generator) -> None:
     """Draw the global tensor of which a parameter is a part, and fill the parameter with its part."""
     region = region_of(name, model)
-    dtype, is_whole = at_least_fp32(parameter.dtype), region.size == 1 or isinstance(placement, Replicated)
-    if is_whole and dtype == parameter.dtype and parameter.is_cpu and parameter.is_contiguous():
+    is_whole = region.size == 1 or isinstance(placement, Replicated)
+    if is_whole and parameter.dtype == torch.float32 and parameter.is_cpu and parameter.is_contiguous():
         _draw_(parameter, model, name, generator)
         return
-    whole = torch.empty(global_shape(parameter.shape, placement, region.size), dtype=dtype)
+    whole = torch.empty(global_shape(parameter.shape, placement, region.size), dtype=torch.float32)  # also of fp64
     _draw_(whole, model, name, generator)
     parameter.copy_(local_part(whole, placement, region.size, region.index))
 

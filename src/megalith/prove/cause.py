@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from megalith.prove.compare import Difference
+from megalith.prove.compare import ROUNDED, Difference
 
 _ANY = ""
 _LIKELY: tuple[tuple[str, str, str, str], ...] = (
@@ -80,7 +80,7 @@ def find_cause(difference: Difference, axes: Collection[str]) -> Cause:
         (
             text
             for kind, axis, pattern, text in _LIKELY
-            if kind == difference.kind and axis in named and re.search(pattern, difference.name)
+            if kind == difference.kind.removeprefix(ROUNDED) and axis in named and re.search(pattern, difference.name)
         ),
         "unknown",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from megalith.prove.record import Piece, Pieces, Record
 
 TOLERANCE = 1e-10
 """Largest relative difference: rounding makes about 1e-14 of it in fp64, and a fault of a layout 1e-3 or more."""
+ROUNDED = "rounded "
+"""First word of a kind of what is compared in the run's own precision; its errors are shares of their bounds."""
 ROUNDING = 1e-13
 """Largest element, relative to the largest gradient, of a gradient that is zero except for rounding."""
 
@@ -26,7 +28,8 @@ class Difference:
     """Something that is not as in one process.
 
     Attributes:
-        kind: "output" of a layer, "number", "gradient", "weight", "moment"; "tensor" or "logit" of an export.
+        kind: "output" of a layer, "number", "gradient", "weight", "moment", the last four also behind `ROUNDED`;
+            "tensor" or "logit" of an export.
         name: Of the tensor or number.
         error: Relative to the largest element.
         ratio: By which all its elements are multiplied; None if they differ otherwise.
@@ -121,14 +124,35 @@ def compare(wanted: Record, ranks: Sequence[Record], *, resumed: bool = False) -
     return found
 
 
-def compare_numbers(found: Comparison, numbers: Mapping[str, float], ranks: Iterable[Record]) -> None:
-    """Compare printed numbers; a rank may lack none of them and have no others."""
+def unequal(whole: Sequence[Record], resumed: Sequence[Record]) -> Difference | None:
+    """Return the first difference of ranks that have started after step `SAVED` from the same ones uninterrupted."""
+    for rank, (one, here) in enumerate(zip(whole, resumed, strict=True)):
+        for name, value in here.numbers.items():
+            if value != one.numbers[name]:
+                return _number(name, one.numbers[name], value, math.inf, rank)
+        for kind, states in (("moment", (one.saved, here.saved)), ("weight", (one.state, here.state))):
+            for name, pieces in states[0].items():
+                for first, second in zip(pieces, states[1][name], strict=True):
+                    if not torch.equal(first.tensor, second.tensor):
+                        return Difference(kind, name, math.inf, rank=rank)
+    return None
+
+
+def compare_numbers(
+    found: Comparison,
+    numbers: Mapping[str, float],
+    ranks: Iterable[Record],
+    tolerance: float = TOLERANCE,
+    kind: str = "number",
+) -> None:
+    """Compare printed numbers, none of which a rank may lack; `kind` is that under which they are counted."""
     for name, value in numbers.items():
         for rank, record in enumerate(ranks):
             here = record.numbers.get(name, math.nan)
             error = abs(here - value) / max(abs(value), 1e-300) if here != value else 0.0
-            different = not error <= TOLERANCE
-            found.add("number", name, _number(name, value, here, error, rank) if different else None, error)
+            different = not error <= tolerance
+            wrong = replace(_number(name, value, here, error, rank), kind=kind) if different else None
+            found.add(kind, name, wrong, error / tolerance if kind.startswith(ROUNDED) else error)
             if different:
                 break
 
@@ -198,21 +222,22 @@ def compare_tensor(
         if piece.shape != tuple(wanted.shape):
             found.add(kind, name, Difference(kind, name, math.inf, rank=rank, step=step), math.inf)
             return
-        there, owned = _box(wanted, piece), ~piece.tensor.isnan()
+        there, owned = box(wanted, piece), ~piece.tensor.isnan()
         error = float((there - piece.tensor)[owned].abs().max()) if bool(owned.any()) else 0.0
         if not error <= bound:
             ratio = _ratio(there[owned], piece.tensor[owned], largest)
             found.add(kind, name, Difference(kind, name, error / (largest or 1.0), ratio, rank, step), math.inf)
             return
         worst = max(worst, error)
-        _box(covered, piece).logical_or_(owned)
+        box(covered, piece).logical_or_(owned)
     if not bool(covered.all()):
         found.add(kind, f"{name}: some elements are held by no rank", Difference(kind, name, math.inf, step=step), 0.0)
         return
     found.add(kind, name, None, worst / (largest + floor / TOLERANCE) if worst else 0.0)
 
 
-def _box(tensor: Tensor, piece: Piece) -> Tensor:
+def box(tensor: Tensor, piece: Piece) -> Tensor:
+    """Return the part of a global tensor that a piece holds."""
     for dim, (start, size) in enumerate(zip(piece.offset, piece.tensor.shape, strict=True)):
         tensor = tensor.narrow(dim, start, size)
     return tensor
@@ -233,7 +258,7 @@ def joined_pieces(pieces: Iterable[Piece]) -> Tensor:
     pieces = list(pieces)
     whole = torch.full(pieces[0].shape, torch.nan, dtype=torch.float64)
     for piece in pieces:
-        view = _box(whole, piece)
+        view = box(whole, piece)
         view.copy_(torch.where(piece.tensor.isnan(), view, piece.tensor))
     return whole
 

@@ -8,7 +8,7 @@ every two axes of the run come together. Does not import torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import combinations
 from math import prod
 from pathlib import Path
@@ -63,6 +63,7 @@ _LEFT_OUT: Mapping[str, Any] = {
 _IN_FP64: Mapping[str, Any] = {
     "bf16": False,
     "fp16": False,
+    "grad_reduce_in_bf16": False,
     "loss_scale": None,
     "use_precision_aware_optimizer": False,
     "optimizer_cpu_offload": False,
@@ -70,7 +71,6 @@ _IN_FP64: Mapping[str, Any] = {
     "accumulate_allreduce_grads_in_fp32": True,
     "attention_softmax_in_fp32": True,
     "compile": False,
-    "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     "lora_dropout": 0.0,
     "moe_input_jitter_eps": None,
@@ -78,6 +78,12 @@ _IN_FP64: Mapping[str, Any] = {
     "deterministic_mode": False,
 }
 """What has no form in fp64 over ranks on a CPU; the certificate says that it is not covered."""
+_PRECISION = (
+    *("bf16", "fp16", "use_precision_aware_optimizer", "fp32_residual_connection"),
+    *("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "attention_softmax_in_fp32"),
+)
+LOSS_SCALE = 1024.0
+"""Largest loss scale: that of a run may overflow for longer than a miniature trains."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,8 @@ class Miniature:
         axes: Of the run, those above 1 that are here -> their number of ranks.
         values: Its settings, for `from_values`.
         changed: Setting -> (value of the run, value here), where they differ.
+        precision: Settings of the run's own precision, in place of those of fp64.
+        dtype: Name of the dtype of its weights.
         given: Settings that the run gives.
         registry: What it registers.
     """
@@ -95,6 +103,8 @@ class Miniature:
     axes: Mapping[str, int]
     values: Mapping[str, Any]
     changed: Mapping[str, tuple[Any, Any]]
+    precision: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
     given: frozenset[str] = frozenset()
     registry: Registry = EMPTY
 
@@ -112,6 +122,10 @@ class Miniature:
         environ = {name: str(value) for name, value in place.items()}
         return from_values({**self.values, **other}, environ=environ, registry=self.registry)
 
+    def rounded(self) -> Miniature:
+        """Return the same in the run's own precision."""
+        return replace(self, values=_given({**self.values, **self.precision}))
+
     def alone(self) -> Miniature:
         """Return the same model and batches in one process."""
         return self.without(*self.axes)
@@ -121,9 +135,7 @@ class Miniature:
         left = {axis: size for axis, size in self.axes.items() if axis not in axes}
         if left.keys().isdisjoint(("dp", "cp", "tp")):
             left = {axis: size for axis, size in left.items() if axis not in ("ep", "etp")}
-        return Miniature(
-            left, _given({**self.values, **_layout_settings(left)}), self.changed, self.given, self.registry
-        )
+        return replace(self, axes=left, values=_given({**self.values, **_layout_settings(left)}))
 
 
 def miniatures(run: RunConfig, folder: Path) -> list[Miniature]:
@@ -235,12 +247,16 @@ def _miniature(run: RunConfig, axes: Mapping[str, int], folder: Path) -> Miniatu
     changed = {name: (own[name], shrunk[name]) for name in shrunk if own[name] != shrunk[name] and name not in _FILES}
     kept = {name: plain(own[name]) for name in run.given if name in own and name not in shrunk}
     kept |= {
-        field.name: getattr(one.settings, field.name)
+        part.name: getattr(one.settings, part.name)
         for one in run.registered
         if one.settings is not None and one.entry.kind not in ("dataset", "tokenizer")
-        for field in fields(one.settings)
+        for part in fields(one.settings)
     }
-    return Miniature(dict(axes), _given(kept | shrunk | _tokenizer(run, folder)), changed, run.given, run.registry)
+    precision = {name: own[name] for name in _PRECISION if own[name] != shrunk[name]}
+    precision |= {"hidden_dropout": 0.0}
+    precision |= {name: min(own[name], LOSS_SCALE) for name in ("loss_scale", "initial_loss_scale") if own[name]}
+    values, dtype = _given(kept | shrunk | _tokenizer(run, folder)), run.precision.params_dtype
+    return Miniature(dict(axes), values, changed, precision, dtype, run.given, run.registry)
 
 
 _GROUPS = frozenset(("model", "train", "schedule", "data", "precision", "optimizer", "checkpoint", "log", "parallel"))
@@ -415,7 +431,8 @@ def _data(run: RunConfig, axes: Mapping[str, int], folder: Path) -> dict[str, An
         "data_path": ("0.3", prefixes[0], "0.7", prefixes[1]) if blended else (prefixes[0],),
         "data_cache_path": str(folder / "cache"),
         "seq_length": LENGTH,
-        "split": "50,30,20",
+        "split": "80,2,18",
+        "full_validation": not blended or run.data.full_validation,
         "num_workers": 0,
         "padded_vocab_size": padded_vocab_size(vocabulary_of(run), 8, axes.get("tp", 1)),
     }

@@ -7,11 +7,14 @@ import importlib
 import json
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megalith import __version__
 from megalith.config import RunConfig, all_settings
@@ -20,10 +23,11 @@ from megalith.distributed.forked import run_forked
 from megalith.errors import PeerError
 from megalith.progress import task
 from megalith.prove.cause import Cause, find_cause
-from megalith.prove.compare import TOLERANCE, Comparison, Difference, compare
+from megalith.prove.compare import ROUNDED, TOLERANCE, Comparison, Difference, compare, unequal
 from megalith.prove.miniature import SAVED, STEPS, Miniature, miniatures, write_data
 from megalith.prove.outside import Outside, compare_export
 from megalith.prove.record import Record, record
+from megalith.prove.rounding import compare_rounded
 
 SECONDS = 60.0  # of a rank without an answer
 ALWAYS_UNCOVERED = (
@@ -32,13 +36,13 @@ ALWAYS_UNCOVERED = (
     "your data and tokenizer: a miniature has documents of its own",
 )
 _UNCOVERED = {
-    "bf16": "bf16: the proof is in fp64",
-    "fp16": "fp16 and its loss scale: the proof is in fp64",
+    "bf16": "bf16 products as a GPU rounds them",
+    "fp16": "fp16 products as a GPU rounds them; overflows, and what the loss scale does after them",
     "fp8": "fp8",
     "compile": "compiled blocks (--compile)",
-    "hidden_dropout": "dropout, which is off",
-    "attention_dropout": "dropout, which is off",
-    "lora_dropout": "dropout, which is off",
+    "hidden_dropout": "the random streams of dropout: its masks follow from the values",
+    "attention_dropout": "dropout of attention, which is off",
+    "lora_dropout": "dropout of adapters, which is off",
     "moe_input_jitter_eps": "jitter of router inputs, which is off",
     "hooks": "your hooks",
     "step_batch_size_schedule": "--step-batch-size-schedule: the batch is constant",
@@ -92,6 +96,7 @@ class Proof:
     def uncovered(self) -> list[str]:
         """Return what this proof does not show."""
         changed = {name for result in self.results for name in result.miniature.changed}
+        changed |= {"hidden_dropout"} if self.run.model.hidden_dropout > 0 else set()
         left = [f"the miniature {one}, left out by --quick" for one in self.left]
         if not all(result.resumed for result in self.results):
             left.append("checkpoints, resumes and exports, left out by --quick or after a mismatch")
@@ -173,11 +178,13 @@ def prove(run: RunConfig, command: Sequence[str], *, device: str = "", quick: bo
             if (base := miniature.values.get("pretrained_checkpoint")) is not None:
                 whole: dict[str, Any] = {"lora_rank": None, "pretrained_checkpoint": None, "save": base}
                 run_forked(1, partial(record, save_interval=STEPS, **whole), miniature.alone(), seconds=SECONDS)
-            alone = run_forked(1, record, miniature.alone(), seconds=SECONDS)[0]
+            (alone,) = run_forked(1, record, miniature.alone(), seconds=SECONDS)
             checkpoints = None if quick else folder / str(len(proof.results))
-            result = _compared(miniature, alone, checkpoints)
+            result, ranks = _compared(miniature, alone)
+            if result.holds and miniature.axes:
+                _compare_rounded(result, alone, routed=run.model.mixture)
             if result.holds and checkpoints is not None:
-                _resume(result, alone, checkpoints)
+                _resume(result, alone, ranks, checkpoints)
             if result.holds and checkpoints is not None:
                 _compare_outside(result, checkpoints, first=not proof.results)
             proof.results.append(result)
@@ -192,10 +199,9 @@ def _warm(run: RunConfig, *, checkpoints: bool) -> None:
         importlib.import_module(name)
 
 
-def _compared(miniature: Miniature, alone: Record, checkpoints: Path | None) -> Result:
-    """Compare a miniature, which saves its checkpoints in a folder, and find the cause of the first difference."""
-    saves: dict[str, Any] = {} if checkpoints is None else {"save": str(checkpoints), "save_interval": SAVED}
-    found, failure = _outcome(miniature, alone, **saves)
+def _compared(miniature: Miniature, alone: Record) -> tuple[Result, Sequence[Record]]:
+    """Compare a miniature and find the cause of the first difference; also return what its ranks saw."""
+    found, failure, ranks = _outcome(miniature, alone)
     result = Result(miniature, found, failure=failure)
     if failure or found.differences:
         first, axes = _fewest_axes(miniature, alone)
@@ -203,24 +209,50 @@ def _compared(miniature: Miniature, alone: Record, checkpoints: Path | None) -> 
             result.cause = find_cause(first, axes)
         elif found.differences:
             result.cause = find_cause(found.differences[0], tuple(miniature.axes))
-    return result
+    return result, ranks
 
 
-def _resume(result: Result, alone: Record, checkpoints: Path) -> None:
-    """Continue the checkpoint of a miniature in its own layout, in one process, and in another layout if there is one.
+def _compare_rounded(result: Result, alone: Record, *, routed: bool) -> None:
+    """Compare a miniature with one process in the run's own precision."""
+    own, one = result.miniature, result.miniature.alone()
+    if one.config().model.hidden_dropout > 0:  # whose masks would differ where values are rounded
+        (alone,) = run_forked(1, partial(record, hidden_dropout=0.0), one, seconds=SECONDS)
+    try:
+        (rounded,) = run_forked(1, partial(record, exact=False), one, seconds=SECONDS)
+        ranks = run_forked(own.world_size, partial(record, exact=False), own, seconds=SECONDS)
+    except PeerError as error:
+        result.failure = f"in {own.dtype}: {error}"
+        return
+    found = compare_rounded(alone, rounded, ranks, getattr(torch, own.dtype), routed=routed)
+    result.comparison.merge(found)
+    if found.differences:
+        cause = find_cause(found.differences[0], tuple(own.axes))
+        likely = f"in {own.dtype} alone: a sum in the wrong precision, or the loss scale"
+        result.cause = replace(cause, operation=likely)
 
-    Each continuation is compared with the process that was not interrupted.
+
+def _resume(result: Result, alone: Record, whole: Sequence[Record], checkpoints: Path) -> None:
+    """Kill a miniature between two steps, and continue its checkpoint in its layout, in one process and in another one.
+
+    Each continuation is compared with the process that was not interrupted, and that in the same layout with the ranks
+    that were not, bit for bit.
     """
     own = result.miniature
+    with suppress(PeerError):  # it is killed
+        saves = partial(record, save=str(checkpoints), save_interval=SAVED, killed_after=SAVED)
+        run_forked(own.world_size, saves, own, seconds=SECONDS)
     others = [own.without(axis) for axis in list(own.axes)[:1]]
     for layout in {str(one): one for one in (own, own.alone(), *others)}.values():
-        found, failure = _outcome(layout, alone, resumed=True, load=str(checkpoints), ckpt_step=SAVED)
+        found, failure, ranks = _outcome(layout, alone, resumed=True, load=str(checkpoints))
         result.resumed.append(str(layout))
         result.comparison.merge(found)
-        if failure or found.differences:
-            path = f"the checkpoint of {own}, continued in {layout}: a state that is not saved or not restored"
+        first = next(iter(found.differences), None) or (unequal(whole, ranks) if ranks and layout is own else None)
+        if failure or first:
+            path = (
+                f"{own}, killed after step {SAVED} and continued in {layout}: a state that is not saved or not restored"
+            )
             result.failure = f"{path}: {failure}" if failure else ""
-            result.cause = replace(find_cause(found.differences[0], ()), operation=path) if found.differences else None
+            result.cause = replace(find_cause(first, ()), operation=path) if first else None
             return
 
 
@@ -234,13 +266,15 @@ def _compare_outside(result: Result, checkpoints: Path, *, first: bool) -> None:
             return
 
 
-def _outcome(miniature: Miniature, alone: Record, *, resumed: bool = False, **settings: Any) -> tuple[Comparison, str]:
-    """Return how a miniature, with other settings, compares with one process; or why its ranks ended."""
+def _outcome(
+    miniature: Miniature, alone: Record, *, resumed: bool = False, **settings: Any
+) -> tuple[Comparison, str, Sequence[Record]]:
+    """Return how a miniature, with other settings, compares with one process, or why its ranks ended; and these."""
     try:
         ranks = run_forked(miniature.world_size, partial(record, **settings), miniature, seconds=SECONDS)
     except PeerError as error:
-        return Comparison(), str(error)
-    return compare(alone, ranks, resumed=resumed), ""
+        return Comparison(), str(error), ()
+    return compare(alone, ranks, resumed=resumed), "", ranks
 
 
 def _fewest_axes(miniature: Miniature, alone: Record) -> tuple[Difference | None, tuple[str, ...]]:
@@ -271,7 +305,7 @@ def text(proof: Proof) -> str:
         lines.append(f"{result.miniature} ({ranks} rank{'s' * (ranks > 1)}):")
         lines += _lines(result.comparison)
         if result.resumed:
-            lines.append(f"  checkpoint of step {SAVED} continued in: {', '.join(result.resumed)}")
+            lines.append(f"  killed after step {SAVED}, continued in: {', '.join(result.resumed)}")
         for one in result.outside:
             lines += [f"  {one.what}:", *_lines(one.comparison)] if one.what else []
         if result.failure:
@@ -290,7 +324,8 @@ def _lines(comparison: Comparison) -> list[str]:
         error, where = comparison.worst.get(kind, (0.0, "none"))
         wrong = sum(one.kind == kind for one in comparison.differences)
         differs = f", {wrong} differ{'s' * (wrong == 1)}" if wrong else ""
-        lines.append(f"  {count:5} {kind}{'s' * (count != 1)}{differs}; worst within bounds: {error:.1e} ({where})")
+        worst = f"{error:.2f} of its bound" if kind.startswith(ROUNDED) else f"{error:.1e}"
+        lines.append(f"  {count:5} {kind}{'s' * (count != 1)}{differs}; worst within bounds: {worst} ({where})")
     return lines
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import signal
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +22,7 @@ from megalith.assemble.training import build_run
 from megalith.checkpoint import DirectoryStore
 from megalith.config import RunConfig
 from megalith.distributed.context import ParallelContext
+from megalith.nn.dropout import HiddenDropout
 from megalith.nn.moe.experts import name_among_all
 from megalith.nn.placement import dim_of, global_shape, local_pieces
 from megalith.prove.miniature import SAVED, Miniature
@@ -59,8 +63,14 @@ class Record:
     saved: Pieces = field(default_factory=dict)
 
 
-def record(rank: int, miniature: Miniature, **settings: Any) -> Record:
-    """Train a miniature as `megalith train` does, on this rank, with other `settings` if any."""
+def record(rank: int, miniature: Miniature, *, exact: bool = True, killed_after: int = 0, **settings: Any) -> Record:
+    """Train a miniature as `megalith train` does, on this rank, with other `settings` if any.
+
+    Args:
+        exact: In fp64, from weights that the run's precision represents; else in that precision.
+        killed_after: Step after which, within the next one, this process ends by SIGKILL; 0 for none.
+    """
+    miniature = miniature if exact else miniature.rounded()
     config, device = miniature.config(rank, **settings), torch.device("cpu")
     context = ParallelContext.solo(device)
     if miniature.world_size > 1:
@@ -69,12 +79,16 @@ def record(rank: int, miniature: Miniature, **settings: Any) -> Record:
     with ExitStack() as stack:
         for place in config.checkpoint.save_folders:
             stack.enter_context(DirectoryStore(place, context).claim())
-        built = build_run(config, context, dtype=torch.float64)
+        built = build_run(config, context, dtype=torch.float64 if exact else None)
         run = built.run
         stack.callback(built.loaders.close)
         stack.callback(run.close)
         run.hook = _Numbers(found.numbers)
-        observe(run, found)
+        observe(run, found, killed_after)
+        HiddenDropout.drop = staticmethod(dropped_by_value)
+        if exact and built.resumed_at is None:
+            for parameter in chain.from_iterable(chunk.parameters() for chunk in run.state.chunks):
+                parameter.data.copy_(parameter.data.to(getattr(torch, miniature.dtype)))
         if built.resumed_at is not None:
             found.saved = state_pieces(run.state, config)
         for result in train(run):
@@ -85,11 +99,18 @@ def record(rank: int, miniature: Miniature, **settings: Any) -> Record:
     return found
 
 
-def observe(run: TrainingRun, found: Record) -> None:
+def dropped_by_value(x: Tensor, probability: float) -> Tensor:
+    """Drop elements by digits of theirs: the same ones in every layout, and where they are recomputed."""
+    return x * ((x.detach().abs() * 1e4) % 1.0 >= probability) / (1.0 - probability)
+
+
+def observe(run: TrainingRun, found: Record, killed_after: int = 0) -> None:
     """Make the steps of a run record their gradients, and the first one the outputs of layers."""
     state, vectors = run.state, dict[str, list[Tensor]]()
 
     def before_update() -> None:
+        if 0 < killed_after == state.iteration:
+            os.kill(os.getpid(), signal.SIGKILL)
         found.gradients.append(gradient_pieces(state))
         for handle in handles:
             handle.remove()
@@ -141,6 +162,8 @@ class _Numbers(Hook):
 def gradient_pieces(state: TrainState) -> Pieces:
     """Return the gradients that are here, by the global names of their parameters."""
     buffers = state.optimizer.gradients
+    scaled = buffers.dtype in (torch.bfloat16, torch.float16)  # else `measure` has divided them by the loss scale
+    scale, dtype = (state.optimizer.loss_scale, torch.float32) if scaled else (1.0, buffers.dtype)
     pieces: Pieces = {}
     for chunk in state.chunks:
         for name, placement in chunk.placements().items():
@@ -148,9 +171,9 @@ def gradient_pieces(state: TrainState) -> Pieces:
                 continue
             tp = state.context.etp if ".mlp.experts." in name else state.context.tp
             start, stop = buffers.owned_range(name)
-            grad = torch.full(buffers.shapes[name], torch.nan, dtype=buffers.dtype)
+            grad = torch.full(buffers.shapes[name], torch.nan, dtype=dtype)
             if start < stop:
-                grad.view(-1)[start:stop] = buffers.grad_shards[name].reshape(-1)
+                grad.view(-1)[start:stop] = buffers.grad_shards[name].reshape(-1).to(dtype) / scale
             dim, shape = dim_of(placement), global_shape(grad.shape, placement, tp.size)
             everywhere = name_among_all(name, chunk)
             for piece in local_pieces(placement, shape[dim], tp.size, tp.index):

@@ -93,6 +93,14 @@ def test_what_was_changed_stands_beside_what_the_run_has(tmp_path: Path) -> None
     (one,) = found("--bf16 --hidden-dropout 0.1 --qk-layernorm", 1, tmp_path)
     assert one.changed["num_layers"] == (48, 2)
     assert one.changed["bf16"] == (True, False)
-    assert one.changed["hidden_dropout"] == (0.1, 0.0)
+    assert one.changed["attention_dropout"] == (0.1, 0.0)
     assert "qk_layernorm" not in one.changed
     assert one.config().model.qk_layernorm
+    assert one.config().model.hidden_dropout == 0.1
+    assert one.rounded().config().precision.bf16
+
+
+@pytest.mark.parametrize("flags", ["--swiglu", "--bf16 --grad-reduce-in-bf16"])
+def test_what_miniatures_set_is_accepted(flags: str, tmp_path: Path) -> None:
+    (one,) = found(flags, 2, tmp_path)
+    assert one.rounded().config().global_batch_size == one.config().global_batch_size
