@@ -26,7 +26,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,8 +128,8 @@ def train(words: Sequence[str]) -> tuple[int, int]:
     return found[0], max(found)
 
 
-def be_rank() -> None:
-    """Train the configurations of standard input, one a line, and print their counted bytes."""
+def be_rank(train: Callable[[Sequence[str]], Sequence[float]]) -> None:
+    """Train the configurations of standard input, one a line, and print what was found: two numbers of each."""
     import torch
 
     torch.set_num_threads(1)
@@ -137,8 +137,8 @@ def be_rank() -> None:
         print("counted", json.dumps(train(line.split())), flush=True)
 
 
-def count(ranks: int, configurations: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
-    """Train configurations with as many processes; return the bytes of the fullest rank of each."""
+def count(ranks: int, configurations: Sequence[Sequence[str]], program: str = __file__) -> list[tuple[int, int]]:
+    """Train configurations with as many processes; return what they print (`be_rank`), at most of all ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -148,7 +148,7 @@ def count(ranks: int, configurations: Sequence[Sequence[str]]) -> list[tuple[int
     for rank in range(ranks):
         environ = {**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        process = subprocess.Popen([sys.executable, __file__, "--rank"], env=environ, **pipes)
+        process = subprocess.Popen([sys.executable, program, "--rank"], env=environ, **pipes)
         process.stdin.write("".join(f"{' '.join(words)}\n" for words in configurations))
         process.stdin.close()
         started.append(process)
@@ -280,6 +280,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        be_rank()
+        be_rank(train)
     else:
         sys.exit(main())

@@ -29,6 +29,7 @@ from torch import Tensor
 
 import megalith
 from megalith.device import DESCRIBED, Capability, capability_of
+from megalith.plan.work import count_op
 
 NAME = "elsewhere"
 PACKAGE = str(Path(megalith.__file__).parent)
@@ -138,39 +139,13 @@ def _place() -> str:
     return f"{frame.f_code.co_filename[len(PACKAGE) + 1 :]}:{frame.f_lineno}" if frame is not None else "a test"
 
 
-_BY_INDEX = {"gather", "index_select", "index", "scatter_", "_index_put_impl_", "embedding"}
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
-
-
 def _launched(name: str, given: list[Any], found: Any) -> None:
     if _RECORDS:
-        moved, flops = _bytes(given) + _bytes(found), _flops(name, given)
-        if name.split(".")[0] in _BY_INDEX:  # of what they read or write in there are only some places
-            moved = 2 * _bytes(found) or 2 * _bytes(given[1:])
+        op = count_op(name.split(".")[0], given, found)  # of attention all of its square
         for record in _RECORDS:
             record.launches[name] += 1
-            record.bytes[name] += moved
-            record.work.append((moved, flops))
-
-
-def _flops(name: str, given: list[Any]) -> int:
-    """Return the FLOPs of a matrix product or attention (all of its square), else 0."""
-    packet = getattr(torch.ops.aten, name.split(".")[0])
-    shapes = [value for value in given if isinstance(value, Tensor)]
-    if packet in (torch.ops.aten.mm, torch.ops.aten.bmm):
-        return 2 * shapes[0].numel() * shapes[1].shape[-1]
-    if packet in (torch.ops.aten.addmm, torch.ops.aten.addmm_, torch.ops.aten.baddbmm):
-        return 2 * shapes[1].numel() * shapes[2].shape[-1]
-    if "attention" in name:
-        backward = "backward" in name
-        q, k = shapes[int(backward) : int(backward) + 2]
-        return (10 if backward else 4) * q.numel() * k.shape[-2]
-    return 0
+            record.bytes[name] += op.bytes
+            record.work.append((op.bytes, op.flops))
 
 
 def _waited(what: str) -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megalith.config import RunConfig, load
 from megalith.plan.devices import DEVICES, Link
-from megalith.plan.time import StepTime, step_time
+from megalith.plan.plan import plan_run
+from megalith.plan.rates import table_of, with_measured
+from megalith.plan.time import StepTime, bubble, course, step_time
+from megalith.schedules.pipeline import make_schedule
+from megalith.schedules.simulator import Costs, simulate
 
 VOCABULARY = 50304
 WORDS = (
@@ -56,3 +64,53 @@ def test_replicas_without_communication_scale_perfectly() -> None:
     one, eight = (step_time(_run("", size), VOCABULARY, free) for size in (1, 8))
     passes = one.step_seconds - one.parts["optimizer"]
     assert eight.step_seconds - eight.parts["optimizer"] == pytest.approx(passes / 8)
+
+
+@pytest.mark.parametrize(("name", "stages", "chunks", "number"), [
+    ("1f1b", 2, 1, 4), ("1f1b", 4, 1, 4), ("1f1b", 4, 1, 9), ("interleaved", 4, 2, 8), ("interleaved", 2, 3, 6),
+    ("zb-h1", 4, 1, 8), ("zb-h1", 2, 1, 6),
+])  # fmt: skip
+def test_the_bubble_is_that_of_the_simulator(name: str, stages: int, chunks: int, number: int) -> None:
+    """Of stages that are alike: the formula of thousands of layouts against the schedule itself."""
+    flags = f"--pipeline-model-parallel-size {stages} --global-batch-size {2 * number} --micro-batch-size 2 "
+    flags += f"--num-virtual-stages-per-pipeline-rank {chunks} " if chunks > 1 else f"--pipeline-schedule {name}"
+    run = _run(flags, stages)
+    forward, gradient, weight = 1.0, 1.5, 0.5
+    found = bubble(run.pipeline_schedule, [(forward, gradient + weight, weight)] * stages, chunks)
+    costs = Costs(*(Fraction(one) for one in (forward, gradient, weight)))
+    simulation = simulate(make_schedule(run.pipeline_schedule, stages, chunks, number), costs)
+    whole = number * (forward + gradient + weight)
+    assert float(simulation.makespan) == pytest.approx(whole + found)
+
+
+@pytest.mark.parametrize("flags", ["", "--swiglu --normalization RMSNorm --position-embedding-type rope", "--fp16"])
+def test_formulas_agree_with_the_launches_that_were_seen(flags: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = (WORDS.replace("--bf16", "") + (flags if "fp16" in flags else f"{flags} --bf16")).split()
+    plan = plan_run([*words, "--hidden-dropout", "0", "--attention-dropout", "0"], DEVICES["H100"], world_size=1)
+    formula = step_time(plan.run, VOCABULARY, DEVICES["H100"])
+    assert plan.time.parts["products"] == pytest.approx(formula.parts["products"], rel=0.02)
+    assert plan.time.step_seconds == pytest.approx(formula.step_seconds, rel=0.15)
+
+
+def test_rates_that_were_measured_replace_those_of_the_table(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device = DEVICES["CPU"]
+    assert with_measured(device, 1) == device
+    table_of(device).parent.mkdir(parents=True)
+    slow = replace(device.rates, launch=1.0, source="here")
+    table_of(device).write_text(json.dumps({"1": asdict(slow), "4": asdict(device.rates)}), encoding="utf-8")
+    assert with_measured(device, 2).rates == slow and with_measured(device, 8).rates == device.rates
+    table_of(device).write_text("{", encoding="utf-8")
+    assert with_measured(device, 1) == device
+
+
+def test_failures_and_saves_cost_days() -> None:
+    flags = "--global-batch-size 4096 --train-iters 100000 --save x --save-interval {}"
+    often, seldom = (_run(flags.format(interval), 1024) for interval in (10, 1000))
+    time = step_time(often, VOCABULARY, DEVICES["H100"], nodes=128)
+    few, many = (course(run, time, DEVICES["H100"], nodes=128) for run in (seldom, often))
+    assert 0 < many.goodput < 1 and 0 < few.goodput < 1
+    assert few.days * few.goodput == pytest.approx(100000 * time.step_seconds / 86400)
+    assert few.kwh == pytest.approx(few.days * 24 * 1024 * DEVICES["H100"].rates.watts / 1000)
+    assert few.tokens == 100000 * 4096 * 2048

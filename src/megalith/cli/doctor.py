@@ -78,12 +78,16 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--report", action="store_true", help="print it as a Markdown block for an issue, without paths and host names"
     )
+    parser.add_argument(
+        "--measure", action="store_true", help="measure this machine's rates for the times of megalith plan (a minute)"
+    )
     return parser
 
 
 def run(argv: Sequence[str]) -> int:
     """Print the report; return 1 if something that training needs does not work."""
-    show = _show_shareable if make_parser().parse_args(argv).report else _printer()
+    options = make_parser().parse_args(argv)
+    show = _show_shareable if options.report else _printer()
     sections: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("Installation", _installation),
         ("Machine", _machine),
@@ -92,6 +96,8 @@ def run(argv: Sequence[str]) -> int:
         ("Environment", _environment),
         ("Optional packages", _extras),
     ]
+    if options.measure:
+        sections = [("Measured", _measured)]
     wrong = 0
     if show is _show_shareable:
         print("```text")
@@ -166,6 +172,13 @@ def _machine() -> Iterator[Finding]:
             )
     free = shutil.disk_usage(Path.cwd()).free
     yield Finding("ok", f"{_gigabytes(free):.1f} GB free in {Path.cwd()}")
+
+
+def _measured() -> Iterator[Finding]:
+    from megalith.plan.rates import measure_here, this_device
+
+    for line in measure_here(this_device()):
+        yield Finding("ok", line)
 
 
 def _processor() -> str:

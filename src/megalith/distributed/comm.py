@@ -34,9 +34,9 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 def _start(axis: Axis, operation: str, tensor: Tensor | None, call: Callable[[], Any], detail: str = "") -> Any:
     if axis.group is None:
-        if not axis.planned:  # torch would take all ranks instead, without an error
+        if axis.planned is None:  # torch would take all ranks instead, without an error
             raise RuntimeError(f"{operation} on axis {axis.name} of {axis.size} ranks, which has no process group")
-        return None
+        return axis.planned(operation, axis, tensor)
     if axis.observer is not None:
         axis.observer.before(operation, axis, tensor, detail)
     work = call()

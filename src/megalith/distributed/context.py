@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,9 +45,8 @@ class Axis:
     # None with one rank, or in plans
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     observer: Observer | None = field(default=None, compare=False, repr=False)  # receives each collective
-    planned: bool = field(
-        default=False, compare=False, repr=False
-    )  # the other ranks are not there: no collective starts
+    # of plans, where the other ranks are not there: receives each collective, and returns what is waited for
+    planned: Callable[[str, Axis, Any], Any] | None = field(default=None, compare=False, repr=False)
 
     @property
     def size(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, log
 from typing import NamedTuple
 
@@ -19,6 +19,10 @@ from megalith.errors import ConfigError
 GIB = 2**30
 BLOCK = 512
 """Bytes of whose multiples torch's allocator for GPUs makes blocks (c10/cuda/CUDACachingAllocator.h, kMinBlockSize)."""
+
+
+Table = Sequence[tuple[float, float]]
+"""Sizes, ascending, with the rate that each reaches."""
 
 
 class Link(NamedTuple):
@@ -35,18 +39,20 @@ class Rates:
     Attributes:
         products: dtype -> FLOPs of a matrix product and FLOP/s that it reaches, ascending; between them by logarithms.
         attention: part of the rate of products that fused attention reaches.
-        memory: bytes a second that passes over memory reach.
+        memory: kind of pass -> its bytes and the bytes a second that it reaches, ascending; others are as "memory".
         launch: seconds from one launch to the next.
         asynchronous: whether launches and collectives go on while the host prepares the next ones.
         inside, between: links between devices of a node, and between nodes.
         node: devices of a node, at most.
         watts: of a device and its share of the node under load.
         source: of these figures.
+        host: seconds of a micro-batch besides its launches, where these are not asynchronous.
+        operations: collective -> the link within a node as it is for this one, if it was measured.
     """
 
-    products: Mapping[str, Sequence[tuple[float, float]]]
+    products: Mapping[str, Table]
     attention: float
-    memory: float
+    memory: Mapping[str, Table]
     launch: float
     asynchronous: bool
     inside: Link
@@ -54,17 +60,26 @@ class Rates:
     node: int
     watts: float
     source: str
+    host: float = 0.0
+    operations: Mapping[str, Link] = field(default_factory=dict)
 
     def product(self, dtype: str, flops: float, *, attention: bool = False) -> float:
         """Return the FLOP/s of a product of so many FLOPs."""
-        table = self.products.get(dtype) or self.products["fp32"]
-        place = bisect(table, (flops, inf))
-        if 0 < place < len(table):
-            (less, slow), (more, fast) = table[place - 1 : place + 1]
-            rate = slow * (fast / slow) ** (log(flops / less) / log(more / less))
-        else:
-            rate = table[-1][1] if place else table[0][1]
+        rate = _between(self.products.get(dtype) or self.products["fp32"], flops)
         return rate * self.attention if attention else rate
+
+    def passes(self, kind: str, size: float) -> float:
+        """Return the bytes a second of a pass over so many bytes."""
+        return _between(self.memory.get(kind) or self.memory["memory"], size)
+
+
+def _between(table: Table, size: float) -> float:
+    """Return the rate at a size, between its neighbours by logarithms."""
+    place = bisect(table, (size, inf))
+    if not 0 < place < len(table):
+        return table[-1][1] if place else table[0][1]
+    (less, slow), (more, fast) = table[place - 1 : place + 1]
+    return float(slow * (fast / slow) ** (log(size / less) / log(more / less)))
 
 
 @dataclass(frozen=True)
@@ -141,7 +156,9 @@ def _gpu(
         products[dtype] = [(size, size / (size / best + START)) for size in (2.0**n for n in range(26, 46, 2))]
     memory, inside, between = (1e9 * one for one in gigabytes)
     links = Link(1e-5, inside), Link(2e-5, between)
-    rates = Rates(products, attention, SHARE_OF_BANDWIDTH * memory, LAUNCH, True, *links, node, watts, source)
+    rates = Rates(
+        products, attention, {"memory": [(1, SHARE_OF_BANDWIDTH * memory)]}, LAUNCH, True, *links, node, watts, source
+    )
     return Device(name, compute, gib, rates)
 
 
@@ -160,7 +177,7 @@ _GUESS = "products: assumed, no measurement is known"
 CPU_RATES = Rates(
     {"fp32": [(1e6, 2e10), (1e8, 8e10), (1e9, 1e11)], "bf16": [(1e6, 2e10), (1e8, 1e11), (1e9, 2.1e11)]},
     attention=0.5,
-    memory=8e9,
+    memory={"memory": [(1e6, 8e9)], "math": [(1e6, 2e9)], "random": [(1e6, 1e9)]},
     launch=1.2e-5,
     asynchronous=False,
     inside=Link(1e-4, 1e9),

@@ -6,7 +6,7 @@ tokens are tensors on the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -38,8 +38,12 @@ def replaced(module: Any, **functions: Any) -> Iterator[None]:
 
 
 @contextmanager
-def routed(run: RunConfig) -> Iterator[None]:
-    """Let routers send tokens as above within the block."""
+def routed(run: RunConfig, start: Callable[[str, Axis, Any], Any] = lambda *_: None) -> Iterator[None]:
+    """Let routers send tokens as above within the block.
+
+    Args:
+        start: receives exchanges of uneven parts.
+    """
     chosen, ranks = run.model.moe_router_topk, run.layout.ep
     places, by_all_to_all = min(chosen, ranks), run.model.moe_token_dispatcher_type != "allgather"
 
@@ -58,12 +62,16 @@ def routed(run: RunConfig) -> Iterator[None]:
     def exchanged(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
         return x * ROWS if has_memory(x.device) else all_to_all(x, axis, split_dim, concat_dim)
 
+    def rows(x: Tensor, axis: Axis, send_counts: list[int], receive_counts: list[int]) -> Tensor:
+        start("all_to_all", axis, x)
+        return x.new_empty(sum(receive_counts), *x.shape[1:])
+
     all_to_all = comm.all_to_all
     with ExitStack() as stack:
         for context in (
             replaced(permutation, count_choices=balanced),
             replaced(experts, count_choices=sent, _order_local=local),
-            replaced(comm, all_to_all=exchanged),
+            replaced(comm, all_to_all=exchanged, all_to_all_rows=rows),
             replaced(grouped, to_device=lambda x, device: x.to(device)),
         ):
             stack.enter_context(context)

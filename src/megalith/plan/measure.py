@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,10 +32,13 @@ from megalith.distributed.rng import Stream
 from megalith.models.language_model import LanguageModel, Stage
 from megalith.optim.gradients import GradientBuffers
 from megalith.optim.optimizer import Optimizer
+from megalith.plan import experts as routing
 from megalith.plan.devices import Device
 from megalith.plan.experts import replaced, routed
 from megalith.plan.memory import Part
 from megalith.plan.record import Mark, Parameter, Record, Segment, Tensors, largest, replay
+from megalith.plan.work import Op as Launch
+from megalith.plan.work import Sent, Work, count_op, size_of
 from megalith.schedules.pipeline import Op
 from megalith.train.step import MicroBatchRunner
 
@@ -46,10 +49,27 @@ _CATEGORIES = {"distributed": "communication", "optim": "optimizer", "optim/grad
 
 _IN_PLACE = (torch.ops.aten._fused_sgd_.default,)
 """Operators without results that torch lacks on the meta device."""
+_NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "resize_", "detach", "set_", "_unsafe_view"}
+
+
+class _Started:
+    """A collective of a plan, from its start to the wait for it."""
+
+    def __init__(self, sent: Sent, ops: list[Launch]) -> None:
+        self.sent, self._ops, self._start, self._end = sent, ops, len(ops), len(ops)
+
+    def wait(self) -> None:
+        self._end = len(self._ops)
+
+    def done(self) -> Sent:
+        meanwhile = Work.of([Work(tuple(self._ops[self._start : self._end]))])
+        return self.sent._replace(under=meanwhile.ops)
 
 
 class MemoryTrace(TorchDispatchMode):
     """Follows the memory of all tensors of a device: `events` and `tensors` as of `replay`.
+
+    On the meta device `ops` are the launches, and `collectives` what the axes of a plan were to send.
 
     Args:
         block: bytes of whose multiples a tensor takes memory.
@@ -60,12 +80,30 @@ class MemoryTrace(TorchDispatchMode):
         self.events: list[int] = []
         self.tensors: list[Tensors] = []
         self.marks: list[Mark] = []
+        self.ops: list[Launch] = []
+        self.collectives: list[_Started] = []
+        self._places: list[tuple[int, int]] = []  # of the marks among these
         self._device, self._block = device, block
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def mark(self, operation: str, piece: str = "") -> None:
         """Start a segment."""
         self.marks.append(Mark(len(self.events), operation, piece))
+        self._places.append((len(self.ops), len(self.collectives)))
+
+    def start(self, operation: str, axis: Axis, tensor: Tensor | None) -> _Started:
+        """Receive a collective of an axis of a plan."""
+        size = 0 if tensor is None else size_of(tensor) * (axis.size if operation == "all_gather" else 1)
+        self.collectives.append(_Started(Sent(axis.name, operation, size), self.ops))
+        return self.collectives[-1]
+
+    def works(self) -> list[Work]:
+        """Return what is computed and sent from each mark to the next."""
+        ends = [*self._places[1:], (len(self.ops), len(self.collectives))]
+        return [
+            Work.of([Work(tuple(self.ops[start:stop]), tuple(one.done() for one in self.collectives[first:last]))])
+            for (start, first), (stop, last) in zip(self._places, ends, strict=True)
+        ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         lacking = self._device == META and func in _IN_PLACE
@@ -73,7 +111,19 @@ class MemoryTrace(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.device == self._device:
                 self._see(tensor)
+        if self._device == META:
+            self._count(func, args, kwargs or {}, out)
         return out
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name, schema = func._schema.name.partition("::")[2], func._schema
+        kinds = [one.alias_info is None or one.alias_info.is_write for one in schema.returns]
+        if name in _NO_LAUNCH or (kinds and not any(kinds)):  # a view
+            return
+        tensors = [one for one in tree_leaves((args, kwargs, out)) if isinstance(one, Tensor)]
+        if any(tensor.device == META for tensor in tensors):
+            given = {one.name: value for one, value in zip(schema.arguments, args, strict=False)} | kwargs
+            self.ops.append(count_op(name, list(given.values()), out, causal=bool(given.get("is_causal"))))
 
     def _see(self, tensor: Tensor) -> None:
         memory = tensor.untyped_storage()
@@ -122,6 +172,26 @@ def _attend(
     return aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, dropout, causal, scale=scale)[0]
 
 
+class _RMSNorm(torch.autograd.Function):
+    """The fused kernels of GPUs, which torch would compose of others on the meta device: one launch of each pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return grads[0] * x, torch.empty_like(weight)
+
+
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    weight = torch.ones(tuple(shape), dtype=x.dtype, device=x.device) if weight is None else weight
+    normed: Tensor = _RMSNorm.apply(x, weight)
+    return normed
+
+
 @contextmanager
 def planned(device: Device) -> Iterator[None]:
     """Let the meta device stand for a device within the block."""
@@ -130,24 +200,31 @@ def planned(device: Device) -> Iterator[None]:
     devices.DESCRIBED[META] = able
     devices.HOST_KINDS = (*before, META.type) if able is HOST else before
     try:
-        with replaced(nn.functional, scaled_dot_product_attention=partial(_attend, able)):
+        kernels: dict[str, Any] = {"scaled_dot_product_attention": partial(_attend, able)}
+        if able is not HOST:
+            kernels["rms_norm"] = _rms_norm
+        with replaced(nn.functional, **kernels):
             yield
     finally:
         devices.HOST_KINDS = before
         del devices.DESCRIBED[META]
 
 
-def context_of(run: RunConfig, rank: int) -> ParallelContext:
-    """Return the context of a rank without process groups, and without other replicas to share its updates with."""
+def context_of(run: RunConfig, rank: int, start: Callable[[str, Axis, Any], Any] = lambda *_: None) -> ParallelContext:
+    """Return the context of a rank without process groups, and without other replicas to share its updates with.
+
+    Args:
+        start: receives each collective.
+    """
     layout, solo = run.layout, ParallelContext.solo(META)
     axes = {}
     for names, axis in solo.axes.items():
         ordered = axis.name.split("+")
         (ranks,) = (ranks for ranks in layout.groups(*ordered) if rank in ranks)
         shares = names in (frozenset(("cp", "dp")), frozenset(("edp",)))
-        axes[names] = axis if shares else Axis(axis.name, ranks, ranks.index(rank), planned=True)
+        axes[names] = axis if shares else Axis(axis.name, ranks, ranks.index(rank), planned=start)
     pairs = ((ranks[0], ranks[-1]) for ranks in layout.groups("pp") if layout.pp > 1)
-    ends = next((Axis("ends", pair, pair.index(rank), planned=True) for pair in pairs if rank in pair), None)
+    ends = next((Axis("ends", pair, pair.index(rank), planned=start) for pair in pairs if rank in pair), None)
     return ParallelContext(layout, rank, META, axes, ends)
 
 
@@ -159,9 +236,9 @@ def measure(run: RunConfig, part: Part, vocab_size: int, device: Device) -> Reco
     """
     if part.recomputed is not None and run.train.recompute_method == "block":
         run = replace(run, train=replace(run.train, recompute_num_layers=part.recomputed))
-    context = context_of(run, part.rank)
     stage = Stage(part.layers, is_first=part.is_first, is_last=part.is_last)
-    with planned(device), routed(run), MemoryTrace(META, device.block) as trace:
+    with planned(device), MemoryTrace(META, device.block) as trace, routed(run, trace.start):
+        context = context_of(run, part.rank, trace.start)
         trace.mark("", "weights")
         chunks = build_chunks(run, vocab_size, context, Stream(1), stages=[stage])
         optimizer = build_run_optimizer(run, chunks, context)
@@ -171,13 +248,26 @@ def measure(run: RunConfig, part: Part, vocab_size: int, device: Device) -> Reco
         step(None)
         trace.mark("", "left")
         message = step(part.units)
+        trace.mark("", "again")
+        if run.layout.ep > 1:  # for the time, which a balanced router would take
+            with replaced(routing, ROWS=1):
+                step(part.units)
     found = replay(trace.events, trace.tensors, trace.marks)
-    first = next(number for number, (mark, _) in enumerate(found) if mark.piece == "first step")
-    end = next(number for number, (mark, _) in enumerate(found) if mark.piece == "left")
+    first, end, again = (
+        next(number for number, (mark, _) in enumerate(found) if mark.piece == piece)
+        for piece in ("first step", "left", "again")
+    )
     left = _left(trace, found[first][0].event, found[end][0].event)
-    segments = {f"{mark.operation} {mark.piece}".strip(): segment for mark, segment in found[end:] if mark.operation}
+    works = {_name(mark): work for (mark, _), work in zip(found[end:], trace.works()[end:], strict=True)}
+    segments = {
+        _name(mark): replace(segment, work=works[_name(mark)]) for mark, segment in found[end:again] if mark.operation
+    }
     itemsize = optimizer.gradients.dtype.itemsize
     return Record(segments, _parameters(chunks[0], optimizer, part.units), itemsize, left, message)
+
+
+def _name(mark: Mark) -> str:
+    return f"{mark.operation} {mark.piece}".strip()
 
 
 def _left(trace: MemoryTrace, start: int, stop: int) -> Segment:

@@ -20,6 +20,7 @@ from megalith.flat import FlatLayout, lay_out_gradients
 from megalith.layout import Group
 from megalith.plan.devices import Device
 from megalith.plan.record import Parameter, Record, Segment, Tensors, largest
+from megalith.plan.work import Work
 from megalith.schedules.pipeline import Action, Op, make_schedule
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "libraries")
@@ -60,6 +61,8 @@ class RankMemory:
         peak: at the moment when it is largest.
         moment: what is computed then.
         tensors: the largest ones at that moment.
+        work: what is computed and sent in a forward (F) and a backward pass (B, with W for the weight gradients that a
+            schedule puts off) of a micro-batch, and in the update (step).
     """
 
     stages: tuple[int, ...]
@@ -68,6 +71,7 @@ class RankMemory:
     peak: Mapping[str, int]
     moment: str
     tensors: Sequence[Tensors]
+    work: Mapping[str, Work] = field(default_factory=dict)
 
     @property
     def allocated_bytes(self) -> int:
@@ -151,7 +155,7 @@ class _Chunk:
     """A chunk of a stage: its operations, each a sequence of pieces."""
 
     def __init__(self, part: Part, record: Record, order: Sequence[int]) -> None:
-        self.record, self.order = record, order
+        self.record, self.order, self._seen = record, order, len(part.units)
         self._unit = "layer" if all(len(unit) == 1 for unit in part.units) else "group of layers"
         units = [str(number) for number in order]
         self.forward = self._pieces("F", ["batch", "before", *units, "after"])
@@ -190,6 +194,14 @@ class _Chunk:
         else:
             pieces = []
         return [one for _, piece in pieces for one in piece.kept]
+
+    def work(self) -> dict[str, Work]:
+        """Return what a micro-batch computes and sends in each operation."""
+        found = {"F": self.forward, "B": self.backward, "W": self._pieces("W", ["all"])}
+        passes = {name: Work.of(piece.work for _, piece in pieces) for name, pieces in found.items()}
+        more = len(self.order) / max(1, self._seen)  # nothing else is put off
+        passes["W"] = Work(tuple(op._replace(number=more * op.number) for op in passes["W"].ops), passes["W"].sent)
+        return passes
 
     def kept_tensors(self) -> list[Tensors]:
         return [one for _, piece in self.forward for one in piece.kept]
@@ -238,7 +250,26 @@ class _Stage:
             peak,
             moment.text,
             largest([*moment.tensors, *whole]),
+            {name: Work.of(work) for name, work in self._work().items()},
         )
+
+    def _work(self) -> dict[str, list[Work]]:
+        """Return what is computed and sent in each operation, by chunk."""
+        found: dict[str, list[Work]] = {"step": []}
+        for chunk in self.chunks:
+            for name, work in chunk.work().items():
+                found.setdefault(name, []).append(work)
+            ratio = float(self._updated(chunk))
+            seen = chunk.record.segments["step all"].work
+            scaled = tuple(op._replace(flops=op.flops * ratio, bytes=op.bytes * ratio) for op in seen.ops)
+            found["step"].append(Work(scaled, seen.sent))
+        return found
+
+    def _updated(self, chunk: _Chunk) -> Fraction:
+        """Return the parameters that the rank updates over those that were seen to be updated."""
+        watched = sum(one.elements for group in chunk.record.parameters.values() for one in group)
+        ratio = Fraction(sum(one.elements for one in chunk.parameters())) / max(1, watched)
+        return ratio / (self.run.layout.cp * self.run.layout.dp) if self.run.parallel.shards_optimizer_only else ratio
 
     def _fixed(self) -> Counter[str]:
         """Return the bytes of weights, gradients and optimizer states."""
@@ -279,11 +310,7 @@ class _Stage:
         found = _Moment({}, "update of the weights")
         for chunk in self.chunks:
             seen = chunk.record.segments["step all"]
-            watched = sum(one.elements for group in chunk.record.parameters.values() for one in group)
-            ratio = Fraction(sum(one.elements for one in chunk.parameters())) / max(1, watched)
-            if self.run.parallel.shards_optimizer_only:
-                ratio /= self.run.layout.cp * self.run.layout.dp
-            own = {name: int(size * max(ratio, Fraction(1))) for name, size in seen.peak.items()}
+            own = {name: int(size * max(self._updated(chunk), Fraction(1))) for name, size in seen.peak.items()}
             found = max(found, _Moment(own, found.text, list(seen.alive)), key=lambda one: one.total)
         return found
 

@@ -10,9 +10,10 @@ from megalith.config import RunConfig, load
 from megalith.errors import ConfigError, MegalithError
 from megalith.plan.devices import DEVICES, GIB, Device
 from megalith.plan.memory import CATEGORIES, Part, RankMemory, plan_memory
+from megalith.plan.rates import with_measured
 from megalith.plan.record import Record
 from megalith.plan.remember import remembering
-from megalith.plan.time import StepTime, step_time
+from megalith.plan.time import StepTime, course, step_time
 from megalith.tokenizers.protocol import padded_vocab_size
 
 _NOT_YET = "not planned yet"
@@ -25,6 +26,7 @@ class Plan:
     Attributes:
         ranks: kinds of ranks, in the order of the pipeline.
         time: of a step, predicted.
+        nodes: machines.
         notes: what was assumed, one line each.
     """
 
@@ -32,6 +34,7 @@ class Plan:
     device: Device
     ranks: Sequence[RankMemory]
     time: StepTime
+    nodes: int = 1
     notes: Sequence[str] = ()
 
     @property
@@ -66,6 +69,7 @@ class Plan:
             "ranks": ranks,
         }
         whole = {"fits": self.fits, "device": self.device.name, "memory": memory, **asdict(self.time), "layouts": None}
+        whole |= asdict(course(self.run, self.time, self.device, nodes=self.nodes))
         return json.dumps({**whole, "reasons": {"layouts": _NOT_YET}, "notes": list(self.notes)})
 
     def text(self, savings: Sequence[str] = ()) -> str:
@@ -73,7 +77,7 @@ class Plan:
         full, device = self.fullest, self.device
         verdict = {True: "fits", False: "does not fit", None: "needs"}[self.fits]
         room = f" of {device.room / GIB:.1f} GiB that tensors may take on {device.name}" if device.gib else ""
-        lines = [f"{verdict}: {full.peak_bytes / GIB:.2f} GiB{room}, {self.run.layout}", ""]
+        lines = [f"{verdict}: {full.peak_bytes / GIB:.2f} GiB{room}, {self.run.layout}", *self._speed(), ""]
         used = [name for name in CATEGORIES if any(rank.peak.get(name) for rank in self.ranks)]
         lines.append("  ".join(["GiB at the peak".ljust(18), *(name.rjust(13) for name in (*used, "peak", "between"))]))
         for rank in self.ranks:
@@ -87,6 +91,16 @@ class Plan:
         lines += ["", *savings, *(f"note: {note}" for note in self.notes)]
         return "\n".join(lines).rstrip()
 
+    def _speed(self) -> list[str]:
+        time, whole = self.time, course(self.run, self.time, self.device, nodes=self.nodes)
+        parts = sorted(time.parts.items(), key=lambda part: -part[1])
+        shares = ", ".join(f"{name} {value / time.step_seconds:.0%}" for name, value in parts if value)
+        return [
+            f"predicted: {time.step_seconds:.3g} s a step, {time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%}; "
+            f"{whole.tokens:,} tokens in {whole.days:.3g} days with {whole.kwh:,.3g} kWh (goodput {whole.goodput:.1%})",
+            f"of a step: {shares}",
+        ]
+
 
 def plan_run(words: Sequence[str], device: Device, *, world_size: int, nodes: int = 1) -> Plan:
     """Plan the run of a command line of `megalith train`, without its files.
@@ -98,7 +112,7 @@ def plan_run(words: Sequence[str], device: Device, *, world_size: int, nodes: in
         raise ConfigError(f"--nodes {nodes} does not divide the {world_size} devices of --gpus")
     local = world_size // nodes
     environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local)}
-    run = load(list(words), environ, files=False)
+    run, device = load(list(words), environ, files=False), with_measured(device, local)
     vocab_size, notes = _vocabulary(run)
     if run.train.compile:
         run = replace(run, train=replace(run.train, compile=False))
@@ -112,7 +126,9 @@ def plan_run(words: Sequence[str], device: Device, *, world_size: int, nodes: in
         return measuring.measure(run, part, vocab_size, device)
 
     ranks = plan_memory(run, device, remembering(run, vocab_size, device, measure))
-    return Plan(run, device, ranks, step_time(run, vocab_size, device, nodes=nodes), notes)
+    seen = {stage: rank.work for rank in ranks for stage in rank.stages}
+    notes.append(f"rates: {device.rates.source}")
+    return Plan(run, device, ranks, step_time(run, vocab_size, device, nodes=nodes, seen=seen), nodes, notes)
 
 
 def warning_of(run: RunConfig, vocab_size: int, name: str, compute: tuple[int, int] | None, memory: int) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from megalith.plan.work import Work
+
 MOST = 10  # tensors that are named
 
 Bytes = Mapping[str, int]
@@ -44,17 +46,19 @@ class Segment:
         peak: at the moment when it was largest.
         alive: the largest tensors of the piece at that moment, in the backward pass also those of the forward pass.
         kept: the largest tensors that it made and that were there at its end.
+        work: what it computes and sends.
     """
 
     change: Bytes = field(default_factory=dict)
     peak: Bytes = field(default_factory=dict)
     alive: Sequence[Tensors] = ()
     kept: Sequence[Tensors] = ()
+    work: Work = field(default_factory=Work)
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Segment:
         alive, kept = ([Tensors(*one) for one in saved[name]] for name in ("alive", "kept"))
-        return cls(saved["change"], saved["peak"], alive, kept)
+        return cls(saved["change"], saved["peak"], alive, kept, Work.from_json(saved["work"]))
 
 
 class Parameter(NamedTuple):

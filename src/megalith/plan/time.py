@@ -5,54 +5,25 @@ FLOPs, its bytes or the launch itself take, whichever is longest; on a CPU, whic
 comes on top. A collective takes alpha and its bytes over the bandwidth of the narrowest link of its axis, less the time
 of the products that the code computes meanwhile (nn/linear.py, parallel/context.py, optim/shards.py).
 
-Here the launches of a layer follow from the configuration, so that a search can rank thousands of layouts.
+Launches are those that were seen of the real step on tensors without memory (`measure`), or follow from the
+configuration (`Layers`), so that a search can rank thousands of layouts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
-from typing import NamedTuple
 
 from megalith.config import RunConfig
 from megalith.config.flops import attention_products, feed_forward_weights, step_flops
 from megalith.plan.devices import Device, Link
+from megalith.plan.work import Op, Sent, Work
 
 PARTS = ("products", "memory", "launches", "tp", "cp", "ep", "dp", "pp", "bubble", "optimizer")
 """What a step's seconds consist of: matrix products with attention, passes over memory, launches that are longer than
 what they start, communication of each axis that nothing hides, idle time of the pipeline, and the update."""
-
-
-class Op(NamedTuple):
-    """Launches that are alike: FLOPs of a product (0: none), bytes read and written, how many."""
-
-    flops: float
-    bytes: float
-    number: float = 1.0
-    attention: bool = False
-
-
-class Sent(NamedTuple):
-    """Collectives that are alike, of `bytes` before they are divided; `under`: products computed meanwhile."""
-
-    axis: str
-    operation: str
-    bytes: float
-    number: float = 1.0
-    under: tuple[Op, ...] = ()
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a rank does in a pass."""
-
-    ops: tuple[Op, ...] = ()
-    sent: tuple[Sent, ...] = ()
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.ops + other.ops, self.sent + other.sent)
 
 
 @dataclass(frozen=True)
@@ -70,12 +41,77 @@ class StepTime:
     parts: Mapping[str, float]
 
 
-def step_time(run: RunConfig, vocab_size: int, device: Device, *, nodes: int = 1) -> StepTime:
+@dataclass(frozen=True)
+class Course:
+    """The whole run at a step's predicted time.
+
+    Attributes:
+        tokens: that it trains.
+        days: with saves, and with failures at `FAILURES` and what they undo.
+        kwh: of the devices and their share of the nodes.
+        goodput: part of the days in which steps are computed that are not undone.
+    """
+
+    tokens: int
+    days: float
+    kwh: float
+    goodput: float
+
+
+FAILURES = 419 / (54 * 86400 * 16384)
+"""Interruptions in a second of a GPU: Llama 3 405B, arXiv:2407.21783, section 3.3.4."""
+RESTART = 600.0
+"""Seconds from a failure to the first step after it: assumed."""
+STORAGE = 2e9
+"""Bytes a second that a node writes: assumed."""
+
+
+def course(run: RunConfig, time: StepTime, device: Device, *, nodes: int = 1) -> Course:
+    """Return how long a run takes; saves without `--async-save` stop it, and a failure undoes half an interval."""
+    length, size, world = run.data.seq_length, run.global_batch_size, run.launch.world_size
+    tokens = run.batch_sizes.consumed_after(run.train_iters, 0) * length
+    failures = world * FAILURES if device.compute else 0.0
+    seconds = run.train_iters * time.step_seconds
+    interval = min(seconds, (run.checkpoint.save_interval or run.train_iters) * time.step_seconds)
+    parameters = time.mfu * device.peak(dtype_of(run)) * world * time.step_seconds / (6 * size * length)
+    saved = run.checkpoint.save is not None and not run.checkpoint.async_save
+    save = 14 * parameters / (STORAGE * nodes) if saved else 0.0
+    lost = save / interval + failures * (interval / 2 + RESTART)
+    goodput = 1 / (1 + lost)
+    days = tokens / time.tokens_per_second / goodput / 86400
+    return Course(tokens, days, days * 24 * world * device.rates.watts / 1000, goodput)
+
+
+Seen = Mapping[int, Mapping[str, Work]]
+"""Stage -> operation (F, B, W, step) -> what was seen of it (`memory.RankMemory.work`)."""
+
+
+def step_time(run: RunConfig, vocab_size: int, device: Device, *, nodes: int = 1, seen: Seen | None = None) -> StepTime:
     """Predict the time of a step of a run on `nodes` machines of such devices.
 
-    Takes under a millisecond: a search calls it for each layout, with `dataclasses.replace` of the groups of one run.
+    Without `seen` it takes under a millisecond: a search calls it for each layout, with `dataclasses.replace` of the
+    groups of one run.
     """
-    return _Step(run, vocab_size, device, nodes).time()
+    return _Step(run, vocab_size, device, nodes, seen or {}).time()
+
+
+def dtype_of(run: RunConfig) -> str:
+    """Return the name of the dtype of weights and activations in tables."""
+    return {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[run.precision.params_dtype]
+
+
+def bubble(schedule: str, passes: Sequence[tuple[float, float, float]], chunks: int) -> float:
+    """Return the idle seconds of the slowest stage of a pipeline.
+
+    While it fills and empties, each other stage computes one micro-batch of one chunk (Narayanan et al. 2021, arXiv:
+    2104.04473, section 2.2). ZB-H1 computes weight gradients meanwhile (Qi et al. 2023, arXiv:2401.10241, section 2.2).
+
+    Args:
+        passes: forward and backward seconds of a micro-batch in each stage, and of these the weight gradients'.
+    """
+    idle = [f + b - (2 * w if schedule == "zb-h1" else 0.0) for f, b, w in passes]
+    slowest = max(range(len(passes)), key=lambda stage: sum(passes[stage][:2]))
+    return sum(max(0.0, one) for stage, one in enumerate(idle) if stage != slowest) / chunks
 
 
 class Clock:
@@ -83,14 +119,14 @@ class Clock:
 
     def __init__(self, run: RunConfig, device: Device, nodes: int) -> None:
         self.rates, self.layout = device.rates, run.layout
-        self.dtype = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[run.precision.params_dtype]
+        self.dtype = dtype_of(run)
         self.local = min(max(1, run.launch.world_size // nodes), self.rates.node)
 
     def op(self, op: Op) -> tuple[float, float, float]:
         """Return the seconds of launches as products, passes over memory, and launching."""
-        rates = self.rates
-        products = op.flops / rates.product(self.dtype, op.flops, attention=op.attention) if op.flops else 0.0
-        memory = op.bytes / rates.memory
+        rates, (kind, _, dtype) = self.rates, op.kind.partition(" ")
+        products = op.flops / rates.product(dtype, op.flops, attention=kind == "attention") if op.flops else 0.0
+        memory = op.bytes / rates.passes(kind, op.bytes)
         product, moved = (products, 0.0) if products >= memory else (0.0, memory)
         if not rates.asynchronous:
             return product * op.number, moved * op.number, rates.launch * op.number
@@ -109,7 +145,8 @@ class Clock:
                 before + seconds for before, seconds in zip(found.values(), self.op(op), strict=False)
             )
         for one in work.sent:
-            found[one.axis] += one.number * self.exposed(one)
+            axis = {"etp": "tp", "edp": "ep"}.get(one.axis, one.axis)
+            found[axis if axis in found else "tp"] += one.number * self.exposed(one)
         return found
 
     def exposed(self, one: Sent) -> float:
@@ -122,16 +159,19 @@ class Clock:
         layout = self.layout
         ranks, stride = {
             "tp": (layout.tp, 1),
+            "etp": (layout.expert_tp, 1),
             "cp": (layout.cp, layout.tp),
             "ep": (layout.ep, layout.expert_tp),
             "edp": (layout.tp * layout.cp * layout.dp // (layout.expert_tp * layout.ep), layout.expert_tp * layout.ep),
             "dp": (layout.cp * layout.dp, layout.tp),
             "pp": (layout.pp, layout.tp * layout.cp * layout.dp),
-        }[axis]
+        }.get(axis, (layout.tp * layout.cp * layout.dp, 1))  # joined ones: sums of a few numbers
         if ranks == 1:
             return 0.0
         link = self.link(ranks, stride)
-        if operation in ("send", "ring"):
+        if ranks * stride <= self.local:
+            link = self.rates.operations.get(operation, link)
+        if operation in ("send", "ring_shift"):
             return link.alpha + size / link.beta
         steps = 2 if operation == "all_reduce" else 1
         return steps * (link.alpha * log2(ranks) + size * (ranks - 1) / ranks / link.beta)
@@ -148,8 +188,8 @@ class Clock:
 class _Step:
     """Adds up the time of a step."""
 
-    def __init__(self, run: RunConfig, vocab_size: int, device: Device, nodes: int) -> None:
-        self.run, self.vocab_size, self.device = run, vocab_size, device
+    def __init__(self, run: RunConfig, vocab_size: int, device: Device, nodes: int, seen: Seen) -> None:
+        self.run, self.vocab_size, self.device, self.seen = run, vocab_size, device, seen
         self.clock, self.layers, self.stages = Clock(run, device, nodes), Layers(run, vocab_size), run.stages
         self._experts, self._windows, self._recompute = run.model.experts, run.model.windows, run.recompute
         self._passes: dict[tuple[int, int | None], dict[str, dict[str, float]]] = {}
@@ -164,9 +204,9 @@ class _Step:
         parts = dict.fromkeys(PARTS, 0.0)
         for name in PARTS[:6]:
             parts[name] = number * (forward[name] + backward[name])
-        early = [2 * w if run.pipeline_schedule == "zb-h1" else 0.0 for _, _, w in stages]
-        idle = sum(max(0.0, sums[stage] - early[stage]) for stage in range(layout.pp) if stage != slowest)
-        parts["bubble"] = idle / chunks
+        parts["launches"] += number * self.clock.rates.host
+        passes = [(sum(f.values()), sum(b.values()), w) for f, b, w in stages]
+        parts["bubble"] = bubble(run.pipeline_schedule, passes, chunks)
         if layout.pp > 1:
             size = self.layers.hidden_bytes
             parts["pp"] = 2 * (layout.pp - 1 + number / 2) * self.clock.collective("pp", "send", size) * chunks
@@ -178,8 +218,11 @@ class _Step:
 
     def _stage(self, stage: int) -> tuple[dict[str, float], dict[str, float], float]:
         """Return the parts of forward and backward passes of a micro-batch, and the seconds of weight gradients."""
+        if stage in self.seen:
+            forward, backward, weight = (self.clock.parts(self.seen[stage][name]) for name in ("F", "B", "W"))
+            return forward, _sum(backward, weight), sum(weight.values())
         recompute = self._recompute
-        forward, backward, weight = self.clock.parts(Work()), self.clock.parts(Work()), 0.0
+        forward, backward, delayed = self.clock.parts(Work()), self.clock.parts(Work()), 0.0
         kinds: Counter[tuple[int, int | None, bool]] = Counter()
         for chunk in self.stages[stage]:
             groups = recompute.groups(len(chunk)) if recompute and recompute.method else ()
@@ -191,12 +234,12 @@ class _Step:
             for name in PARTS[:6]:
                 forward[name] += times * passes["F"][name]
                 backward[name] += times * (passes["B"][name] + more.get(name, 0.0))
-            weight += times * sum(passes["W"].values())
+            delayed += times * sum(passes["W"].values())
         if stage == 0:
             forward = _sum(forward, self.clock.parts(self.layers.embedding()))
         if stage == len(self.stages) - 1:
             backward = _sum(backward, self.clock.parts(self.layers.loss()))
-        return forward, backward, weight
+        return forward, backward, delayed
 
     def _layer(self, experts: int, window: int | None) -> dict[str, dict[str, float]]:
         if (experts, window) not in self._passes:
@@ -231,6 +274,10 @@ class _Step:
                 hidden = meanwhile * (1 - 1 / buckets) if clock.rates.asynchronous else 0.0
                 times = passes if seconds is gathered else 1
                 parts["dp"] += times * max(seconds / buckets, seconds - hidden)
+        if stage in self.seen:
+            update = self.seen[stage]["step"]
+            parts["optimizer"] += clock.ops(update.ops) + sum(one.number * clock.exposed(one) for one in update.sent)
+            return
         # the norm reads gradients; AdamW reads and writes master weights and two moments, and writes the weights
         moved = own * (2 * gradient + 24 + (itemsize if itemsize < 4 else 0))
         parts["optimizer"] += clock.ops([Op(0, moved / 16, 16)])
@@ -245,6 +292,7 @@ class Layers:
 
     def __init__(self, run: RunConfig, vocab_size: int) -> None:
         self.run, self.model, self.layout, self.vocab_size = run, run.model, run.layout, vocab_size
+        self.dtype = dtype_of(run)
         self.itemsize = 4 if run.precision.params_dtype == "float32" else 2
         self.tokens = run.train.micro_batch_size * run.data.seq_length / self.layout.cp
         self.sequence = run.parallel.sequence_parallel_here
@@ -287,7 +335,7 @@ class Layers:
 
     def _product(self, rows: float, inner: float, columns: float) -> Op:
         moved = (rows * (inner + columns) + inner * columns) * self.itemsize
-        return Op(2 * rows * inner * columns, moved)
+        return Op(2 * rows * inner * columns, moved, kind=f"product {self.dtype}")
 
     def _pass(self, tensors: float, launches: float, size: float) -> Op:
         """Return launches that read and write `tensors` tensors of `size` bytes together."""
@@ -303,20 +351,28 @@ class Layers:
         seen = self.run.data.seq_length / 2 if window is None else min(window, self.run.data.seq_length / 2)
         scores = 4 * rows * (attention_products(model, round(2 * seen)) - attention_products(model, 0)) / tp
         whole = rows * hidden * self.itemsize
-        core = Op(scores, (2 * context + queries) * rows * self.itemsize, 1, True)
+        core = Op(scores, (2 * context + queries) * rows * self.itemsize, kind=f"attention {self.dtype}")
+        if not model.fused_attention:  # scores, mask, softmax and dropout are passes of their own
+            unfused = self._pass(8, 6, rows * 2 * seen * heads / tp * self.itemsize)
+        else:
+            unfused = Op(0, 0, 0)
         norm = self._pass(2, 1, self.hidden_bytes)
-        add = self._pass(3, 1 + 2 * (model.hidden_dropout > 0), self.hidden_bytes)
+        dropout = model.hidden_dropout > 0
+        add = self._pass(6 if dropout else 3, 3 if dropout else 1, self.hidden_bytes)
+        heads_apart = self._pass(11, 4, rows * context * self.itemsize)
         rope = self._pass(6, 6, rows * queries * self.itemsize) if model.rotary_size else Op(0, 0, 0)
         products = [self._product(rows, hidden, queries), self._product(rows, context, hidden)]
-        ops = [norm, core, add, norm, add, rope]
+        ops = [norm, core, unfused, add, norm, add, rope, heads_apart]
+        if layout.cp > 1 and "a2a" not in self.run.parallel.cp_comm_type:  # contexts are merged in fp32
+            ops += [self._pass(12 * layout.cp, 8 * layout.cp, rows * context * 4)]
         gates = 2 if model.gated else 1
         if experts:
             width, chosen = model.expert_size / layout.expert_tp, model.moe_router_topk
             local = experts / layout.ep  # of a balanced router each expert gets as many rows
             each = rows * chosen * (layout.tp / layout.expert_tp if layout.etp is not None else 1) / local
-            ops += [self._pass(6 * chosen, 30, whole)]
+            ops += [self._pass(13 * chosen, 30, whole)]
             grouped = [self._product(each, hidden, gates * width), self._product(each, width, hidden)]
-            products += [Op(one.flops * local, one.bytes * local) for one in grouped]
+            products += [one._replace(flops=one.flops * local, bytes=one.bytes * local) for one in grouped]
             ops += [self._pass(1 + gates, gates, rows * chosen * width * self.itemsize)]
             if shared := model.moe_shared_expert_intermediate_size or 0:
                 products += [self._product(rows, hidden, gates * shared / tp), self._product(rows, shared / tp, hidden)]
@@ -324,8 +380,11 @@ class Layers:
             width = model.ffn_size / tp
             products += [self._product(rows, hidden, gates * width), self._product(rows, width, hidden)]
             ops += [self._pass(1 + gates, gates, rows * width * self.itemsize)]
-        weights = [Op(one.flops, one.bytes + 8 * one.flops / (2 * rows)) for one in products]
-        backward = [op._replace(number=2 * op.number) for op in ops if not op.attention]
+        if model.add_bias_linear:
+            columns = sum(one.flops for one in products) / (2 * rows * hidden)  # of all products together
+            ops += [self._pass(0.7, 4, rows * columns * self.itemsize)]
+        weights = [one._replace(bytes=one.bytes + 8 * one.flops / (2 * rows)) for one in products]
+        backward = [op._replace(number=2 * op.number) for op in ops if op.kind == "memory"]
         backward += [core._replace(flops=2.5 * scores, bytes=2 * core.bytes), *products, *weights]
         sent: dict[str, tuple[Sent, ...]] = {"F": (), "B": ()}
         if tp > 1:
@@ -336,7 +395,7 @@ class Layers:
             "F": Work((*products, *ops), sent["F"]),
             "B": Work(tuple(backward), sent["B"]),
             "W": Work(tuple(weights)),
-            "core": Work((core,)),
+            "core": Work((core, unfused)),
         }
 
     def _reduced(self, way: str, times: int, under: tuple[Op, ...] = ()) -> tuple[Sent, ...]:
@@ -358,7 +417,7 @@ class Layers:
             queries = 2 * self.tokens * model.num_attention_heads * model.head_size * self.itemsize / self.layout.tp
             return (Sent("cp", "all_to_all", (keys + queries) / 2, 2),)
         step = core._replace(flops=factor * core.flops / ranks, bytes=core.bytes / ranks)
-        return (Sent("cp", "ring", factor * keys, ranks - 1, (step,)),)
+        return (Sent("cp", "ring_shift", factor * keys, ranks - 1, (step,)),)
 
     def _experts(self, experts: int, whole: float) -> tuple[Sent, ...]:
         """Return what expert parallelism sends: tokens to their experts, and sums back."""

@@ -1,0 +1,247 @@
+"""Rates of the machine that this runs on: measured by `megalith doctor --measure`, read by plans for such devices.
+
+Measured are products of square matrices, passes over memory by size and kind, fused attention, what training steps of
+tiny models take for each launch and beside them, and an all-reduce between ranks on this machine. On a CPU all this is
+measured by one rank, with its threads, and by one rank for each core, all at once: these share caches and memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from megalith.errors import ConfigError
+from megalith.layout import Layout
+from megalith.plan.devices import DEVICES, Device, Link, Rates
+from megalith.plan.remember import cache_folder
+
+_SAMPLES, _SECONDS = 5, 0.02
+_LAYERS, _MICRO_BATCHES = (2, 8), 4
+_SMALL, _LARGE = 2**16, 2**24  # bytes of collectives
+_TINY = (  # of which nothing but launches counts
+    "--num-layers {} --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 --lr 1e-3 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 1 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 127 --hidden-dropout 0 --attention-dropout 0 --num-workers 0 --eval-iters 0 --split 100,0,0"
+)
+
+
+def table_of(device: Device) -> Path:
+    """Return the file of the rates that were measured of a device."""
+    return cache_folder() / f"rates-{device.name.replace(' ', '-').replace('/', '-')}.json"
+
+
+def with_measured(device: Device, ranks: int) -> Device:
+    """Return a device with the rates that were measured here of as many ranks of a machine, as given without any."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        saved = json.loads(table_of(device).read_text(encoding="utf-8"))
+        return replace(
+            device, rates=_from_json(saved[min(saved, key=lambda number: (abs(int(number) - ranks), number))])
+        )
+    return device
+
+
+def _from_json(saved: dict[str, Any]) -> Rates:
+    tables = {
+        name: {kind: [(size, rate) for size, rate in table] for kind, table in saved[name].items()}
+        for name in ("products", "memory")
+    }
+    links = {name: Link(*saved[name]) for name in ("inside", "between")}
+    operations = {name: Link(*link) for name, link in saved["operations"].items()}
+    return Rates(**{**saved, **tables, **links, "operations": operations})
+
+
+def measure_here(device: Device) -> Iterator[str]:
+    """Measure the CPU or the first GPU of this machine, save the table, and yield a line about each of its entries."""
+    import torch
+
+    from megalith.distributed.forked import run_forked
+    from megalith.plan.plan import plan_run
+
+    threads, found = torch.get_num_threads(), dict[int, dict[str, Any]]()
+    if device.compute is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        worlds = dict.fromkeys((1, max(2, cores)), 1) | {1: threads}
+        for ranks, each in worlds.items():
+            found[ranks] = run_forked(ranks, _measure, "cpu", each, ranks, seconds=300)[0] | {"threads": each}
+    else:
+        found[1] = _measure(0, "cuda", threads, 1) | {"threads": threads}
+    numbers = []  # of the launches of tiny models
+    for layers in _LAYERS:
+        work = plan_run(_TINY.format(layers).split(), device, world_size=1).ranks[0].work
+        passes = {name: sum(op.number for op in one.ops) for name, one in work.items()}
+        numbers.append(_MICRO_BATCHES * (passes["F"] + passes["B"]) + passes["step"])
+    entries = {}
+    for ranks, seen in found.items():
+        by = f"megalith doctor --measure, {ranks} ranks of {seen.pop('threads')} threads"
+        few, many = seen.pop("tiny")
+        launch = max(0.0, many - few) / (numbers[1] - numbers[0])
+        host = max(0.0, few - launch * numbers[0]) / _MICRO_BATCHES
+        inside = seen.get("operations", {}).get("all_reduce", device.rates.inside)
+        source = f"measured on {date.today()} by {by}"
+        entries[ranks] = replace(device.rates, **seen, launch=launch, host=host, inside=inside, source=source)
+        best = max(rate for table in seen["products"].values() for _, rate in table)
+        memory = seen["memory"]["memory"][-1][1]
+        yield (
+            f"{ranks} ranks: products {best / 1e9:.0f} GFLOP/s, memory {memory / 1e9:.1f} GB/s, "
+            f"{1e6 * launch:.1f} us a launch, link {1e6 * inside.alpha:.0f} us and {inside.beta / 1e9:.1f} GB/s"
+        )
+    path = table_of(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({ranks: asdict(rates) for ranks, rates in entries.items()}), encoding="utf-8")
+    yield f"saved in {path}: megalith plan --gpus reads it"
+
+
+def this_device() -> Device:
+    """Return the device of this machine that trains, its GPU or the CPU; ConfigError for a GPU that plans lack."""
+    import torch
+
+    from megalith.device import capability_of, is_cuda
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or not is_cuda(accelerator):
+        return DEVICES["CPU"]
+    title = capability_of(torch.device(accelerator.type, 0)).title
+    for device in DEVICES.values():
+        if device.name == title:
+            return device
+    raise ConfigError(f"--measure: {title} is no device of megalith plan, which knows {', '.join(DEVICES)}")
+
+
+def _measure(rank: int, kind: str, threads: int, ranks: int) -> dict[str, Any]:
+    import torch
+
+    torch.set_num_threads(threads)
+    clock = _Clock(torch.device(kind))
+    found: dict[str, Any] = {"products": clock.products(), "memory": clock.memory()}
+    found["tiny"] = [clock.tiny_step(layers) for layers in _LAYERS]
+    found["attention"] = clock.attention(found["products"])
+    if ranks > 1:
+        found["operations"] = clock.links(ranks)
+    return found
+
+
+class _Clock:
+    """Times operations on a device."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self.torch, self.device = torch, device
+        self.sizes = (64, 128, 256, 512, 1024) if device.type == "cpu" else (256, 512, 1024, 2048, 4096, 8192)
+        tiny = torch.ones(1, device=device)
+        self.empty = 0.0
+        self.empty = self.seconds(lambda: tiny.add_(1))
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Return the median time of a call, without that of a call that does nothing."""
+        call()
+        times, number = list[float](), 1
+        while len(times) < _SAMPLES:
+            self.wait()
+            start = time.perf_counter()
+            for _ in range(number):
+                call()
+            self.wait()
+            took = time.perf_counter() - start
+            if not times and took < _SECONDS:
+                number = max(2 * number, int(number * _SECONDS / max(took, 1e-7)))
+                if took < _SECONDS / 2:
+                    continue
+            times.append(took / number)
+        took = statistics.median(times)
+        return max(took / 4, took - self.empty)
+
+    def wait(self) -> None:
+        if self.device.type != "cpu":
+            self.torch.accelerator.synchronize(self.device)
+
+    def products(self) -> dict[str, list[tuple[float, float]]]:
+        """Return the table of `Rates.products`."""
+        from megalith.nn.precision import product_dtype_on
+
+        names = {"fp32": self.torch.float32, "bf16": self.torch.bfloat16, "fp16": self.torch.float16}
+        fast = {name: dtype for name, dtype in names.items() if product_dtype_on(self.device, dtype) == dtype}
+        return {
+            name: [(2.0 * size**3, 2.0 * size**3 / self._product(size, dtype)) for size in self.sizes]
+            for name, dtype in fast.items()
+        }
+
+    def _product(self, size: int, dtype: Any) -> float:
+        a, b = (self.torch.rand(size, size, device=self.device).sub_(0.5).to(dtype) for _ in range(2))
+        return self.seconds(lambda: a @ b)
+
+    def memory(self) -> dict[str, list[tuple[float, float]]]:
+        found: dict[str, list[tuple[float, float]]] = {}
+        for power in range(12, 25 if self.device.type == "cpu" else 29, 2):
+            for kind, size, call in self._passes(2**power):
+                found.setdefault(kind, []).append((size, size / self.seconds(call)))
+        return found
+
+    def _passes(self, elements: int) -> Iterator[tuple[str, float, Callable[[], object]]]:
+        x = self.torch.rand(elements, device=self.device)
+        y = self.torch.empty_like(x)
+        yield "memory", 12.0 * elements, lambda: self.torch.add(x, y, out=y)
+        yield "math", 8.0 * elements, lambda: self.torch.exp(x, out=y)
+        yield "random", 4.0 * elements, lambda: y.bernoulli_(0.9)
+        bits = self.torch.empty(elements, dtype=self.torch.int32, device=self.device)
+        yield "bits", 4.0 * elements, lambda: bits.random_()
+
+    def attention(self, products: dict[str, list[tuple[float, float]]]) -> float:
+        """Return the rate of causal attention over that of products, forward and backward."""
+        dtype = self.torch.float32 if self.device.type == "cpu" else self.torch.bfloat16
+        size = (4, 8, 512, 64)
+        q, k, v = (self.torch.rand(size, device=self.device, dtype=dtype, requires_grad=True) for _ in range(3))
+        attend = self.torch.nn.functional.scaled_dot_product_attention
+        flops = 3.5 * 2 * q.numel() * size[2]
+        best = products["fp32" if self.device.type == "cpu" else "bf16"][-2][1]
+        return flops / self.seconds(lambda: attend(q, k, v, is_causal=True).sum().backward()) / best
+
+    def tiny_step(self, layers: int) -> float:
+        """Return the seconds of a training step of a tiny model."""
+        from megalith.assemble.training import build_run
+        from megalith.config import load
+        from megalith.distributed.context import ParallelContext
+        from megalith.train.step import train_step
+
+        run = load([*_TINY.format(layers).split(), "--device", self.device.type], {}, files=False)
+        built = build_run(run, ParallelContext.solo(self.device)).run
+        batches = iter(built.train)
+        return self.seconds(lambda: train_step(built.state, batches, run.num_micro_batches))
+
+    def links(self, ranks: int) -> dict[str, Link]:
+        """Return latency and bandwidth of collectives, as `time.Clock.collective` has them."""
+        from megalith.distributed import comm
+        from megalith.distributed.context import ParallelContext
+
+        world = ParallelContext.create(Layout(dp=ranks), self.device).world
+        calls: dict[str, Callable[[Any], Any]] = {
+            "all_reduce": lambda x: comm.all_reduce(x, world),
+            "all_gather": lambda x: comm.all_gather(x[: len(x) // ranks], world),
+            "reduce_scatter": lambda x: comm.start_reduce_scatter(x, world).wait(),
+            "all_to_all": lambda x: comm.all_to_all(x, world, 0, 0),
+        }
+        found = {}
+        for name, call in calls.items():
+            medians = []
+            for size in (_SMALL, _LARGE):
+                x, times = self.torch.ones(size // 4 // ranks * ranks), list[float]()
+                for _ in range(4 * _SAMPLES):
+                    comm.barrier(world)
+                    start = time.perf_counter()
+                    call(x)
+                    times.append(time.perf_counter() - start)
+                medians.append(statistics.median(times))
+            steps = 2 if name == "all_reduce" else 1
+            beta = steps * (_LARGE - _SMALL) * (ranks - 1) / ranks / max(1e-9, medians[1] - medians[0])
+            alpha = medians[0] / steps - _SMALL * (ranks - 1) / ranks / beta
+            found[name] = Link(max(1e-6, alpha) / math.log2(ranks), beta)
+        return found
