@@ -14,7 +14,7 @@ from megalith.config import RunConfig, load
 from megalith.plan.devices import DEVICES, Link
 from megalith.plan.plan import plan_run
 from megalith.plan.rates import table_of, with_measured
-from megalith.plan.time import StepTime, bubble, course, step_time
+from megalith.plan.time import StepTime, bubble, course, step_time, transfers
 from megalith.schedules.pipeline import make_schedule
 from megalith.schedules.simulator import Costs, simulate
 
@@ -78,9 +78,11 @@ def test_the_bubble_is_that_of_the_simulator(name: str, stages: int, chunks: int
     forward, gradient, weight = 1.0, 1.5, 0.5
     found = bubble(run.pipeline_schedule, [(forward, gradient + weight, weight)] * stages, chunks)
     costs = Costs(*(Fraction(one) for one in (forward, gradient, weight)))
-    simulation = simulate(make_schedule(run.pipeline_schedule, stages, chunks, number), costs)
-    whole = number * (forward + gradient + weight)
-    assert float(simulation.makespan) == pytest.approx(whole + found)
+    schedule = make_schedule(run.pipeline_schedule, stages, chunks, number)
+    alone, sent = (simulate(schedule, replace(costs, message=Fraction(one, 100))).makespan for one in (0, 1))
+    assert float(alone) == pytest.approx(number * (forward + gradient + weight) + found)
+    if number % stages == 0:
+        assert 100 * (sent - alone) == transfers(run.pipeline_schedule, stages, chunks, number)
 
 
 @pytest.mark.parametrize("flags", ["", "--swiglu --normalization RMSNorm --position-embedding-type rope", "--fp16"])
