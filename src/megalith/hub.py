@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import atexit
 import fcntl
-import hashlib
-import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -106,6 +103,10 @@ def _once_a_node(fetch: Callable[[], str], what: str) -> str:
     """
     if not any(variable in os.environ for variable in _RANK):
         return fetch()
+    import hashlib  # here, because every command imports this module
+    import json
+    import tempfile
+
     run = repr([what, *(os.environ.get(variable) for variable in _RUN)])
     path = Path(tempfile.gettempdir(), f"megalith-hub-{os.getuid()}-{hashlib.sha256(run.encode()).hexdigest()[:16]}")
     try:
