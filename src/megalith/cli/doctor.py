@@ -30,6 +30,7 @@ _EXTRAS = {
     "trackio": ("--tracker trackio", ""),
     "mlflow": ("--tracker mlflow", ""),
     "swanlab": ("--tracker swanlab", ""),
+    "modelscope_hub": ("ms:ORG/NAME, models and datasets of ModelScope", ""),
     "sentencepiece": ("SentencePiece tokenizers: Llama2Tokenizer, GPTSentencePieceTokenizer", "data"),
     "gigatoken": ("faster byte-level BPE in preprocessing", "data"),
     "pyarrow": ("parquet and arrow files in preprocessing", "data"),
