@@ -20,7 +20,7 @@ COPY constraints.txt ./
 RUN index="${TORCH_INDEX:-${PIP_INDEX_URL}}"; unset PIP_INDEX_URL; \
     pip install ${index:+--index-url "$index"} "$(grep '^torch==' constraints.txt)"
 
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY src ./src
 RUN index="${PIP_INDEX_URL}"; unset PIP_INDEX_URL; \
     pip install ${index:+--index-url "$index"} -c constraints.txt '.[data,plot,serve,track]'

@@ -55,6 +55,7 @@ REFUSALS: dict[str, tuple[str, str, Any, dict[str, str]]] = {
 }
 ROUTES = (
     *("GET /", "GET /page.js", "GET /page.css", "GET /favicon.ico", "GET /health", "GET /v1/health", "GET /metrics"),
+    *(f"GET /vendor/{name}.js" for name in ("marked", "purify", "highlight")),
     *("GET /openapi.json", "GET /v1/models", "GET /v1/models/letters", "PUT /api"),
     *("POST /v1/completions", "POST /completions", "POST /v1/chat/completions", "POST /chat/completions"),
 )

@@ -8,8 +8,12 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -48,7 +52,7 @@ class Chromium:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-        self.call("Emulation.setDeviceMetricsOverride", width=1200, height=800, deviceScaleFactor=1, mobile=False)
+        self.resize(1280, 800)
 
     def call(self, method: str, **parameters: Any) -> Any:
         """Ask the browser for something."""
@@ -70,6 +74,28 @@ class Chromium:
             assert read, "the browser has gone"
             self._rest += read
 
+    def resize(self, width: int, height: int, scheme: str = "light") -> None:
+        """Set the size of the window, that of a phone below 500 pixels, and the colours that the reader prefers."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
+        )
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def press(self, key: str, modifiers: int = 0) -> None:
+        """Press a key; 8 is the modifier Shift."""
+        code = {"Enter": 13, "Escape": 27, "ArrowRight": 39}[key]
+        text = {"text": "\r"} if key == "Enter" else {}
+        both = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **both, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **both)
+
+    def errors(self) -> list[Any]:
+        """Return the exceptions and errors of the page so far, refusals of its policy among them."""
+        self.run("0")  # what came before this answer has been read
+        thrown = [event for event in self.events if event["method"] == "Runtime.exceptionThrown"]
+        logged = (event for event in self.events if event["method"] == "Log.entryAdded")
+        return thrown + [event for event in logged if event["params"]["entry"]["level"] == "error"]
+
     def run(self, script: str) -> Any:
         """The value of an expression in the page."""
         answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
@@ -83,11 +109,29 @@ class Chromium:
             assert time.monotonic() < deadline, condition
             time.sleep(0.05)
 
-    def picture(self, path: Path) -> None:
-        """Save what is on the screen."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+    def picture(self, name: str) -> None:
+        """Save what is on the screen in the folder that the variable PAGE_PICTURES names; without one do nothing."""
+        if folder := os.environ.get("PAGE_PICTURES"):
+            taken = self.call("Page.captureScreenshot", format=Path(name).suffix[1:], quality=85)
+            (Path(folder) / name).write_bytes(base64.b64decode(taken["data"]))
 
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
         os.close(self._in), os.close(self._out)
+
+
+@contextmanager
+def opened(folder: Path, port: int) -> Iterator[Chromium]:
+    """Open the page of a server, whose script may be asked for `$(id)`; skip the test where there is no Chromium."""
+    program = find_chromium()
+    if program is None:
+        pytest.skip("there is no Chromium on this machine (Debian: apt-get install chromium)")
+    page = Chromium(program, folder / "profile")
+    try:
+        page.call("Page.addScriptToEvaluateOnNewDocument", source="var $ = (id) => document.getElementById(id);")
+        page.call("Page.navigate", url=f"http://127.0.0.1:{port}/")
+        page.wait("document.readyState == 'complete' && $('model').textContent.includes('reads')")
+        yield page
+    finally:
+        page.close()

@@ -213,7 +213,8 @@ def chart(curves: dict[str, Curve], marks: Sequence[tuple[float, str, str]] = ()
     log = log and all(value > 0 for _, value in everything)
     scale = _Scale(everything, [at for at, _, _ in marks], log=log)
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" data-x0="{scale.x_low:g}" data-x1="{scale.x_high:g}">',
+        f'<div class="chart"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" ',
+        f'data-x0="{scale.x_low:g}" data-x1="{scale.x_high:g}">',
         *scale.axes(),
         *(_mark(scale.x(at), kind, title) for at, kind, title in marks),
         *(scale.line(segment, "again") for segment in again),
@@ -223,7 +224,7 @@ def chart(curves: dict[str, Curve], marks: Sequence[tuple[float, str, str]] = ()
             for segment in parts
         ),
         *(scale.line(points, f"line mean {name}") for name, curve in curves.items() if (points := _means(curve))),
-        "</svg>",
+        "</svg></div>",
     ]
     return "".join(parts)
 

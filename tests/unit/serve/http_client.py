@@ -94,11 +94,12 @@ async def served(
     limits: EngineLimits | None = None,
     num_blocks: int = 256,
     runner: FakeRunner | None = None,
+    tokenizer: Any = None,
     answers: bool = False,
     blame: Callable[[], str | None] | None = None,
 ) -> AsyncIterator[Served]:
     """Make a server, and take it down again; `answers`: of a model that reads prompts with an encoder."""
-    tokenizer, lines = LetterTokenizer(), list[str]()
+    tokenizer, lines = tokenizer or LetterTokenizer(), list[str]()
     runner = runner or FakeRunner(tokenizer.vocab_size, context_length, follow=follow, num_blocks=num_blocks)
     engine = Engine(runner, tokenizer, limits, decoder_prompt=DecoderPrompt(EOD, EOD) if answers else None)
     worker = Worker(engine, blame).start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import json
 import re
 import time
@@ -18,6 +19,7 @@ from megalith.cli.serve import _server_parser
 from megalith.errors import PeerError
 from megalith.serve.engine import Limits as EngineLimits
 from megalith.serve.http.errors import BadJson, printable, read_json
+from megalith.serve.http.guard import PAGE
 from megalith.serve.http.settings import Limits, ServerSettings
 from megalith.serve.runner import Batch
 
@@ -380,6 +382,22 @@ def test_the_page_loads_nothing_from_elsewhere_and_runs_no_text() -> None:
         assert "http://" not in answer.text and "https://" not in answer.text and "//cdn" not in answer.text
     assert "<script>" not in page.text and "onclick" not in page.text and "style=" not in page.text
     assert "innerHTML" not in script.text and "eval(" not in script.text
+
+
+def test_the_libraries_of_the_page_are_those_that_are_stated(repository: Path) -> None:
+    vendor = repository / "src/megalith/serve/http/page/vendor"
+    rows = re.findall(
+        r"^\| (\S+\.js) \|.*, (LICENSE\.\w+) \| (\w{64}) \|$", (vendor / "README.md").read_text(), re.MULTILINE
+    )
+    assert {f"/vendor/{name}" for name, _, _ in rows} == {path for path in PAGE if path.startswith("/vendor/")}
+    for name, licence, stated in rows:
+        assert hashlib.sha256((vendor / name).read_bytes()).hexdigest() == stated
+        assert (vendor / licence).stat().st_size > 1000
+        answer = ask("GET", f"/vendor/{name}")
+        assert (
+            answer.content == (vendor / name).read_bytes()
+            and "default-src" in answer.headers["content-security-policy"]
+        )
 
 
 @pytest.mark.parametrize(

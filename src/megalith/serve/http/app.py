@@ -18,20 +18,15 @@ from megalith import __version__
 from megalith.errors import MegalithError
 from megalith.serve.http import megatron_api, openai
 from megalith.serve.http.errors import ApiError, BadJson, printable, read_json, refusal
-from megalith.serve.http.guard import App, Guard
+from megalith.serve.http.guard import PAGE, App, Guard
 from megalith.serve.http.schemas import ChatRequest, CompletionRequest, validated
 from megalith.serve.http.service import EventStream, Service, merged
 from megalith.serve.http.settings import Defaults
 
 _PAGE_POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
-    "require-trusted-types-for 'script'"
+    "require-trusted-types-for 'script'; trusted-types dompurify"
 )
-_PAGE = {
-    "/": ("page.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/page.css": ("page.css", "text/css"),
-}
 
 
 def build_app(service: Service, defaults: Defaults | None = None) -> App:
@@ -130,17 +125,17 @@ def _add_status(api: FastAPI, service: Service) -> None:
 
 def _add_page(api: FastAPI) -> None:
     folder = files("megalith.serve.http") / "page"
-    for path, (name, kind) in _PAGE.items():
-        content = (folder / name).read_bytes()
-        api.add_api_route(path, _static(content, kind), methods=["GET"], include_in_schema=False)
+    for path, kind in PAGE.items():
+        content = (folder / (path[1:] or "page.html")).read_bytes()
+        api.add_route(path, _static(content, kind), include_in_schema=False)
 
     @api.get("/favicon.ico", include_in_schema=False)
     async def no_icon() -> Response:
         return Response(status_code=204)
 
 
-def _static(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
-    async def page() -> Response:
+def _static(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
+    async def page(_: Request) -> Response:
         headers = {"content-security-policy": _PAGE_POLICY, "x-frame-options": "DENY"}
         return Response(content, media_type=kind, headers=headers)
 

@@ -24,7 +24,11 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/favicon.ico", "/health", "/v1/health"})
+_SCRIPTS = ("/page.js", "/vendor/marked.js", "/vendor/purify.js", "/vendor/highlight.js")
+PAGE = {"/": "text/html", "/page.css": "text/css", **dict.fromkeys(_SCRIPTS, "text/javascript")}
+"""Paths of the page, files of the folder `page`, with their types."""
+
+OPEN_PATHS = frozenset({*PAGE, "/favicon.ico", "/health", "/v1/health"})
 """What needs no key: the page is empty without one, and a health check has none."""
 
 _WITH_BODY = ("POST", "PUT", "PATCH")
