@@ -210,7 +210,7 @@ def megatron(path: Path) -> tuple[str, float]:
         try:
             plan = plan_run(words, DEVICES[row["gpu"].upper()], world_size=nodes * each, nodes=nodes)
         except MegalithError as error:
-            refused[str(error).splitlines()[0]] += 1
+            refused[re.split(r"[:;(]", str(error))[0]] += 1
             continue
         planned, measured = plan.ranks[-1].allocated_bytes, row["mem_allocated_bytes"]
         near += abs(planned / measured - 1) <= BESIDE
@@ -232,7 +232,9 @@ def megatron(path: Path) -> tuple[str, float]:
 def _words(flag: str, value: object) -> list[str]:
     if isinstance(value, bool):
         return [flag] if value else []
-    return [flag, *map(str, value if isinstance(value, list) else str(value).split())]
+    text = re.sub(r"\$\{\w+\}", "1", " ".join(map(str, value)) if isinstance(value, list) else str(value))
+    names = re.fullmatch(r"\[([a-z_ ]+)\]", text)  # a list of YAML
+    return [flag, *(names[1] if names else text).split()]
 
 
 def write(path: Path, name: str, text: str) -> None:

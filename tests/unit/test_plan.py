@@ -95,6 +95,11 @@ def test_layers_are_added_up_as_if_each_had_been_run() -> None:
     assert kept == pytest.approx(4 * 2 * 128 * (16 * 64 + 4), rel=0.05)
 
 
+def test_logits_are_kept_from_step_to_step_on_a_cpu_alone() -> None:
+    card, host = (_plan(2, device=device).ranks[0].allocated.get("logits", 0) for device in ("RTX4090", "CPU"))
+    assert card == 0 and host == 2 * 128 * 256 * 4
+
+
 def test_recomputation_and_pipelines_are_counted() -> None:
     again = "--recompute-granularity full --recompute-method {} --recompute-num-layers {}"
     whole = _ranks(6)[0].peak_bytes

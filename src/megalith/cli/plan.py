@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
 
 from megalith.cli.arguments import CommandParser
 from megalith.cli.from_megatron import run_of
+from megalith.config.command_line import given_settings, without_settings
 from megalith.errors import ConfigError
-from megalith.plan.devices import DEVICES, read_devices
+from megalith.plan.devices import DEVICES, Device, read_devices
+from megalith.plan.presets import PRESETS, preset_words
+from megalith.progress import task
 
-_DESCRIPTION = f"""Says whether a training fits its devices and what takes their memory, without data or devices.
+_DESCRIPTION = f"""Says whether a training fits its devices, how fast it is and what takes memory, without data or GPUs.
 FLAGS are those of `megalith train`; with a launch script of Megatron its flags and its number of processes.
 Devices: {", ".join(DEVICES)}. Exit code 2: the configuration is invalid; a plan that does not fit is a plan."""
 
@@ -19,14 +25,77 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's own flags."""
     parser = CommandParser(
         prog="megalith plan",
-        usage="megalith plan FLAGS | run.sh ARGUMENTS | recipe.toml FLAGS  --gpus NxDEVICE [--nodes M] [--json]",
+        usage="megalith plan FLAGS | run.sh ARGUMENTS | recipe.toml FLAGS | --preset NAME  --gpus NxDEVICE [options]\n"
+        "       megalith plan --hours H --data TOKENS  --gpus NxDEVICE",
         description=_DESCRIPTION,
         allow_abbrev=False,
     )
     parser.add_argument("--gpus", metavar="NxDEVICE", help="devices of the run, of all nodes together: 8xH100")
-    parser.add_argument("--nodes", type=int, default=1, metavar="M", help="machines of the run (default: 1)")
+    parser.add_argument(
+        "--nodes", type=int, metavar="M", help="machines of the run (default: as few as hold its devices)"
+    )
+    parser.add_argument("--preset", metavar="NAME", help="plan a known model: " + ", ".join(PRESETS))
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="propose the fastest layouts that fit, whatever layout the flags have; so without --micro-batch-size too",
+    )
+    parser.add_argument("--hours", type=float, metavar="H", help="say which size to train in so many hours")
+    parser.add_argument("--data", metavar="TOKENS", help="with --hours: tokens of the text, such as 500M or 2B")
     parser.add_argument("--json", action="store_true", help="print one object on one line")
     return parser
+
+
+def _print_budget(
+    options: argparse.Namespace, words: Sequence[str], device: Device, world_size: int, nodes: int
+) -> int:
+    """Print which sizes the hours pay for."""
+    from megalith.plan.budget import Purchase, afford, read_number
+    from megalith.plan.plan import Plan, search_run
+
+    if options.data is None or options.preset or options.hours <= 0:
+        raise ConfigError("--hours needs a number above 0 and --data TOKENS, such as 2B, and takes no --preset")
+    seconds, unique = 3600 * options.hours, read_number("--data", options.data)
+
+    def plan_of(flags: list[str]) -> Plan:
+        return search_run([*flags, *words], device, world_size=world_size, nodes=nodes, number=1)[0]
+
+    with task("planning sizes"):
+        sizes = afford(device, seconds, unique, world_size, plan_of)
+    best = sizes[0]
+
+    def command(one: Purchase) -> str:
+        assert one.plan.found is not None
+        length = ["--train-iters", str(one.iterations)]
+        kept = [*without_settings(one.plan.words, ["train_iters"]), *length]
+        return replace(one.plan, words=kept).command(one.plan.found.best[0])
+
+    if options.json:
+        rows = [
+            {
+                "parameters": one.parameters,
+                "tokens": one.tokens,
+                "epochs": one.epochs,
+                "loss": one.loss,
+                "train_iters": one.iterations,
+                "step_seconds": one.plan.time.step_seconds,
+                "command": command(one),
+            }
+            for one in sizes
+        ]
+        print(json.dumps({"hours": options.hours, "device": device.name, "sizes": rows}))
+        return 0
+    print(f"In {options.hours:g} hours on {world_size} x {device.name}, of {unique:.3g} tokens of text:\n")
+    print("parameters     tokens  epochs  loss by the law  s a step    MFU  layout")
+    for one in sizes:
+        time, layout = one.plan.time, one.plan.run.layout
+        figures = f"{one.tokens:9.3g}  {one.epochs:6.2f}  {one.loss:15.3f}  {time.step_seconds:8.3f}  {time.mfu:5.1%}"
+        print(f"{one.parameters / 1e6:8,.0f} M  {figures}  {layout}")
+    end = datetime.now() + timedelta(seconds=best.iterations * best.plan.time.step_seconds)
+    print(f"\nTrain the first; started now it ends on {end:%Y-%m-%d at %H:%M}, without evaluations and saves:")
+    print(f"  {command(best)}")
+    print("Put your data and tokenizer in place of --mock-data and NullTokenizer.")
+    return 0
 
 
 def run(argv: Sequence[str]) -> int:
@@ -37,11 +106,22 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError(f"--gpus is not given; give the devices as NxDEVICE, such as {number or 8}xH100")
     of_script = number is not None and not options.gpus[:1].isdigit()
     world_size, device = read_devices(f"{number}x{options.gpus}" if of_script else options.gpus)
-    from megalith.plan.plan import plan_run, savings
+    nodes = options.nodes or (1 if world_size % device.rates.node else max(1, world_size // device.rates.node))
+    if nodes < 1 or world_size % nodes:
+        raise ConfigError(f"--nodes {nodes} does not divide the {world_size} devices of --gpus")
+    from megalith.plan.plan import plan_run, savings, search_run
 
-    plan = plan_run(words, device, world_size=world_size, nodes=options.nodes)
+    if options.hours is not None:
+        return _print_budget(options, words, device, world_size, nodes)
+    if options.preset:
+        words = [*preset_words(options.preset, device), *words]
+    if options.search or options.preset or "micro_batch_size" not in given_settings(words):
+        with task("searching layouts") as progress:
+            plan, _ = search_run(words, device, world_size=world_size, nodes=nodes, task=progress)
+    else:
+        plan = plan_run(words, device, world_size=world_size, nodes=nodes)
     if options.json:
         print(plan.to_json())
     else:
-        print(plan.text(savings(plan, words, world_size=world_size, nodes=options.nodes)))
+        print(plan.text([] if plan.found else savings(plan, words, world_size=world_size, nodes=nodes)))
     return 0

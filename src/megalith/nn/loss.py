@@ -145,8 +145,9 @@ def _fused_logits_gradient(
 class LogitsBuffer:
     """The memory of the logits, lent from a forward pass to its backward pass and used again by the next.
 
-    Writing to fresh memory of this size costs as much as a third of the product that fills it. While it is lent,
-    another forward pass gets memory of its own.
+    On a CPU writing to fresh memory of this size costs as much as a third of the product that fills it. While it is
+    lent, another forward pass gets memory of its own. On an accelerator, whose allocator keeps freed memory, the layers
+    may have it in between.
     """
 
     def __init__(self) -> None:
@@ -162,7 +163,7 @@ class LogitsBuffer:
 
     def give_back(self, logits: Tensor) -> None:
         """End a loan."""
-        self._memory = logits.view(-1)
+        self._memory = logits.view(-1) if is_host(logits.device) else None
 
 
 def _logits(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, buffer: LogitsBuffer) -> Tensor:

@@ -17,7 +17,7 @@ from megalith.config import RunConfig
 from megalith.device import has_memory
 from megalith.distributed import comm
 from megalith.distributed.context import Axis
-from megalith.nn.moe import grouped, permutation
+from megalith.nn.moe import grouped, permutation, routing
 from megalith.parallel import experts
 
 ROWS = 2
@@ -70,6 +70,7 @@ def routed(run: RunConfig, start: Callable[[str, Axis, Any], Any] = lambda *_: N
     with ExitStack() as stack:
         for context in (
             replaced(permutation, count_choices=balanced),
+            replaced(routing, sinkhorn_plan=torch.exp),  # which asks for values to see whether it is done
             replaced(experts, count_choices=sent, _order_local=local),
             replaced(comm, all_to_all=exchanged, all_to_all_rows=rows),
             replaced(grouped, to_device=lambda x, device: x.to(device)),

@@ -144,7 +144,7 @@ def _place() -> tuple[str, str]:
     frame: Any = sys._getframe(3)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_PACKAGE) and not file.startswith(f"{_PACKAGE}/plan/"):
+        if file.startswith(_PACKAGE) and not file.startswith((f"{_PACKAGE}/plan/", f"{_PACKAGE}/cli/")):
             file = file[len(_PACKAGE) + 1 :]
             function = frame.f_code.co_name
             if file == "nn/loss.py" and function == "take":

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
-from megalith.config import RunConfig, load
+from megalith.config import RunConfig, all_settings, load
+from megalith.config.command_line import without_settings
 from megalith.errors import ConfigError, MegalithError
 from megalith.plan.devices import DEVICES, GIB, Device
 from megalith.plan.memory import CATEGORIES, Part, RankMemory, plan_memory
 from megalith.plan.rates import with_measured
 from megalith.plan.record import Record
 from megalith.plan.remember import remembering
+from megalith.plan.search import ALONE, SEARCHED, Choice, Found, Search
 from megalith.plan.time import StepTime, course, step_time
+from megalith.progress import Task
 from megalith.tokenizers.protocol import padded_vocab_size
 
-_NOT_YET = "not planned yet"
+_NOT_SEARCHED = "--search, --preset or flags without --micro-batch-size let a plan choose the layout"
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class Plan:
         time: of a step, predicted.
         nodes: machines.
         notes: what was assumed, one line each.
+        found: the layouts of a search, of which this is the fastest; `words` are the flags of all of them.
     """
 
     run: RunConfig
@@ -36,6 +42,8 @@ class Plan:
     time: StepTime
     nodes: int = 1
     notes: Sequence[str] = ()
+    found: Found | None = None
+    words: Sequence[str] = ()
 
     @property
     def fullest(self) -> RankMemory:
@@ -68,16 +76,56 @@ class Plan:
             "context_bytes": self.device.context,
             "ranks": ranks,
         }
-        whole = {"fits": self.fits, "device": self.device.name, "memory": memory, **asdict(self.time), "layouts": None}
+        whole = {"fits": self.fits, "device": self.device.name, "memory": memory, **asdict(self.time)}
         whole |= asdict(course(self.run, self.time, self.device, nodes=self.nodes))
-        return json.dumps({**whole, "reasons": {"layouts": _NOT_YET}, "notes": list(self.notes)})
+        if self.found is None:
+            return json.dumps(
+                {**whole, "layouts": None, "reasons": {"layouts": _NOT_SEARCHED}, "notes": list(self.notes)}
+            )
+        layouts = [
+            {
+                "command": self.command(one),
+                "flags": one.flags(),
+                "layout": str(one.run.layout),
+                "step_seconds": one.time.step_seconds,
+                "mfu": one.time.mfu,
+                "tokens_per_second": one.time.tokens_per_second,
+                "peak_bytes": one.peak_bytes,
+            }
+            for one in self.found.best
+        ]
+        reasons = {"layouts": [{"change": change, "verdict": why} for change, why in self.found.reasons]}
+        return json.dumps({**whole, "layouts": layouts, "reasons": reasons, "notes": list(self.notes)})
+
+    def command(self, choice: Choice) -> str:
+        """Return the command that trains with a layout."""
+        number, each = self.run.launch.world_size, self.run.launch.world_size // self.nodes
+        words = [*self.words, *choice.flags()]
+        if self.nodes == 1:
+            return shlex.join(["megalith", "train", *(["--nproc", str(number)] if number > 1 else []), *words])
+        start = ["torchrun", "--nnodes", str(self.nodes), "--nproc-per-node", str(each)]
+        return shlex.join([*start, "-m", "megalith", "train", *words])
+
+    def layouts_text(self) -> list[str]:
+        """Return lines about the layouts of a search: the fastest, their commands, and why others are not."""
+        if self.found is None:
+            return []
+        head = "layout".ljust(22), "s a step".rjust(9), "MFU".rjust(6), "tokens/s".rjust(10), "GiB".rjust(6)
+        lines = [f"The fastest of {self.found.layouts} layouts that fit:", "  ".join(["  ", *head, "flags"])]
+        for place, one in enumerate(self.found.best, 1):
+            speed = f"{one.time.step_seconds:9.3f}  {one.time.mfu:6.1%}  {one.time.tokens_per_second:10,.0f}"
+            figures = f"{one.run.layout!s:22}  {speed}  {one.peak_bytes / GIB:6.1f}"
+            lines.append(f"{place:2}  {figures}  {shlex.join(one.flags())}")
+        lines += ["", "Beside the first:", *(f"  {change}: {why}" for change, why in self.found.reasons)]
+        return [*lines, "", "Start the first with:", f"  {self.command(self.found.best[0])}", ""]
 
     def text(self, savings: Sequence[str] = ()) -> str:
         """Return one screen of text; `savings` are lines about what would need less."""
         full, device = self.fullest, self.device
         verdict = {True: "fits", False: "does not fit", None: "needs"}[self.fits]
         room = f" of {device.room / GIB:.1f} GiB that tensors may take on {device.name}" if device.gib else ""
-        lines = [f"{verdict}: {full.peak_bytes / GIB:.2f} GiB{room}, {self.run.layout}", *self._speed(), ""]
+        lines = self.layouts_text()
+        lines += [f"{verdict}: {full.peak_bytes / GIB:.2f} GiB{room}, {self.run.layout}", *self._speed(), ""]
         used = [name for name in CATEGORIES if any(rank.peak.get(name) for rank in self.ranks)]
         lines.append("  ".join(["GiB at the peak".ljust(18), *(name.rjust(13) for name in (*used, "peak", "between"))]))
         for rank in self.ranks:
@@ -113,22 +161,66 @@ def plan_run(words: Sequence[str], device: Device, *, world_size: int, nodes: in
     local = world_size // nodes
     environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local)}
     run, device = load(list(words), environ, files=False), with_measured(device, local)
-    vocab_size, notes = _vocabulary(run)
+    tokens, notes = _vocabulary(run)
+    return _plan_of(run, _padded(run, tokens), device, nodes, notes)
+
+
+def _plan_of(run: RunConfig, vocab_size: int, device: Device, nodes: int, notes: list[str]) -> Plan:
     if run.train.compile:
         run = replace(run, train=replace(run.train, compile=False))
         notes.append("--compile: planned as without it, which needs more")
     if run.data.masks_documents:
         notes.append("each sequence is planned as one document")
+    ranks = _memory(device, run, vocab_size)
+    seen = {stage: rank.work for rank in ranks for stage in rank.stages if rank.work}
+    notes.append(f"rates: {device.rates.source}")
+    return Plan(run, device, ranks, step_time(run, vocab_size, device, nodes=nodes, seen=seen), nodes, notes)
 
+
+def _memory(device: Device, run: RunConfig, vocab_size: int) -> list[RankMemory]:
     def measure(part: Part) -> Record:
         from megalith.plan import measure as measuring  # imports torch
 
         return measuring.measure(run, part, vocab_size, device)
 
-    ranks = plan_memory(run, device, remembering(run, vocab_size, device, measure))
-    seen = {stage: rank.work for rank in ranks for stage in rank.stages}
-    notes.append(f"rates: {device.rates.source}")
-    return Plan(run, device, ranks, step_time(run, vocab_size, device, nodes=nodes, seen=seen), nodes, notes)
+    return plan_memory(run, device, remembering(run, vocab_size, device, measure))
+
+
+def search_run(
+    words: Sequence[str], device: Device, *, world_size: int, nodes: int = 1, number: int = 5, task: Task | None = None
+) -> tuple[Plan, Found]:
+    """Return the plan of the fastest layout of a run that fits, and the fastest `number` of them.
+
+    Layout and micro-batch size of `words` are left out; its global batch size is kept.
+
+    Raises:
+        ConfigError: a setting other than of layout is wrong, or no layout fits.
+    """
+    device, own = with_measured(device, world_size // nodes), without_settings(list(words), SEARCHED)
+    alone = [word for name in ALONE for word in (all_settings()[name].flag, "1")]
+    base = load([*own, *alone], {}, files=False)
+    if base.train.compile:
+        base = replace(base, train=replace(base.train, compile=False))
+    tokens, notes = _vocabulary(base)
+    search = Search(base, device, world_size=world_size, nodes=nodes, tokens=tokens, memory=partial(_memory, device))
+    found = search.best(number, task)
+    if not found.best:
+        short = f": the closest needs {found.least / GIB:.1f} GiB more" if found.least is not None else ""
+        raise ConfigError(
+            f"no layout of this model fits {world_size} x {device.name}{short}; plan for more or larger devices, or a "
+            "smaller model"
+        )
+    plans = [_plan_of(one.run, one.vocab_size, device, nodes, list(notes)) for one in found.best]
+    pairs = sorted(zip(plans, found.best, strict=True), key=lambda pair: pair[0].time.step_seconds)
+    plan, first = pairs[0]
+    found.reasons = list(search.losers(first))
+    found.best = [replace(one, time=known.time) for known, one in pairs]
+    command = [*own, *first.flags()]
+    local = str(world_size // nodes)
+    load(
+        command, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": local}, files=False
+    )
+    return replace(plan, found=found, words=own), found
 
 
 def warning_of(run: RunConfig, vocab_size: int, name: str, compute: tuple[int, int] | None, memory: int) -> str:
@@ -156,12 +248,19 @@ def warning_of(run: RunConfig, vocab_size: int, name: str, compute: tuple[int, i
     )
 
 
-def _vocabulary(run: RunConfig) -> tuple[int, list[str]]:
-    """Return the padded size of the vocabulary, and notes about it."""
+def _padded(run: RunConfig, tokens: int | None) -> int:
+    """Return the padded size of the vocabulary."""
+    if tokens is None:
+        return run.data.padded_vocab_size or 0
+    return padded_vocab_size(tokens, run.model.make_vocab_size_divisible_by, run.parallel.tensor_model_parallel_size)
+
+
+def _vocabulary(run: RunConfig) -> tuple[int | None, list[str]]:
+    """Return the size of the vocabulary before padding, None if the padded one is given, and notes about it."""
     from megalith.tokenizers import build_tokenizer
 
     if run.data.padded_vocab_size is not None:
-        return run.data.padded_vocab_size, []
+        return None, []
     notes, size = list[str](), run.tokenizer.vocab_size
     try:
         size = build_tokenizer(run.tokenizer).vocab_size
@@ -173,8 +272,7 @@ def _vocabulary(run: RunConfig) -> tuple[int, list[str]]:
             ) from error
         size = size or 50257
         notes.append(f"the tokenizer's files are not here: {size} tokens are assumed; --padded-vocab-size sets them")
-    divisor = run.model.make_vocab_size_divisible_by
-    return padded_vocab_size(size, divisor, run.parallel.tensor_model_parallel_size), notes
+    return size, notes
 
 
 def savings(plan: Plan, words: Sequence[str], *, world_size: int, nodes: int = 1) -> list[str]:

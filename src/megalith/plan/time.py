@@ -209,7 +209,7 @@ class _Step:
     def time(self) -> StepTime:
         run, layout = self.run, self.run.layout
         number, chunks = run.num_micro_batches, len(self.stages[0])
-        stages = [self._stage(stage) for stage in range(layout.pp)]
+        stages = self._all_stages()
         sums = [sum(f.values()) + sum(b.values()) for f, b, _ in stages]
         slowest = max(range(layout.pp), key=lambda stage: sums[stage])
         forward, backward, _ = stages[slowest]
@@ -227,6 +227,14 @@ class _Step:
         flops = step_flops(run.model, self.vocab_size, length, run.global_batch_size)
         peak = self.device.peak(self.clock.dtype) * layout.world_size
         return StepTime(seconds, flops / seconds / peak, run.global_batch_size * length / seconds, parts)
+
+    def _all_stages(self) -> list[tuple[dict[str, float], dict[str, float], float]]:
+        """Return `_stage` of each, computed once for those that are alike."""
+        if len(set(zip(self._experts, self._windows, strict=True))) > 1:
+            return [self._stage(stage) for stage in range(len(self.stages))]
+        keys = [(n == 0, n == len(self.stages) - 1, *map(len, chunks)) for n, chunks in enumerate(self.stages)]
+        found = {key: self._stage(number) for key, number in {key: n for n, key in enumerate(keys)}.items()}
+        return [found[key] for key in keys]
 
     def _stage(self, stage: int) -> tuple[dict[str, float], dict[str, float], float]:
         """Return the parts of forward and backward passes of a micro-batch, and the seconds of weight gradients."""

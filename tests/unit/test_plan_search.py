@@ -1,0 +1,139 @@
+"""The search for layouts: exact against trying everything, only what trains, and what the command prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.cli.main import main
+from megalith.cli.plan import run as plan
+from megalith.config import RunConfig, load
+from megalith.errors import ConfigError
+from megalith.plan.bound import least_bytes
+from megalith.plan.devices import DEVICES
+from megalith.plan.memory import RankMemory
+from megalith.plan.presets import PRESETS, preset_words
+from megalith.plan.search import Search, Values
+from megalith.plan.time import step_time
+
+GPT = (
+    "--num-layers 12 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 "
+    "--micro-batch-size 1 --global-batch-size 32 --train-iters 1 --lr 1e-4 --mock-data --bf16 --hidden-dropout 0 "
+    "--attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 31999 "
+)
+EXPERTS = "--num-experts 4 --moe-token-dispatcher-type alltoall"
+
+
+def _memory(run: RunConfig, vocab_size: int) -> Sequence[RankMemory]:
+    """Stand for plans: states, and activations by a rule of thumb."""
+    tp, pp = run.layout.tp, run.layout.pp
+    each = 80 if run.train.recompute_granularity is None else 2
+    shards = run.layout.cp * (tp if run.parallel.sequence_parallel_here else tp**0.5)
+    tokens = run.train.micro_batch_size * run.data.seq_length * min(pp, run.num_micro_batches)
+    kept = int(each * tokens * run.model.hidden_size * run.model.num_layers / pp / shards)
+    held = {"weights": least_bytes(run, vocab_size), "activations": kept}
+    return [RankMemory((0,), 1, held, held, "", ())]
+
+
+def _search(flags: str, world: int, device: str) -> Search:
+    base = load((GPT + flags).split(), {}, files=False)
+    return Search(base, DEVICES[device], world_size=world, nodes=1, tokens=32_000, memory=_memory)
+
+
+def _all(search: Search) -> Iterator[tuple[float, Values]]:
+    """Yield the time of everything that trains and fits, without the search's bounds and order."""
+    for layout in search.layouts():
+        for variant, again in product(search.variants(layout), ("none", "full")):
+            full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+            values = {**variant, **(full if again == "full" else {})}
+            run, vocab_size = search.run_of(values)
+            (rank,) = _memory(run, vocab_size)
+            if search.allowed(values) and rank.peak_bytes <= search.device.room:
+                yield step_time(run, vocab_size, search.device).step_seconds, values
+
+
+@pytest.mark.parametrize(("flags", "world", "device"), [("", 4, "A100-40GB"), (EXPERTS, 4, "H100")])
+def test_nothing_faster_is_missed(flags: str, world: int, device: str) -> None:
+    fastest: dict[Any, float] = {}
+    search = _search(flags, world, device)
+    for seconds, values in _all(search):
+        layout = tuple(values[name] for name in list(values)[:9])
+        fastest[layout] = min(seconds, fastest.get(layout, seconds))
+    found = _search(flags, world, device).best(5)
+    assert [one.time.step_seconds for one in found.best] == pytest.approx(sorted(fastest.values())[:5], rel=1e-9)
+    assert found.planned < len(fastest) * 4, "most are not looked at"
+
+
+def test_what_is_proposed_trains_and_reasons_name_neighbours() -> None:
+    search = _search("", 8, "RTX4090")
+    found = search.best(5)
+    environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
+    for one in found.best:
+        words = [*GPT.replace("--micro-batch-size 1 ", "").split(), *one.flags()]
+        assert load(words, environ, files=False).layout == one.run.layout
+        assert one.peak_bytes <= DEVICES["RTX4090"].room
+    reasons = list(search.losers(found.best[0]))
+    assert any("slower" in why or "fit" in why for _, why in reasons)
+    assert all(change.startswith(("--", "without --")) for change, _ in reasons)
+
+
+@pytest.mark.full
+def test_sixteen_thousand_gpus_are_searched() -> None:
+    words = preset_words("llama3-405b", DEVICES["H100"])
+    base = load([*words, "--micro-batch-size", "1"], {}, files=False)
+    search = Search(base, DEVICES["H100"], world_size=16_384, nodes=2048, tokens=128_256, memory=_memory)
+    found = search.best(1)
+    assert found.best[0].run.layout.world_size == 16_384 and found.best[0].run.layout.pp > 1
+    assert found.tried < 8000 and found.planned < 200
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_models(name: str) -> None:
+    run = load([*preset_words(name, DEVICES["A100"]), "--micro-batch-size", "1"], {}, files=False)
+    billions = float(name.rpartition("-")[2].removesuffix("m").removesuffix("b").rpartition("x")[2])
+    billions = billions / 1000 if name.endswith("m") else 46.7 if name.startswith("mixtral") else billions
+    bytes_of_each = 18
+    counted = least_bytes(run, run.tokenizer.vocab_size or 0) / bytes_of_each / 1e9
+    assert counted == pytest.approx(billions, rel=0.07)
+
+
+def test_the_command_proposes_layouts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    small = GPT.replace("4096", "64").replace("--num-layers 12", "--num-layers 2").replace("heads 32", "heads 2")
+    assert main(["plan", *small.replace("--micro-batch-size 1 ", "").split(), "--gpus", "2xRTX4090", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    first = found["layouts"][0]
+    assert found["fits"] and found["step_seconds"] == first["step_seconds"] <= found["layouts"][-1]["step_seconds"]
+    assert found["memory"]["peak_bytes"] == first["peak_bytes"] and "--nproc 2" in first["command"]
+
+
+def test_what_fits_nowhere_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no layout"):
+        plan(["--gpus", "1xT4", "--preset", "llama3-405b"])
+    assert not _search("", 1, "T4").best(1).best
+
+
+def test_hours_pay_for_the_size_with_the_lowest_loss(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalith.plan.plan._memory", lambda device, run, vocab_size: _memory(run, vocab_size))
+
+    def bought(hours: str, data: str) -> list[dict[str, Any]]:
+        assert main(["plan", "--gpus", "4xRTX4090", "--hours", hours, "--data", data, "--json"]) == 0
+        rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["sizes"]
+        assert [row["loss"] for row in rows] == sorted(row["loss"] for row in rows)
+        return rows
+
+    day = bought("24", "2B")
+    assert day[0]["train_iters"] * day[0]["step_seconds"] == pytest.approx(86_400, rel=0.01)
+    assert f"--train-iters {day[0]['train_iters']}" in day[0]["command"] and "--nproc 4" in day[0]["command"]
+    assert bought("1", "2B")[0]["parameters"] < day[0]["parameters"]
+    with pytest.raises(ConfigError, match="--data"):
+        plan(["--gpus", "4xRTX4090", "--hours", "1"])
