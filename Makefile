@@ -30,7 +30,7 @@ unknown_extras := $(strip $(foreach extra,$(subst $(comma), ,$(EXTRAS)),$(if $(s
 $(if $(unknown_extras),$(error EXTRAS names $(unknown_extras), which pyproject.toml does not have))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install dev test test-full test-gpu campaign ecosystem check format bench bench-scaling speedrun gpu docs wheelhouse release clean a-named-torch
+.PHONY: help quickstart install dev test test-full test-gpu reference campaign ecosystem check format bench bench-scaling speedrun gpu docs wheelhouse release clean a-named-torch
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -65,6 +65,9 @@ check: .venv/.installed-dev ## Formatting, lint, types and floors
 format: .venv/.installed-dev ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+reference: .venv/.installed-plot ## Install megatron-core beside .venv's packages, for `megalith prove --reference megatron`
+	$(PIP_INSTALL) --no-deps --target .venv/reference --upgrade megatron-core==0.16.1 psutil typing_extensions
 
 bench: .venv/.installed-dev .venv/.tried-bench ## Measure the commands beside their peers, 15 minutes (docs/results/benchmarks.md)
 	$(BIN)/python benchmarks/commands.py $(ARGS)

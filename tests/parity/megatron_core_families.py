@@ -3,7 +3,7 @@
     python megatron_core_families.py CASES.json FOLDER
 
 A case is one of `megatron_core_models` with "args", the arguments of Megatron's programs to keep. FOLDER/N gets the
-weights as torch_dist under iter_0000005, and FOLDER/N.safetensors the same by name. No code of Megalith runs here.
+weights as torch_dist under iter_0000005, and FOLDER/N.safetensors the same by name. No model of Megalith runs here.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_core_models import build, stub_streams
-from megatron_core_reader import join_alone
+from megatron_core_models import LENGTH, VOCABULARY
+
+from megalith.prove.megatron_core import build, join_alone, stub_streams
 
 
 def write(case: dict[str, Any], folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
-    model = build(case)
+    torch.manual_seed(case["seed"])
+    model = build(case["family"], case["config"], case["model"], VOCABULARY, LENGTH)
     named = dict(model.named_parameters())
     for name, parameter in named.items():
         generator = torch.Generator().manual_seed(len(name))

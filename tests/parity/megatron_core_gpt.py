@@ -4,7 +4,7 @@
 
 A case is {"tokenizer": what its tokenizer tells of itself, "eod", "vocab_size", "sizes", "items", "config": fields of
 `GPTDatasetConfig`}. FOLDER/N.npz gets `error`, or for each split SPLIT/PART/INDEX and /hash of every dataset, the two
-indices, hash and size of a blend, and SPLIT/ITEM/FIELD of some samples. No code of Megalith runs here.
+indices, hash and size of a blend, and SPLIT/ITEM/FIELD of some samples. No model of Megalith runs here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))
-from megatron_core_reader import join_alone
+from megalith.prove.megatron_core import join_alone
 
 SECONDS = 2  # a split without tokens of which samples are asked keeps Megatron in a loop without end
 INDICES = ("document_index", "sample_index", "shuffle_index")

@@ -4,7 +4,7 @@
 
 A case is {"family", "vocabulary": a vocab.txt, "extra_ids", "sizes", "items", "config": fields of its dataset's
 config}. FOLDER/N.npz gets for each split SPLIT/PART/index and /hash of every dataset, SPLIT/blend and SPLIT/sample of
-a blend's two indices, and SPLIT/ITEM/FIELD of some samples, or SPLIT/ITEM/error. No code of Megalith runs here.
+a blend's two indices, and SPLIT/ITEM/FIELD of some samples, or SPLIT/ITEM/error. No model of Megalith runs here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
-from megatron_core_reader import join_alone
+from megalith.prove.megatron_core import join_alone
 
 
 class WordPieces:

@@ -6,12 +6,11 @@ A case is {"family", "seed", "config": fields of TransformerConfig, "model": arg
 each, FOLDER/N.safetensors gets the initial weights (`initial.NAME`), those that it computes with (`weight.NAME`: the
 initial ones and noise, so that biases and norms count), the inputs, the losses of the tokens, the logits of a GPT and
 the scores of BERT's order of texts, and every gradient (`gradient.NAME`) of their sum. Of relative positions only the
-initial weights: Megatron's local layers do not compute with them. No code of Megalith runs here.
+initial weights: Megatron's local layers do not compute with them. No model of Megalith runs here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -22,113 +21,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent))
-from megatron_core_reader import join_alone
+from megalith.prove.megatron_core import build, forget_losses, join_alone, stub_streams
 
 VOCABULARY, LENGTH, DECODED, ROWS, PADDED = 96, 32, 12, 2, 3
-ACTIVATIONS = {
-    "gelu": ("gelu", False),
-    "swiglu": ("silu", True),
-    "geglu": ("gelu", True),
-    "quick_geglu": ("quick_gelu", True),
-    "squared_relu": ("squared_relu", False),
-}
-
-
-class NoStream:
-    """Streams and events of CUDA, on a machine without."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: self
-
-
-class DuplicatedLinear(torch.nn.Module):
-    """What TransformerEngine's linear layer is where all tensor-parallel ranks have the same weights."""
-
-    def __init__(
-        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool, **_: Any
-    ) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
-        self.bias = torch.nn.Parameter(torch.zeros(output_size, dtype=config.params_dtype)) if bias else None
-        init_method(self.weight)
-        for parameter in self.parameters():
-            told: Any = parameter
-            told.allreduce, told.sequence_parallel = True, config.sequence_parallel
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return torch.nn.functional.linear(x, self.weight, self.bias), None
-
-
-def stub_streams() -> None:
-    """What the dispatchers of experts ask of CUDA without asking whether it is there; nothing changes arithmetic."""
-    cuda: Any = torch.cuda
-    cuda.Stream = cuda.Event = NoStream
-    cuda.current_stream = NoStream
-    cuda.stream = lambda *_: contextlib.nullcontext()
-    tensor: Any = torch.Tensor
-    tensor.record_stream = lambda *_: None
-    from megatron.core.tensor_parallel import layers, random
-    from megatron.core.transformer.moe import moe_layer, moe_utils
-
-    moe_layer.HAVE_TE, moe_layer.TELinear = True, DuplicatedLinear
-    random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
-    moe_utils.te_general_gemm = None
-    # One rank: the conjugate pair is the identity. Its views refuse the biases that experts add in place.
-    layers.copy_to_tensor_model_parallel_region = lambda x, *_, **__: x
-    layers.reduce_from_tensor_model_parallel_region = lambda x, *_, **__: x.clone()
-
-
-def activation(name: str) -> dict[str, Any]:
-    from megatron.core import activations
-
-    function, gated = ACTIVATIONS[name]
-    known = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
-    return {"activation_func": known.get(function) or getattr(activations, function), "gated_linear_unit": gated}
-
-
-def build(case: dict[str, Any]) -> Any:
-    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
-    from megatron.core.models.bert.bert_model import BertModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.models.T5 import t5_spec
-    from megatron.core.models.T5.t5_model import T5Model
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    fields, model = dict(case["config"]), dict(case["model"])
-    fields |= activation(model.pop("activation"))
-    normed, decoder_layers = model.pop("qk_l2_norm", False), model.pop("decoder_layers", None)
-    config = TransformerConfig(
-        use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        **fields,
-    )
-    torch.manual_seed(case["seed"])
-    if case["family"] == "bert":
-        return BertModel(config, model.pop("token_types"), bert_layer_local_spec, VOCABULARY, LENGTH, **model)
-    if case["family"] == "t5":
-        of_encoder = t5_spec.get_t5_encoder_with_local_block_spec(config.num_layers)
-        of_decoder = t5_spec.get_t5_decoder_with_local_block_spec(decoder_layers)
-        encoder, config.num_layers = TransformerConfig(**vars_of(config)), decoder_layers
-        return T5Model(config, encoder, of_encoder, of_decoder, VOCABULARY, LENGTH, **model)
-    of_norms = {"normalization": config.normalization, "qk_l2_norm": normed}
-    if config.num_moe_experts:
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **of_norms)
-    else:
-        spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, **of_norms)
-    return GPTModel(config, spec, VOCABULARY, LENGTH, **model)
-
-
-def vars_of(config: Any) -> dict[str, Any]:
-    """The fields as they were given, so that another of the same can be made."""
-    return {name: value for name, value in vars(config).items() if name in type(config).__dataclass_fields__}
 
 
 def padding(length: int) -> Tensor:
@@ -165,20 +60,10 @@ def compute(case: dict[str, Any], model: Any, generator: torch.Generator) -> tup
     return losses.mean(), {"ids": ids, "answer": answer, "labels": labels, "losses": losses}
 
 
-def forget_losses() -> None:
-    """Megatron records the balancing losses of a process by layer, for as many as its first model had."""
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe import moe_utils
-
-    parallel_state._MOE_LAYER_WISE_LOGGING_TRACKER = {}
-    for name, value in vars(moe_utils).items():
-        if name.endswith("TRACKER") and isinstance(value, dict):
-            value.clear()
-
-
 def run(case: dict[str, Any], path: Path) -> None:
     forget_losses()
-    model = build(case).train()
+    torch.manual_seed(case["seed"])
+    model = build(case["family"], case["config"], case["model"], VOCABULARY, LENGTH).train()
     named = dict(model.named_parameters())
     kept = {f"initial.{name}": parameter.detach().clone() for name, parameter in named.items()}
     if case["model"]["position_embedding_type"] == "relative":

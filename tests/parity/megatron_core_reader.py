@@ -8,68 +8,18 @@ model and, with the version's own optimizer, for the optimizer's, and writes wha
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import os
 import sys
-import types
-import typing
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megalith.prove.megatron_core import stub_cuda, stub_streams
+
 UNSET = -7.0
-
-
-def stub_cuda() -> None:
-    """What megatron.core calls without asking whether there is a GPU; nothing of it changes arithmetic."""
-    stub_missing()
-    cuda: Any = torch.cuda
-    cuda.current_device = lambda: "cpu"
-    cuda.set_device = lambda *_, **__: None
-    cuda.synchronize = lambda *_, **__: None
-    for name in ("tensor", "zeros", "ones", "empty", "full"):
-        setattr(torch, name, on_cpu(getattr(torch, name)))
-    tensor: Any = torch.Tensor
-    tensor.cuda = lambda self, *_, **__: self
-    kind_of = tensor.type
-    tensor.type = lambda self, *to, **options: (
-        kind_of(self, *to, **options) if to or options else kind_of(self).replace("torch.", "torch.cuda.")
-    )
-
-
-def stub_missing() -> None:
-    """Supply what newer megatron-core imports without asking: Python 3.12's `override`, and Triton."""
-    if not hasattr(typing, "override"):
-        typing.override = lambda method: method  # type: ignore[attr-defined]
-    if importlib.util.find_spec("triton") is None:
-        unused: Any = types.ModuleType("megatron.core.transformer.moe.paged_stash")
-        names = ("paged_stash_reset", "paged_stash_init_chunk_handler", "paged_stash_group_start")
-        names += ("paged_stash_group_commit", "paged_stash_set_last_layer", "get_paged_stash_context")
-        vars(unused).update(dict.fromkeys(names))
-        sys.modules[unused.__name__] = unused
-
-
-def join_alone() -> None:
-    """Megatron's groups of a single process, without a GPU."""
-    stub_cuda()
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(1, 1)
-
-
-def on_cpu(make: Any) -> Any:
-    """A factory of tensors that takes the device "cuda" for "cpu"."""
-
-    def made(*values: Any, **options: Any) -> Any:
-        if str(options.get("device", "")).startswith("cuda"):
-            options["device"] = "cpu"
-        return make(*values, **options)
-
-    return made
 
 
 def dtype_of(request: dict[str, Any]) -> torch.dtype:
@@ -161,8 +111,6 @@ def main() -> None:
 
     parallel_state.initialize_model_parallel(request["tp"], request["pp"])
     if request["config"].get("num_moe_experts"):
-        from megatron_core_models import stub_streams
-
         stub_streams()
     config, model = build(request)
     optimizer = build_optimizer(request, config, model) if request["optimizer"] else None

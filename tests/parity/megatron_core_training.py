@@ -4,7 +4,7 @@
 
 CASES holds lists of "schedules", "batch_sizes", "scalers" and "optimizers". FOLDER/results.json gets what Megatron's
 classes say to the first three, FOLDER/N.safetensors the weights and gradients of the optimizer case N and what became
-of the weights, FOLDER/N.json its groups, norms and counts. No code of Megalith runs here.
+of the weights, FOLDER/N.json its groups, norms and counts. No model of Megalith runs here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).parent))
-from megatron_core_reader import join_alone
+from megalith.prove.megatron_core import join_alone
 
 VOCABULARY, LENGTH = 48, 16
 

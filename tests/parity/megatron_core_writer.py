@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_core_models import stub_streams
-from megatron_core_reader import build, dtype_of, stub_cuda
+from megatron_core_reader import build, dtype_of
+
+from megalith.prove.megatron_core import stub_cuda, stub_streams
 
 SHIFTS = {"param": 0.0, "fp32_param": 0.0, "exp_avg": 0.25, "exp_avg_sq": 0.5}
 

@@ -107,7 +107,7 @@ def _their_logits(tokens_BS: Tensor, prompt: _Prompt, folder: Path) -> Tensor:
     major = int(transformers.__version__.partition(".")[0])
     options: dict[str, Any] = {"dtype" if major >= 5 else "torch_dtype": torch.float32}
     try:
-        with _quiet(transformers):
+        with quiet(transformers):
             loaded: Any = getattr(transformers, prompt.auto_class).from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, output_loading_info=True, **options
             )
@@ -121,7 +121,7 @@ def _their_logits(tokens_BS: Tensor, prompt: _Prompt, folder: Path) -> Tensor:
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
+def quiet(transformers: Any) -> Iterator[None]:
     """Disable transformers' warnings and progress bars within the block."""
     log = transformers.utils.logging
     level, bars = log.get_verbosity(), log.is_progress_bar_enabled()

@@ -19,7 +19,8 @@ EXIT_MISMATCH = 1
 def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="megalith prove",
-        usage="megalith prove FLAGS | run.sh ARGUMENTS | recipe.toml FLAGS  [--gpus NxDEVICE] [--quick] [--json FILE]",
+        usage="megalith prove FLAGS | run.sh ARGUMENTS | recipe.toml FLAGS  [--gpus NxDEVICE] [--quick] "
+        "[--reference PROGRAM] [--json FILE]",
         description="Train the configuration in miniature, in fp64 on CPU ranks, and compare losses, gradients, "
         "weights and every printed number with one process. FLAGS are those of `megalith train`. Of the run only its "
         "command line is read. Exit codes: 0 proven, 1 a mismatch, 2 cannot run.",
@@ -28,6 +29,14 @@ def make_parser() -> CommandParser:
     add = parser.add_argument
     add("--gpus", metavar="NxDEVICE", help="GPUs of the run, such as 64xH100, where the command line does not say")
     add("--quick", action="store_true", help="prove the first miniature only")
+    add(
+        "--reference",
+        action="append",
+        default=[],
+        metavar="PROGRAM",
+        choices=("transformers", "megatron"),
+        help="compare outputs, losses and gradients with this program too; megatron needs `make reference`",
+    )
     add("--json", metavar="FILE", help="write the certificate")
     return parser
 
@@ -48,10 +57,13 @@ def run(argv: Sequence[str]) -> int:
     import torch
 
     from megalith.prove.proof import prove, text
+    from megalith.prove.reference import require
 
+    for reference in options.reference:
+        require(reference)
     torch.set_num_threads(1)  # forks of a process with threads hang
     try:
-        proof = prove(config, list(argv), device=device, quick=options.quick)
+        proof = prove(config, list(argv), device=device, quick=options.quick, references=options.reference)
     except PeerError as error:
         raise ConfigError(f"the miniature does not run in one process: {error}") from error
     if options.json:

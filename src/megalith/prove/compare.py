@@ -165,7 +165,7 @@ def _number(name: str, value: float, here: float, error: float, rank: int) -> Di
 
 def _compare_outputs(found: Comparison, wanted: Mapping[str, NDArray[np.float64]], ranks: Sequence[Record]) -> None:
     """Compare the sorted norms of output vectors, which do not depend on which rank has which positions."""
-    for name in sorted(wanted, key=_depth):
+    for name in sorted(wanted, key=depth):
         here = np.sort(np.concatenate([rank.outputs[name] for rank in ranks if name in rank.outputs] or [np.zeros(0)]))
         norms = wanted[name]
         copies, rest = divmod(len(here), len(norms))
@@ -176,7 +176,7 @@ def _compare_outputs(found: Comparison, wanted: Mapping[str, NDArray[np.float64]
         found.add("output", name, Difference("output", name, error, step=1) if not error <= TOLERANCE else None, error)
 
 
-def _depth(name: str) -> tuple[bool, int, str]:
+def depth(name: str) -> tuple[bool, int, str]:
     """Return a key that sorts names in the order of the forward pass: embedding, encoder, layers, MTP, output."""
     layer = re.search(r"layers\.(\d+)", name)
     number = int(layer[1]) if layer else -1 if "embedding" in name else 10_000
@@ -194,7 +194,7 @@ def compare_gradients(
     full = {name: joined_pieces(pieces) for name, pieces in wanted.items()}
     if floor is None:
         floor = ROUNDING * max((float(tensor.abs().max()) for tensor in full.values()), default=0.0)
-    for name in sorted(full, key=_depth, reverse=True):
+    for name in sorted(full, key=depth, reverse=True):
         held = [(rank, piece) for rank, pieces in enumerate(ranks) for piece in pieces.get(name, ())]
         compare_tensor(found, "gradient", name, full[name], held, floor, step)
     for name in sorted({name for pieces in ranks for name in pieces} - set(full)):
@@ -205,7 +205,7 @@ def compare_state(found: Comparison, wanted: Pieces, ranks: Sequence[Pieces], gr
     """Compare weights and optimizer states."""
     largest = [float(piece.tensor.abs().max()) for step in gradients for pieces in step.values() for piece in pieces]
     floor = ROUNDING * max(largest, default=0.0)
-    for name in sorted(wanted, key=_depth):
+    for name in sorted(wanted, key=depth):
         held = [(rank, piece) for rank, pieces in enumerate(ranks) for piece in pieces.get(name, ())]
         kind = "moment" if name.startswith("optimizer.") else "weight"
         compare_tensor(found, kind, name, joined_pieces(wanted[name]), held, floor, 0)

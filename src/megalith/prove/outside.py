@@ -72,7 +72,7 @@ def described(checkpoints: Path) -> Description | str:
         return describe(checkpoints, _options(about), SAVED)
     except CheckpointError as error:
         reasons = [line.strip() for line in str(error).splitlines()]
-        return min(reasons[1:] or reasons, key=lambda reason: reason.count(";"))
+        return min(reasons[1:] or reasons, key=lambda reason: ("model_family" in reason, reason.count(";")))
 
 
 def _options(about: Description) -> ExportOptions:

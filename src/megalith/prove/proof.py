@@ -27,9 +27,11 @@ from megalith.prove.compare import ROUNDED, TOLERANCE, Comparison, Difference, c
 from megalith.prove.miniature import SAVED, STEPS, Miniature, miniatures, write_data
 from megalith.prove.outside import Outside, compare_export
 from megalith.prove.record import Record, record
+from megalith.prove.reference import compare_reference
 from megalith.prove.rounding import compare_rounded
 
 SECONDS = 60.0  # of a rank without an answer
+REFERENCE_SECONDS = 180.0  # of another program, which takes long to import
 ALWAYS_UNCOVERED = (
     "NCCL, and kernels and branches that only a GPU takes",
     "real sizes: what overflows, runs out of memory or depends on a large number",
@@ -156,19 +158,23 @@ def _counted(comparison: Comparison) -> dict[str, Any]:
 
 
 @task("proving")
-def prove(run: RunConfig, command: Sequence[str], *, device: str = "", quick: bool = False) -> Proof:
+def prove(
+    run: RunConfig, command: Sequence[str], *, device: str = "", quick: bool = False, references: Sequence[str] = ()
+) -> Proof:
     """Compare every miniature of a run with one process.
 
     Args:
         command: As typed, for the certificate.
         device: What the run is meant for, likewise.
-        quick: Only the first miniature, without checkpoints.
+        quick: Only the first miniature, without checkpoints unless there are references.
+        references: "transformers", "megatron"; the first miniature is compared with each.
 
     Raises:
-        ConfigError: The run has no miniature.
+        ConfigError: The run has no miniature, or a reference cannot compute it.
         PeerError: A miniature does not run in one process.
     """
-    _warm(run, checkpoints=not quick)
+    saves = not quick or bool(references)
+    _warm(run, checkpoints=saves)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_data(run, folder)
@@ -179,14 +185,14 @@ def prove(run: RunConfig, command: Sequence[str], *, device: str = "", quick: bo
                 whole: dict[str, Any] = {"lora_rank": None, "pretrained_checkpoint": None, "save": base}
                 run_forked(1, partial(record, save_interval=STEPS, **whole), miniature.alone(), seconds=SECONDS)
             (alone,) = run_forked(1, record, miniature.alone(), seconds=SECONDS)
-            checkpoints = None if quick else folder / str(len(proof.results))
+            checkpoints = folder / str(len(proof.results)) if saves else None
             result, ranks = _compared(miniature, alone)
             if result.holds and miniature.axes:
                 _compare_rounded(result, alone, routed=run.model.mixture)
             if result.holds and checkpoints is not None:
                 _resume(result, alone, ranks, checkpoints)
             if result.holds and checkpoints is not None:
-                _compare_outside(result, checkpoints, first=not proof.results)
+                _compare_outside(result, checkpoints, () if proof.results else references, logits=not proof.results)
             proof.results.append(result)
         return proof
 
@@ -256,13 +262,18 @@ def _resume(result: Result, alone: Record, whole: Sequence[Record], checkpoints:
             return
 
 
-def _compare_outside(result: Result, checkpoints: Path, *, first: bool) -> None:
-    """Compare the checkpoint of a miniature with what others make of it; of the `first` one their numbers too."""
+def _compare_outside(result: Result, checkpoints: Path, references: Sequence[str], *, logits: bool) -> None:
+    """Compare the checkpoint of a miniature with what others make of it, until there is a difference."""
     folder = checkpoints.with_name(f"{checkpoints.name}-exported")
-    result.outside += run_forked(1, compare_export, checkpoints, folder, first, seconds=SECONDS)
-    for one in result.outside:
+    steps = [partial(compare_export, checkpoints=checkpoints, folder=folder, logits=logits and not references)]
+    steps += [partial(compare_reference, reference=one, checkpoints=checkpoints, folder=folder) for one in references]
+    for step in steps:
+        (one,) = run_forked(1, step, seconds=REFERENCE_SECONDS)
+        result.outside.append(one)
         if one.comparison.differences:
             result.cause = find_cause(one.comparison.differences[0], ())
+            if step is not steps[0]:
+                result.cause = replace(result.cause, operation=f"what is computed otherwise than by {one.what}")
             return
 
 
