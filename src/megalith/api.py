@@ -367,6 +367,8 @@ def training(config: RunConfig, hooks: Sequence[Hook] = ()) -> Iterator[Training
     from megalith.train.results import Hooks
     from megalith.train.user_hooks import UserHooks, registered_hooks
 
+    if config.train.prove:
+        raise ConfigError("--prove first is for `megalith train`; run `megalith prove` before this program")
     with ExitStack() as stack:
         context = stack.enter_context(join_ranks(config))
         for place in config.checkpoint.save_folders:

@@ -213,6 +213,7 @@ def _facts(folder: CheckpointFolder, common: Mapping[str, Any], contents: Conten
         "parameters": f"{parameters:,}",
         "optimizer state": "yes" if len(model) < len(contents.tensors) else "no",
         **_registered(args),
+        **({"proven": f"certificate {manifest['certificate']}"} if manifest and "certificate" in manifest else {}),
         "random states": "yes" if any(key.startswith("rng_state/") for key in contents.objects) else "no",
         **{
             name: args[name]

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megalith.cli.arguments import CommandParser
 from megalith.cli.from_megatron import run_of
-from megalith.config import load
+from megalith.cli.launch import package_environment
+from megalith.config import RunConfig, load
 from megalith.config.build import imported
-from megalith.errors import ConfigError, PeerError
+from megalith.errors import ConfigError, MegalithError, PeerError
+from megalith.plan import cache_folder
+from megalith.plan.remember import remember, versions
+from megalith.prove.miniature import miniatures
 
 EXIT_MISMATCH = 1
 
@@ -66,11 +73,67 @@ def run(argv: Sequence[str]) -> int:
         proof = prove(config, list(argv), device=device, quick=options.quick, references=options.reference)
     except PeerError as error:
         raise ConfigError(f"the miniature does not run in one process: {error}") from error
+    certificate = json.dumps(proof.certificate(), indent=1, default=str)
+    if proof.holds and not options.quick and (path := _remembered(config)) is not None:
+        remember(path, certificate)
     if options.json:
-        certificate = json.dumps(proof.certificate(), indent=1, default=str)
         try:
             Path(options.json).write_text(certificate + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--json {options.json}: {error.strerror}; give a file that can be written") from error
     print(text(proof))
     return 0 if proof.holds else EXIT_MISMATCH
+
+
+def _remembered(config: RunConfig) -> Path | None:
+    """Return the file of the certificate of these miniatures and this version; None if a run has code of its own."""
+    if config.registry.imports:
+        return None
+    content = [[dict(one.axes), one.values] for one in miniatures(config, Path("data"), checked=False)]
+    words = json.dumps([content, *versions()], sort_keys=True, default=str)
+    return cache_folder("prove") / f"{hashlib.sha256(words.encode()).hexdigest()[:32]}.json"
+
+
+def prove_first(config: RunConfig, argv: Sequence[str], folder: Path, say: Callable[[str], None]) -> str:
+    """Return the SHA-256 of the certificate of a run (`--prove first`), which is written to its folder.
+
+    Structures that this version has proven are remembered. The proof is a process of its own, on the CPU.
+
+    Args:
+        argv: Flags of `megalith train`.
+
+    Raises:
+        MegalithError: There is a mismatch.
+        ConfigError: The proof cannot run, or takes longer than the other ranks wait.
+    """
+    path, seconds = _remembered(config), 48.0 * config.parallel.distributed_timeout_minutes
+    certificate = folder / "certificate.json"
+    if path is not None and path.is_file():
+        say(f"proven before: {path}")
+        certificate.write_bytes(path.read_bytes())
+    else:
+        waiting = f"; the other {config.launch.world_size - 1} ranks wait" if config.launch.world_size > 1 else ""
+        say(f"proving the configuration in miniature, for at most {seconds:.0f} s{waiting} ...")
+        words = ["prove", *argv, "--gpus", str(config.launch.world_size), "--json", str(certificate)]
+        environ = {**package_environment(), "CUDA_VISIBLE_DEVICES": ""}
+        certificate.unlink(missing_ok=True)
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "megalith", *words],
+                env=environ,
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(
+                f"--prove first: no verdict within {seconds:.0f} s, four fifths of --distributed-timeout-minutes; run "
+                "`megalith prove` with these flags beforehand, whose verdict is remembered"
+            ) from error
+        say(done.stdout.rstrip() or done.stderr.rstrip())
+        if done.returncode:
+            proven = f"the verdict is in {certificate}" if certificate.is_file() else done.stderr.strip()[-2000:]
+            kind = MegalithError if done.returncode == EXIT_MISMATCH and certificate.is_file() else ConfigError
+            raise kind(f"--prove first: the configuration is not proven, so the training does not start: {proven}")
+    return str(json.loads(certificate.read_text(encoding="utf-8"))["sha256"])

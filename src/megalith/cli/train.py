@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from megalith.assemble.training import BuiltRun
     from megalith.compat.megatron.run_console import RunConsole
+    from megalith.distributed.context import ParallelContext
     from megalith.distributed.watchdog import Watchdog
     from megalith.train.loop import TrainingRun
 
@@ -62,8 +63,8 @@ HELP = """usage: megalith train [--nproc N] [--config RECIPE.toml] [flags]
 Trains a GPT, or a BERT or T5 with --model-family. Flags have Megatron's names and override those of a recipe.
 --nproc N starts N processes on this machine; torchrun, srun and mpirun work too.
 With MEGALITH_EXPLAIN=1 in the environment nothing is started: rank 0 prints the recipe of the run and notes about it.
-Exit codes: 0 finished, 2 configuration, 3 data, 4 checkpoint, 6 another process failed, 75 stopped by a signal after
-saving (start it again to resume).
+Exit codes: 0 finished, 1 mismatch (--prove first), 2 configuration, 3 data, 4 checkpoint, 6 another process failed, 75
+stopped by a signal after saving (start it again to resume).
 """
 
 
@@ -190,8 +191,10 @@ def _train(
         if threads:
             console.print(threads)
         try:
+            certificate = _prove_first(config, argv, folder, console, context) if config.train.prove else ""
             probe, console_of_start = _build_probe(config, watchdog, console), StartConsole(console)
-            built = build_run(config, context, stop=stop, probe=probe, began=began, observer=console_of_start)
+            of_start: dict[str, Any] = {"began": began, "observer": console_of_start, "certificate": certificate}
+            built = build_run(config, context, stop=stop, probe=probe, **of_start)
             stack.callback(built.loaders.close)
             stack.callback(built.run.close)
             if config.optimizer.dump_param_to_param_group_map:
@@ -212,6 +215,18 @@ def _train(
             console.log(traceback.format_exc())
             raise
         return _print_outcome(built.run, config, argv, console, folder)
+
+
+def _prove_first(
+    config: RunConfig, argv: Sequence[str], folder: Path, console: RunConsole, context: ParallelContext
+) -> str:
+    """Prove the run on its first rank; errors, on all of them, are those of `prove_first`."""
+    from megalith.checkpoint.rank_group import RankGroup
+    from megalith.cli.prove import prove_first
+
+    if not context.world.is_first:
+        console.log("rank 0 proves the configuration (--prove first)")
+    return RankGroup(context.world).run_on_first(lambda: prove_first(config, argv, folder, console.print))
 
 
 def _require_same_source(config: RunConfig, imports: Sequence[tuple[Import, ...]]) -> None:

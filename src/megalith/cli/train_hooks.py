@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megalith.assemble.training import BuiltRun
 from megalith.checkpoint.rank_group import RankGroup
+from megalith.cli.rehearse import Rehearsal
 from megalith.compat.megatron.memory import MemoryReport, theoretical_memory, theory_lines
 from megalith.compat.megatron.run_console import MegatronConsole, RunConsole
 from megalith.config import RunConfig
@@ -124,8 +125,10 @@ def build_hooks(
     first = context.rank == 0
     memory = partial(memory_in_use, context.device)
     figures = "" if config.model.registered_layers else theory_lines(theoretical_memory(config, state.model.vocab_size))
-    hooks: list[Hook] = [_metrics(config, folder, built)] if first else []
+    hooks: list[Hook] = [metrics := _metrics(config, folder, built)] if first else []
     hooks.append(_console(config, console))
+    if first and config.checkpoint.rehearse_resume:
+        hooks.append(Rehearsal(config, console.print, console.warn, metrics.event))
     hooks.append(MemoryReport(context, memory, console.print, figures, config.log.log_memory_interval))
     if first:
         hooks += _records(config, folder, console, built)

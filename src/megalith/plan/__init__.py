@@ -9,6 +9,6 @@ import os
 from pathlib import Path
 
 
-def cache_folder() -> Path:
+def cache_folder(kind: str = "plan") -> Path:
     """Return the folder of what plans have seen."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megalith" / "plan"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megalith" / kind

@@ -36,6 +36,21 @@ _OTHERS = {
 }
 
 
+def versions() -> list[Any]:
+    """Return what a result depends on besides settings: this source and torch."""
+    newest = max(file.stat().st_mtime_ns for file in Path(megalith.__file__).parent.rglob("*.py"))
+    return [megalith.__version__, newest, version("torch")]
+
+
+def remember(path: Path, text: str) -> None:
+    """Write a result, whole or not at all; without one if the folder cannot be written to."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+
+
 def structure(run: RunConfig, part: Part, vocab_size: int, device: Device) -> dict[str, Any]:
     """Return everything that a record depends on, for JSON."""
     groups = run.to_dict()
@@ -44,8 +59,6 @@ def structure(run: RunConfig, part: Part, vocab_size: int, device: Device) -> di
     chosen["parallel"] = {name: value for name, value in groups["parallel"].items() if name not in _NEEDLESS}
     chosen |= {group: {name: groups[group][name] for name in names} for group, names in _OTHERS.items()}
     chosen["train"]["recompute"] = str(run.recompute)
-    source = Path(megalith.__file__).parent
-    newest = max(file.stat().st_mtime_ns for file in source.rglob("*.py"))
     return {
         "settings": chosen,
         "part": [part.kinds, part.is_first, part.is_last, part.recomputed],
@@ -53,7 +66,7 @@ def structure(run: RunConfig, part: Part, vocab_size: int, device: Device) -> di
         "stages": run.layout.pp > 1,
         "vocab_size": vocab_size,
         "device": [device.compute, device.block],
-        "versions": [megalith.__version__, newest, version("torch")],
+        "versions": versions(),
     }
 
 
@@ -70,11 +83,7 @@ def remembering(
         with suppress(OSError, ValueError, KeyError, TypeError):  # absent, or cut off by a full disk
             return Record.from_json(json.loads(path.read_text(encoding="utf-8")))
         record = measure(part)
-        with suppress(OSError):  # a home that cannot be written to
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(f".{os.getpid()}")
-            unfinished.write_text(json.dumps(asdict(record)), encoding="utf-8")
-            unfinished.replace(path)
+        remember(path, json.dumps(asdict(record)))
         return record
 
     return record_of

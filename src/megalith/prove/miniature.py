@@ -39,7 +39,9 @@ _LEFT_OUT: Mapping[str, Any] = {
     **dict.fromkeys(("non_persistent_save_interval", "non_persistent_ckpt_type", "non_persistent_global_ckpt_dir")),
     **dict.fromkeys(("save_interval", "save_retain_interval", "exit_interval", "exit_duration_in_mins", "keep_last")),
     **dict.fromkeys(("tensorboard_dir", "phase_transition_iterations", "log_memory_interval")),
-    **dict.fromkeys(("step_batch_size_schedule", "early_stopping_patience", "nan_policy", "start_eval_at_iter")),
+    **dict.fromkeys(
+        ("step_batch_size_schedule", "early_stopping_patience", "nan_policy", "start_eval_at_iter", "prove")
+    ),
     "mock_data": False,
     "data_source": (),
     "data_source_weights": (),
@@ -55,6 +57,7 @@ _LEFT_OUT: Mapping[str, Any] = {
     "finetune": False,
     "async_save": False,
     "keep_best": False,
+    "rehearse_resume": False,
     "skip_train": False,
     "profile": False,
     "error_injection_rate": 0,
@@ -135,14 +138,15 @@ class Miniature:
         left = {axis: size for axis, size in self.axes.items() if axis not in axes}
         if left.keys().isdisjoint(("dp", "cp", "tp")):
             left = {axis: size for axis, size in left.items() if axis not in ("ep", "etp")}
-        return replace(self, axes=left, values=_given({**self.values, **_layout_settings(left)}))
+        return replace(self, axes=left, values=_given({**self.values, **layout_settings(left)}))
 
 
-def miniatures(run: RunConfig, folder: Path) -> list[Miniature]:
+def miniatures(run: RunConfig, folder: Path, *, checked: bool = True) -> list[Miniature]:
     """Return the miniatures that together have every two axes of a run.
 
     Args:
         folder: Of the miniature's data, for `write_data`.
+        checked: Look for that data, and apply the rules of configurations.
 
     Raises:
         ConfigError: A miniature breaks a rule that the run keeps: its message says so and has the rule's.
@@ -150,7 +154,7 @@ def miniatures(run: RunConfig, folder: Path) -> list[Miniature]:
     sizes = _axes(run)
     layouts = [{axis: size for axis, size in sizes.items() if axis in chosen} for chosen in _cover(sizes)]
     found = [_miniature(run, axes, folder) for axes in layouts]
-    for one in found:
+    for one in found if checked else ():
         try:
             one.config()
             one.alone().config()
@@ -205,7 +209,7 @@ def _pairs(axes: frozenset[str] | tuple[str, ...]) -> set[frozenset[str]]:
     return {frozenset(pair) for pair in combinations(axes, 2)} | {frozenset((axis,)) for axis in axes}
 
 
-def _layout_settings(axes: Mapping[str, int]) -> dict[str, Any]:
+def layout_settings(axes: Mapping[str, int]) -> dict[str, Any]:
     """Return the settings of a layout; without an axis also those that mean nothing without it."""
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": axes.get("tp", 1),
@@ -236,7 +240,7 @@ _OF_PIPELINES = (
 
 def _miniature(run: RunConfig, axes: Mapping[str, int], folder: Path) -> Miniature:
     settings = all_settings(run.registry)
-    parts = (_training(run, axes), _model(run, axes), _layers(run, axes), _layout_settings(axes))
+    parts = (_training(run, axes), _model(run, axes), _layers(run, axes), layout_settings(axes))
     shrunk = {**_LEFT_OUT, **_IN_FP64, **_data(run, axes, folder)}
     if run.model.lora_rank is not None:
         base = str(folder / "-".join(["base", *axes]))

@@ -158,6 +158,8 @@ def _describe(event: Event) -> str:
         return f"{size:.3f} GB in {seconds:.2f} s; training was blocked for {stall:.2f} s"
     if event.kind == "exit":
         return f"{record.get('kind', '')} {record.get('detail') or ''}".strip()
+    if event.kind == "rehearsal":
+        return f"a resume from here is {record.get('verdict', '')} {record.get('detail') or ''}".strip()
     if event.kind == "bad step":
         samples = f"samples {record.get('first_sample')} to {record.get('last_sample')}"
         return f"{record.get('reason', '')} ({samples}): {record.get('action', '')}"

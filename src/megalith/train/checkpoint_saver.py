@@ -87,6 +87,7 @@ class CheckpointSaver:
             "data": dict(self._identity.data),
             "threads": torch.get_num_threads() if is_host(state.context.device) else None,
             PRODUCTS: products_of(self._run, state.context.device),
+            **({"certificate": self._identity.certificate} if self._identity.certificate else {}),
         }
 
 

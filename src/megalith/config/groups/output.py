@@ -54,6 +54,11 @@ class CheckpointConfig:
         help="save at each new lowest validation loss, and never delete the last such checkpoint",
         ours=True,
     )
+    rehearse_resume: bool = setting(
+        False,
+        help="resume from the first checkpoint in a process beside the run, and compare their steps",
+        ours=True,
+    )
     save_retain_interval: int | None = setting(
         None,
         help="after a save, delete the previous checkpoint unless its iteration is a multiple of this; with "

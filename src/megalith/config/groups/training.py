@@ -166,6 +166,12 @@ class TrainConfig:
         at_least=1,
         ours=True,
     )
+    prove: str | None = setting(
+        None,
+        help="first: prove the configuration in miniature before the training starts, and stop if it does not hold",
+        choices=("first",),
+        ours=True,
+    )
     skip_train: bool = setting(False, help="only evaluate the checkpoint of --load on validation and test data")
     exit_interval: int | None = setting(None, help="save and stop at multiples of this", unit="iterations", at_least=1)
     exit_duration_in_mins: int | None = setting(None, help="save and stop after this time", unit="minutes", at_least=1)

@@ -113,7 +113,7 @@ checkpoint_settings_are_read = (
     *idle_without(
         "save",
         *("save_interval", "no_save_optim", "no_save_rng", "async_save", "save_retain_interval", "keep_last"),
-        "keep_best",
+        *("keep_best", "rehearse_resume"),
         "non_persistent_save_interval",
         why="nothing is saved without --save",
     ),
