@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
@@ -15,16 +12,16 @@ class HiddenDropout(nn.Module):
     """Zero each element with `probability` in training and scale the rest (Srivastava et al. 2014). Any shape.
 
     `own`: the states are no hidden states but those of this rank alone, such as its attention heads.
-
-    Attributes:
-        drop: Does so; `megalith prove` exchanges it for one whose masks are the same in every layout.
     """
-
-    drop: Callable[[Tensor, float], Tensor] = staticmethod(partial(torch.dropout, train=True))
 
     def __init__(self, probability: float, region: Region, *, own: bool = False) -> None:
         super().__init__()
         self.probability, self.region, self.own = probability, region, own
+
+    @staticmethod
+    def drop(x: Tensor, probability: float) -> Tensor:
+        """Return x with elements dropped; `megalith prove` has masks that are the same in every layout."""
+        return torch.dropout(x, probability, True)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.probability == 0.0:

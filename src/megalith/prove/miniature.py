@@ -377,11 +377,22 @@ def _model(run: RunConfig, axes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _experts(run: RunConfig, axes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the sizes of a mixture, without what depends on the layout in Megatron too (docs/parallelism.md)."""
     model = run.model
     if not model.mixture:
         return {}
     experts = 2 * max(2, axes.get("ep", 1))
     found: dict[str, Any] = {"num_experts": experts, "moe_router_topk": min(model.moe_router_topk, 2)}
+    partly = run.layout.cp > 1 or (run.layout.tp > 1 and run.parallel.sequence_parallel)
+    kinds = {"sinkhorn": "none"} if partly else {}
+    kinds |= {"global_aux_loss": "aux_loss"} if partly or run.layout.dp > 1 else {}
+    balanced = tuple(kinds.get(kind, kind) for kind in model.moe_router_load_balancing_type)
+    found["moe_router_load_balancing_type"] = balanced
+    if "none" in set(balanced) - set(model.moe_router_load_balancing_type):
+        found["moe_router_pre_softmax"] = True  # in which one chosen expert has a gradient, as in sinkhorn
+    found["moe_router_force_load_balancing"] = False
+    if partly and model.moe_expert_capacity_factor is not None:
+        found |= {"moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False}
     if model.moe_ffn_hidden_size is not None:
         found["moe_ffn_hidden_size"] = 12
     if model.moe_shared_expert_intermediate_size is not None:

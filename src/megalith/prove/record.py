@@ -85,7 +85,7 @@ def record(rank: int, miniature: Miniature, *, exact: bool = True, killed_after:
         stack.callback(run.close)
         run.hook = _Numbers(found.numbers)
         observe(run, found, killed_after)
-        HiddenDropout.drop = staticmethod(dropped_by_value)
+        HiddenDropout.drop = staticmethod(dropped_by_value)  # type: ignore[method-assign]
         if exact and built.resumed_at is None:
             for parameter in chain.from_iterable(chunk.parameters() for chunk in run.state.chunks):
                 parameter.data.copy_(parameter.data.to(getattr(torch, miniature.dtype)))
