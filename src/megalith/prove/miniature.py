@@ -77,6 +77,7 @@ _IN_FP64: Mapping[str, Any] = {
     "attention_dropout": 0.0,
     "lora_dropout": 0.0,
     "moe_input_jitter_eps": None,
+    "moe_router_dtype": None,
     "device": "cpu",
     "deterministic_mode": False,
 }
@@ -84,6 +85,7 @@ _IN_FP64: Mapping[str, Any] = {
 _PRECISION = (
     *("bf16", "fp16", "use_precision_aware_optimizer", "fp32_residual_connection"),
     *("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "attention_softmax_in_fp32"),
+    "moe_router_dtype",
 )
 LOSS_SCALE = 1024.0
 """Largest loss scale: that of a run may overflow for longer than a miniature trains."""
