@@ -15,7 +15,7 @@ from math import exp
 from megalith.errors import ConfigError
 from megalith.plan.devices import Device
 from megalith.plan.plan import Plan
-from megalith.plan.presets import half, llama
+from megalith.plan.presets import half, llama, run_flags
 
 _E, _A, _B, _ALPHA, _BETA = 1.8172, 482.01, 2085.43, 0.3478, 0.3658
 _REPEATS = 15.39  # R* of tokens
@@ -65,7 +65,7 @@ def flags_of(layers: int, hidden: int, heads: int, device: Device, batch: int) -
     """Return the flags of a size."""
     width = -(-8 * hidden // 3 // 256) * 256
     rate = 6e-4 * (768 / hidden) ** 0.5
-    text = llama(layers, hidden, heads, width, vocabulary=_VOCABULARY, length=_LENGTH, batch=batch, lr=rate)
+    text = llama(layers, hidden, heads, width, 0, run_flags(_VOCABULARY, _LENGTH, batch, rate))
     return [*text.split(), *half(device)]
 
 

@@ -19,32 +19,22 @@ _LLAMA = (
 )
 
 
-def llama(
-    layers: int,
-    hidden: int,
-    heads: int,
-    ffn: int,
-    *,
-    vocabulary: int,
-    length: int,
-    batch: int,
-    lr: float,
-    groups: int = 0,
-) -> str:
-    """Return the flags of a model with the architecture of Llama."""
+def llama(layers: int, hidden: int, heads: int, ffn: int, groups: int, run: str) -> str:
+    """Return the flags of a model with the architecture of Llama; `groups` 0 for a key head of each query head."""
     shared = f" --group-query-attention --num-query-groups {groups}" if groups else ""
     sizes = (
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --ffn-hidden-size {ffn}{shared}"
     )
-    return f"{sizes} {_LLAMA} {_run(vocabulary, length, batch, lr)}"
+    return f"{sizes} {_LLAMA} {run}"
 
 
 def _gpt3(layers: int, hidden: int, heads: int, *, batch: int, lr: float, length: int = 2048) -> str:
     sizes = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads}"
-    return f"{sizes} --hidden-dropout 0 --attention-dropout 0 {_run(50257, length, batch, lr)}"
+    return f"{sizes} --hidden-dropout 0 --attention-dropout 0 {run_flags(50257, length, batch, lr)}"
 
 
-def _run(vocabulary: int, length: int, batch: int, lr: float) -> str:
+def run_flags(vocabulary: int, length: int, batch: int, lr: float) -> str:
+    """Return the flags of lengths, batch, rate and stand-ins for data."""
     lengths = f"--seq-length {length} --max-position-embeddings {length} --global-batch-size {batch}"
     return f"{lengths} --lr {lr:g} {_DATA} --vocab-size {vocabulary - 1}"
 
@@ -58,14 +48,14 @@ PRESETS = {
     "gpt3-6.7b": _gpt3(32, 4096, 32, batch=1024, lr=1.2e-4),
     "gpt3-13b": _gpt3(40, 5120, 40, batch=1024, lr=1e-4),
     "gpt3-175b": _gpt3(96, 12288, 96, batch=1536, lr=6e-5),
-    "llama2-1.1b": llama(22, 2048, 32, 5632, groups=4, vocabulary=32_000, length=2048, batch=1024, lr=4e-4),
-    "llama2-7b": llama(32, 4096, 32, 11_008, vocabulary=32_000, length=4096, batch=1024, lr=3e-4),
-    "llama2-13b": llama(40, 5120, 40, 13_824, vocabulary=32_000, length=4096, batch=1024, lr=3e-4),
-    "llama2-70b": llama(80, 8192, 64, 28_672, groups=8, vocabulary=32_000, length=4096, batch=1024, lr=1.5e-4),
-    "llama3-8b": llama(32, 4096, 32, 14_336, groups=8, vocabulary=128_256, length=8192, batch=512, lr=3e-4),
-    "llama3-70b": llama(80, 8192, 64, 28_672, groups=8, vocabulary=128_256, length=8192, batch=512, lr=1.5e-4),
-    "llama3-405b": llama(126, 16_384, 128, 53_248, groups=8, vocabulary=128_256, length=8192, batch=2048, lr=8e-5),
-    "mixtral-8x7b": llama(32, 4096, 32, 14_336, groups=8, vocabulary=32_000, length=4096, batch=1024, lr=1e-4)
+    "llama2-1.1b": llama(22, 2048, 32, 5632, 4, run_flags(32_000, 2048, 1024, 4e-4)),
+    "llama2-7b": llama(32, 4096, 32, 11_008, 0, run_flags(32_000, 4096, 1024, 3e-4)),
+    "llama2-13b": llama(40, 5120, 40, 13_824, 0, run_flags(32_000, 4096, 1024, 3e-4)),
+    "llama2-70b": llama(80, 8192, 64, 28_672, 8, run_flags(32_000, 4096, 1024, 1.5e-4)),
+    "llama3-8b": llama(32, 4096, 32, 14_336, 8, run_flags(128_256, 8192, 512, 3e-4)),
+    "llama3-70b": llama(80, 8192, 64, 28_672, 8, run_flags(128_256, 8192, 512, 1.5e-4)),
+    "llama3-405b": llama(126, 16_384, 128, 53_248, 8, run_flags(128_256, 8192, 2048, 8e-5)),
+    "mixtral-8x7b": llama(32, 4096, 32, 14_336, 8, run_flags(32_000, 4096, 1024, 1e-4))
     + " --num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.02",
 }
 """Name of `--preset` -> flags; their number of steps stands for a run whose length is not known."""
