@@ -73,6 +73,8 @@ def test_a_larger_micro_batch_does_not_fit() -> None:
 def test_what_cannot_be_planned_is_said() -> None:
     with pytest.raises(ConfigError, match="--use-torch-fsdp2"):
         _plan(2, 4, "--use-torch-fsdp2", 2)
+    with pytest.raises(ConfigError, match="--optimizer-cpu-offload"):
+        _plan(2, 4, "--optimizer-cpu-offload", 2)
 
 
 def test_weights_gradients_and_states_are_counted_to_the_byte_of_a_block() -> None:

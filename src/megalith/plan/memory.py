@@ -98,6 +98,8 @@ def plan_memory(run: RunConfig, device: Device, record_of: Callable[[Part], Reco
             f"--lora-rank {run.model.lora_rank}: the memory of frozen weights is not planned yet; without the flag the "
             "plan is of training all weights, which needs more"
         )
+    if run.optimizer.offloaded and device.compute is not None:
+        raise ConfigError("--optimizer-cpu-offload: not planned yet; leave it out of the plan, which then needs more")
     if run.model.family.objective != "causal":
         raise ConfigError(f"--model-family {run.model.model_family}: only the memory of gpt is planned yet")
     alike: dict[object, list[int]] = {}

@@ -19,7 +19,6 @@ from megalith.config.flops import step_flops
 from megalith.config.rules import RULES
 from megalith.config.rules.rule import Draft
 from megalith.config.run import all_settings
-from megalith.errors import ConfigError
 from megalith.plan.bound import least_bytes
 from megalith.plan.devices import GIB, Device
 from megalith.plan.memory import RankMemory
@@ -271,10 +270,7 @@ class Search:
         if self.least(values) > self.room:
             return False
         self.found.planned += 1
-        try:
-            peak = max(rank.peak_bytes for rank in self.memory(run, vocab_size))
-        except ConfigError:  # what is not planned yet
-            return False
+        peak = max(rank.peak_bytes for rank in self.memory(run, vocab_size))
         self._peaks[tuple(values.items())] = peak
         if peak > self.room:
             self._short(key, size, peak)
