@@ -110,6 +110,35 @@ def test_memory_is_that_of_the_devices_that_the_run_takes(monkeypatch: pytest.Mo
     assert room("", (GIB, "GPU")) is None
 
 
+def test_the_driver_is_asked_for_the_largest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        known = True
+
+        def nvmlInit_v2(self) -> int:
+            return 0
+
+        def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+            count._obj.value = 2
+            return 0
+
+        def nvmlDeviceGetHandleByIndex_v2(self, number: int, gpu: Any) -> int:
+            gpu._obj.value = number + 1
+            return 0
+
+        def nvmlDeviceGetMemoryInfo(self, gpu: Any, memory: Any) -> int:
+            memory._obj.total = gpu.value * GIB
+            return 0 if self.known else 3
+
+        def nvmlDeviceGetName(self, gpu: Any, name: Any, size: int) -> int:
+            name.value = f"GPU {gpu.value}".encode()
+            return 0
+
+    monkeypatch.setattr(bound.ctypes, "CDLL", lambda name: Driver())
+    assert bound._largest_gpu() == (2 * GIB, "GPU 2")
+    monkeypatch.setattr(Driver, "known", False)
+    assert bound._largest_gpu() is None, "such as a GPU that shares the memory of the host"
+
+
 def test_a_training_warns_by_what_was_planned_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     run, card = _run(f"{GPT_3B} --num-layers 16 --micro-batch-size 8", 1), DEVICES["RTX4090"]
