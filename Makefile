@@ -50,7 +50,7 @@ test-full: .venv/.installed-dev ## Run all tests, the slow ones too
 test-gpu: .venv/.installed-dev ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-campaign: .venv/.installed-dev ## Random kills, bit flips, API fuzzing, simulated clusters as root (ARGS='kill --kills 10 --seed 1')
+campaign: .venv/.installed-dev ## Random kills, bit flips, configurations to prove, API fuzzing, simulated clusters as root (ARGS='kill --kills 10 --seed 1')
 	$(BIN)/python -m tests.campaigns $(ARGS)
 
 ecosystem: .venv/.installed-dev ## Try transformers, llama.cpp, lm-eval, trackers, ... on small models (docs/results/ecosystem.md)
