@@ -89,7 +89,10 @@ def _remembered(config: RunConfig) -> Path | None:
     """Return the file of the certificate of these miniatures and this version; None if a run has code of its own."""
     if config.registry.imports:
         return None
-    content = [[dict(one.axes), one.values] for one in miniatures(config, Path("data"), checked=False)]
+    content = [
+        [dict(one.axes), one.values, one.precision, one.dtype]
+        for one in miniatures(config, Path("data"), checked=False)
+    ]
     words = json.dumps([content, *versions()], sort_keys=True, default=str)
     return cache_folder("prove") / f"{hashlib.sha256(words.encode()).hexdigest()[:32]}.json"
 
