@@ -7,11 +7,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -110,14 +109,14 @@ def build_run(
     timers = Timers(config.log.timing_log_level, context.device)
     with timers.time("model-and-optimizer-setup"):
         start = _Start(config, context, tokenizer, identity, streams, observer, probe, dtype)
-        state, found, base = _build_and_load(start, padded, store, found)
+        state, found, identity = _build_and_load(start, padded, store, found)
     observer.setup_done()
     with timers.time("train/valid/test-data-iterators-setup"):
         loaders = _build_loaders(config, tokenizer, state, observer)
     loop_config = build_loop_config(config, state.chunks, context, observer)
     observer.data_done()
     observer.timed(config, gather_times(timers.take(), context))
-    saver, valid_sets = _saver(config, context, replace(identity, base=base), probe), _validation_sets(config, loaders)
+    saver, valid_sets = _saver(config, context, identity, probe), _validation_sets(config, loaders)
     run = TrainingRun(
         loop_config,
         state,
@@ -153,11 +152,11 @@ class _Start:
 
 def _build_and_load(
     start: _Start, padded: int, store: DirectoryStore | None, found: FoundCheckpoint | None
-) -> tuple[TrainState, FoundCheckpoint | None, Mapping[str, Any] | None]:
+) -> tuple[TrainState, FoundCheckpoint | None, Identity]:
     """Build the state of the run and load the checkpoint; an older one if the first turns out damaged.
 
     Returns:
-        State, checkpoint, and the record of the frozen base of LoRA.
+        State, checkpoint, and identity with the record of the frozen base of LoRA.
     """
     config, context, observer = start.config, start.context, start.observer
     state = _build_state(start, padded, fresh=found is None)
@@ -173,7 +172,7 @@ def _build_and_load(
         base = load_start(config, store, found, state, observer, start.probe)
     if found is not None:
         observer.timed(config, gather_times({"load-checkpoint": time.perf_counter() - began}, context))
-    return state, found, base
+    return state, found, replace(start.identity, base=base)
 
 
 def _validation_sets(config: RunConfig, loaders: Loaders) -> Sequence[EvaluationSet]:

@@ -186,7 +186,7 @@ class ChatMessage(_Strict):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """The message as templates read it: content as one text, no empty fields."""
+        """Return the message as templates read it: content as one text, no empty fields."""
         parts = self.content if isinstance(self.content, list) else []
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
         calls = [call.model_dump(exclude_none=True) for call in self.tool_calls or ()]
