@@ -18,6 +18,7 @@ MAY_NAME_A_FAMILY = {
     "config/groups/model.py": "the default of --model-family",
     "config/rules/family.py": "rules about the flags of one family",
     "data/sources/documents.py": "a speaker in dialogues of ShareGPT",
+    "prove/megatron_core.py": "the models of Megatron",
     "api.py": "GPT is a base for users' models",
 }
 

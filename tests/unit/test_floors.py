@@ -73,6 +73,7 @@ MAY_IMPORT_TORCH_DISTRIBUTED = {
     "distributed/forked.py": "torch.distributed",
     "checkpoint/": "torch.distributed.checkpoint",
     "parallel/fsdp.py": "torch.distributed",
+    "prove/megatron_core.py": "torch.distributed",  # of Megatron, in a process of its own
 }
 """File or folder -> the part of torch.distributed that it may name. All collectives stand in `distributed/`;
 torch.distributed.checkpoint is a file format, which one process uses too; FSDP2 is an adapter over torch's own."""

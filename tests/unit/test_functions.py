@@ -9,7 +9,6 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "megalith"
 MOST_LINES, MOST_PARAMETERS = 60, 8
 LONG = {
-    "assemble/training.py:build_run": "the order of a start, and documents eight arguments",
     "distributed/launch.py:connect": "one generator: what is taken before the yield is given back behind it",
     "optim/build.py:build_optimizer": "documents eleven arguments",
 }

@@ -81,7 +81,6 @@ def build_run(
     began: float | None = None,
     observer: StartObserver | None = None,
     dtype: torch.dtype | None = None,
-    certificate: str = "",
 ) -> BuiltRun:
     """Build every part of a run on this rank and restore its checkpoint, if any; all ranks call it together.
 
@@ -91,7 +90,6 @@ def build_run(
         began: `time.monotonic()` at the start of the program; now by default.
         observer: Receives the progress of the start.
         dtype: Of weights; the run's if None.
-        certificate: SHA-256 of the proof of this configuration, for the manifests of checkpoints.
 
     Raises:
         MegalithError: With the exit codes of `megalith train`.
@@ -99,7 +97,7 @@ def build_run(
     observer, began = observer or StartObserver(), time.monotonic() if began is None else began
     observer.configured(config, context.device)
     tokenizer = build_tokenizer(config.tokenizer)
-    identity = replace(_identity(config, tokenizer, context, observer), certificate=certificate)
+    identity = _identity(config, tokenizer, context, observer)
     store, found = find_start(config, context)
     _check_fits(config, found, identity, observer, context.device)
     changes = _changes(config, found, observer)

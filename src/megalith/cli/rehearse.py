@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -212,13 +212,15 @@ def main() -> None:
     with suppress(OSError):  # not Linux
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     resource.setrlimit(resource.RLIMIT_DATA, (request["bytes"], request["bytes"]))
-    from megalith.api import training
+    from megalith.assemble.ranks import join_ranks
+    from megalith.assemble.training import build_run
     from megalith.registry import EMPTY, collect
     from megalith.train.loop import train
 
     registry = collect(request["imports"]) if request["imports"] else EMPTY
     began, number = time.monotonic(), 0
-    with training(RunConfig.from_dict(request["settings"], registry)) as run:
+    config = RunConfig.from_dict(request["settings"], registry)
+    with join_ranks(config) as context, closing(build_run(config, context).run) as run:
         for result in train(run):
             print(json.dumps(asdict(result) | {"seconds": time.monotonic() - began}), flush=True)
             number += 1

@@ -159,11 +159,9 @@ def _train(
     with collections_paused():
         from megalith.assemble.model import choose_device
         from megalith.assemble.ranks import build_watchdog, join_ranks
-        from megalith.assemble.training import build_run
         from megalith.checkpoint import DirectoryStore
         from megalith.checkpoint.rank_group import RankGroup
         from megalith.cli.train_hooks import build_hooks, dump_groups, open_rank_log, open_run_folder, run_folder
-        from megalith.cli.train_start import StartConsole
         from megalith.distributed import comm
         from megalith.train.loop import train
         from megalith.train.results import Hooks
@@ -191,10 +189,8 @@ def _train(
         if threads:
             console.print(threads)
         try:
-            certificate = _prove_first(config, argv, folder, console, context) if config.train.prove else ""
-            probe, console_of_start = _build_probe(config, watchdog, console), StartConsole(console)
-            of_start: dict[str, Any] = {"began": began, "observer": console_of_start, "certificate": certificate}
-            built = build_run(config, context, stop=stop, probe=probe, **of_start)
+            options: dict[str, Any] = {"stop": stop, "probe": _build_probe(config, watchdog, console), "began": began}
+            built = _build(config, argv, context, folder, console, options)
             stack.callback(built.loaders.close)
             stack.callback(built.run.close)
             if config.optimizer.dump_param_to_param_group_map:
@@ -217,16 +213,29 @@ def _train(
         return _print_outcome(built.run, config, argv, console, folder)
 
 
-def _prove_first(
-    config: RunConfig, argv: Sequence[str], folder: Path, console: RunConsole, context: ParallelContext
-) -> str:
-    """Prove the run on its first rank; errors, on all of them, are those of `prove_first`."""
+def _build(
+    config: RunConfig,
+    argv: Sequence[str],
+    context: ParallelContext,
+    folder: Path,
+    console: RunConsole,
+    options: Mapping[str, Any],
+) -> BuiltRun:
+    """Build the run on this rank; with `--prove first` its first rank proves it before, with errors on all of them."""
+    from megalith.assemble.training import build_run
     from megalith.checkpoint.rank_group import RankGroup
     from megalith.cli.prove import prove_first
+    from megalith.cli.train_start import StartConsole
 
-    if not context.world.is_first:
-        console.log("rank 0 proves the configuration (--prove first)")
-    return RankGroup(context.world).run_on_first(lambda: prove_first(config, argv, folder, console.print))
+    certificate = ""
+    if config.train.prove:
+        if not context.world.is_first:
+            console.log("rank 0 proves the configuration (--prove first)")
+        certificate = RankGroup(context.world).run_on_first(lambda: prove_first(config, argv, folder, console.print))
+    built = build_run(config, context, observer=StartConsole(console), **options)
+    if built.run.saver is not None:
+        built.run.saver.certificate = certificate
+    return built
 
 
 def _require_same_source(config: RunConfig, imports: Sequence[tuple[Import, ...]]) -> None:

@@ -53,7 +53,7 @@ def _in_fp64(value: Any) -> Any:
 
 
 def stub_cuda() -> None:
-    """What megatron.core calls without asking whether there is a GPU; nothing of it changes arithmetic."""
+    """Replace what megatron.core calls without asking whether there is a GPU; nothing of it changes arithmetic."""
     stub_missing()
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
@@ -91,7 +91,7 @@ def join_alone() -> None:
 
 
 def on_cpu(make: Any) -> Any:
-    """A factory of tensors that takes the device "cuda" for "cpu"."""
+    """Return a factory of tensors that takes the device "cuda" for "cpu"."""
 
     def made(*values: Any, **options: Any) -> Any:
         if str(options.get("device", "")).startswith("cuda"):
@@ -130,7 +130,7 @@ class DuplicatedLinear(torch.nn.Module):
 
 
 def stub_streams() -> None:
-    """What the dispatchers of experts ask of CUDA without asking whether it is there; nothing changes arithmetic."""
+    """Replace what the dispatchers of experts ask of CUDA where there is none; nothing changes arithmetic."""
     cuda: Any = torch.cuda
     cuda.Stream = cuda.Event = NoStream
     cuda.current_stream = NoStream
@@ -198,7 +198,7 @@ def build(family: str, fields: Mapping[str, Any], options: Mapping[str, Any], vo
 
 
 def vars_of(config: Any) -> dict[str, Any]:
-    """The fields as they were given, so that another of the same can be made."""
+    """Return the fields as they were given, so that another of the same can be made."""
     return {name: value for name, value in vars(config).items() if name in type(config).__dataclass_fields__}
 
 

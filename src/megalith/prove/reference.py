@@ -114,6 +114,7 @@ def _without_auxiliaries(model: ModelConfig) -> ModelConfig:
 
 def _ours(model: ModelConfig, vocab_size: int, weights: Mapping[str, Tensor], batch: Tensors) -> Tensors:
     """Return what this program computes, as `megatron_core.compute` does."""
+    model = replace(model, hidden_dropout=0.0, attention_dropout=0.0)
     chunk = model_class(model)(model, vocab_size, dtype=torch.float64).train()
     for name, tensor, _ in saved_tensors(chunk):
         tensor.data.copy_(weights[name])

@@ -27,11 +27,7 @@ PRODUCTS = "matrix_products"
 
 @dataclass(frozen=True)
 class Identity:
-    """Fingerprints of the tokenizer and the data of a run; a checkpoint keeps them so that a resume can compare.
-
-    Attributes:
-        certificate: SHA-256 of the certificate of `megalith prove`; empty without one.
-    """
+    """Fingerprints of the tokenizer and the data of a run; a checkpoint keeps them so that a resume can compare."""
 
     tokenizer: Mapping[str, Any]
     # file name -> content; laid into every checkpoint so that it can be used alone
@@ -39,7 +35,6 @@ class Identity:
     data: Mapping[str, Any]
     # record of the frozen base of LoRA's adapters (checkpoint.base); None without adapters
     base: Mapping[str, Any] | None = None
-    certificate: str = ""
 
 
 @dataclass(frozen=True)
