@@ -31,7 +31,8 @@ HEAD = """# What `megalith prove` says of the recipes and of others' command lin
 Written by `benchmarks/prove.py`; `docs/prove.md` says what is compared, and what is not. "worst" is the largest
 relative difference from one process, of all that is compared, in fp64; the bound is 1e-10. "rounding" is the largest
 share of its bound of a difference in the run's own precision. "quick": only the first miniature, without checkpoints.
-"refused": `megalith train` refuses the command line too, with this message.
+"refused": `megalith train` refuses the command line too, with this message. "one process": a run of one GPU, which is
+compared with itself, trained a second time.
 """
 TITLES = {
     "recipe": "Recipes of this repository",
