@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from megalith.nn.registered_attention import Attend
     from megalith.nn.registered_loss import Vocabulary
     from megalith.optim.rules import UpdateBatch, UpdateRule
+    from megalith.plan.plan import Plan
+    from megalith.plan.plan import plan_for as plan
     from megalith.text_model import Completion, TextModel
     from megalith.train.loop import TrainingRun
     from megalith.train.results import Evaluation, SavedCheckpoint, StepResult
@@ -66,6 +68,8 @@ _LATER = {
     "UpdateBatch": "megalith.optim.rules:UpdateBatch",
     "UpdateRule": "megalith.optim.rules:UpdateRule",
     "Vocabulary": "megalith.nn.registered_loss:Vocabulary",
+    "Plan": "megalith.plan.plan:Plan",
+    "plan": "megalith.plan.plan:plan_for",
     "load_trained": "megalith.assemble.trained:load_trained",
     "train_step": "megalith.train.step:train_step",
 }
@@ -88,6 +92,7 @@ __all__ = [
     "MegalithError",
     "ModelConfig",
     "OptimizerConfig",
+    "Plan",
     "Region",
     "Registry",
     "Replicated",
@@ -107,6 +112,7 @@ __all__ = [
     "from_values",
     "load",
     "load_trained",
+    "plan",
     "register_attention",
     "register_dataset",
     "register_loss",

@@ -71,9 +71,9 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_bit_for_bit(warm: WarmPro
 def test_any_layout_continues_the_adapters(warm: WarmProcess, folder: Path) -> None:
     shutil.copytree(folder / "whole", folder / "other")
     for layout in (["--tensor-model-parallel-size", 2, "--sequence-parallel"], ["--pipeline-model-parallel-size", 2]):
-        words = command("other", "--train-iters", 4, "--nproc", 2, *layout)
-        done = warm.run([*words, "--skip-train", "--eval-iters", 1], folder)
-        assert done.code == 0, done.text
+        words = command("other", *layout, "--skip-train", "--eval-iters", 1)
+        for done in warm.run_ranks(2, words, folder):
+            assert done.code == 0, done.text
 
 
 def test_a_run_from_adapters_resumes_by_the_same_command(warm: WarmProcess, folder: Path) -> None:

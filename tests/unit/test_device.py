@@ -127,6 +127,8 @@ ALLOWED = {
     "kernels/torch_private.py": "torch.cuda.memory's history, which has no public name",
     "parallel/fsdp.py": "passes the type to a DeviceMesh",
     "models/initialise.py": "passes the type to fork_rng",
+    "plan/rates.py": "measures the first NVIDIA GPU, as --device cuda",
+    "prove/megatron_core.py": "lets the real Megatron run without CUDA",
 }
 """Modules that name a kind of device, or read that of one, and what for."""
 

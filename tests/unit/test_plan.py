@@ -219,6 +219,7 @@ def test_a_recipe_is_planned_as_by_its_flag(capsys: pytest.CaptureFixture[str]) 
     recipe = str(_recipe_named("gpt3-1.3b-4gpu"))
     assert main(["plan", recipe, "--gpus", "4xRTX4090", "--json"]) == 0
     named = capsys.readouterr().out
+    assert json.loads(named)["layouts"] is None, "the recipe has a layout, which is planned"
     assert main(["plan", "--config", recipe, "--gpus", "4xRTX4090", "--json"]) == 0
     assert named == capsys.readouterr().out
 

@@ -13,7 +13,7 @@ from megalith.config.rules.rule import Draft
 from megalith.plan import bound
 from megalith.plan.bound import DeviceMemory, check_memory, find_room, least_bytes
 from megalith.plan.devices import DEVICES, GIB
-from megalith.plan.plan import plan_run, warning_of
+from megalith.plan.plan import device_here, plan_run, warning_of
 
 DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50256 --train-iters 1 --lr 1e-4"
 GPT_175B = (
@@ -143,11 +143,11 @@ def test_a_training_warns_by_what_was_planned_before(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     run, card = _run(f"{GPT_3B} --num-layers 16 --micro-batch-size 8", 1), DEVICES["RTX4090"]
     described = card.name, card.compute
-    assert not warning_of(run, 50304, *described, 24 * GIB), "nothing was planned"
+    assert not warning_of(run, 50304, device_here(*described, 24 * GIB)), "nothing was planned"
     words = f"{GPT_3B} --num-layers 16 --micro-batch-size 8 --padded-vocab-size 50304"
     assert plan_run(words.split(), card, world_size=1).fits is False
-    assert "GeForce" in warning_of(run, 50304, *described, 24 * GIB)
-    assert not warning_of(run, 50304, *described, 96 * GIB)
+    assert "GeForce" in warning_of(run, 50304, device_here(*described, 24 * GIB))
+    assert not warning_of(run, 50304, device_here(*described, 96 * GIB))
 
 
 def test_frozen_weights_have_neither_gradients_nor_states() -> None:

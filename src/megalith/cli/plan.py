@@ -7,12 +7,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
+from pathlib import Path
 
 from megalith.cli.arguments import CommandParser
 from megalith.cli.from_megatron import run_of
-from megalith.config.command_line import given_settings, without_settings
+from megalith.cli.report import write_page
+from megalith.config.command_line import read_command_line, without_settings
+from megalith.config.reading import read_recipe
 from megalith.errors import ConfigError
-from megalith.plan.devices import DEVICES, Device, read_devices
+from megalith.plan.devices import DEVICES, Device
 from megalith.plan.presets import PRESETS, preset_words
 from megalith.progress import task
 
@@ -43,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--hours", type=float, metavar="H", help="say which size to train in so many hours")
     parser.add_argument("--data", metavar="TOKENS", help="with --hours: tokens of the text, such as 500M or 2B")
     parser.add_argument("--json", action="store_true", help="print one object on one line")
+    parser.add_argument("--html", metavar="FILE.html", help="also write a page with pictures of memory and pipeline")
     return parser
 
 
@@ -98,6 +102,13 @@ def _print_budget(
     return 0
 
 
+def _has_micro_batches(words: Sequence[str]) -> bool:
+    """Return whether flags or their recipe set the size of micro-batches, so that they are a layout to plan."""
+    flags = read_command_line(words)
+    recipe = read_recipe(Path(flags.recipe)).values if flags.recipe else {}
+    return "micro_batch_size" in {**flags.values, **recipe}
+
+
 def run(argv: Sequence[str]) -> int:
     """Print the plan of a command line or a launch script; ConfigError lists all violations."""
     options, words = make_parser().parse_known_args(list(argv))
@@ -105,21 +116,23 @@ def run(argv: Sequence[str]) -> int:
     if options.gpus is None:
         raise ConfigError(f"--gpus is not given; give the devices as NxDEVICE, such as {number or 8}xH100")
     of_script = number is not None and not options.gpus[:1].isdigit()
-    world_size, device = read_devices(f"{number}x{options.gpus}" if of_script else options.gpus)
-    nodes = options.nodes or (1 if world_size % device.rates.node else max(1, world_size // device.rates.node))
-    if nodes < 1 or world_size % nodes:
-        raise ConfigError(f"--nodes {nodes} does not divide the {world_size} devices of --gpus")
-    from megalith.plan.plan import plan_run, savings, search_run
+    gpus = f"{number}x{options.gpus}" if of_script else options.gpus
+    from megalith.plan.plan import machines, plan_for, savings
 
+    world_size, device, nodes = machines(gpus, options.nodes)
     if options.hours is not None:
+        if options.html:
+            raise ConfigError("--html writes the page of one run; leave it out beside --hours")
         return _print_budget(options, words, device, world_size, nodes)
     if options.preset:
         words = [*preset_words(options.preset, device), *words]
-    if options.search or options.preset or "micro_batch_size" not in given_settings(words):
-        with task("searching layouts") as progress:
-            plan, _ = search_run(words, device, world_size=world_size, nodes=nodes, task=progress)
-    else:
-        plan = plan_run(words, device, world_size=world_size, nodes=nodes)
+    search = options.search or bool(options.preset) or not _has_micro_batches(words)
+    with task("searching layouts" if search else "planning") as progress:
+        plan = plan_for(words, gpus, nodes=nodes, search=search, task=progress)
+    if options.html:
+        from megalith.plan.page import render_plan
+
+        write_page(Path(options.html), render_plan(plan), "--html")
     if options.json:
         print(plan.to_json())
     else:

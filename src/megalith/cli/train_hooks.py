@@ -25,6 +25,7 @@ from megalith.device import is_cuda
 from megalith.distributed import comm
 from megalith.distributed.context import Axis
 from megalith.errors import ConfigError
+from megalith.plan import cache_folder
 from megalith.progress import in_terminal
 from megalith.train.metrics import MetricsWriter, memory_in_use
 from megalith.train.profiler import MemoryHistory, Profile, build_profiler
@@ -129,6 +130,11 @@ def build_hooks(
     hooks.append(_console(config, console))
     if first and config.checkpoint.rehearse_resume:
         hooks.append(Rehearsal(config, console.print, console.warn, metrics.event))
+    if first and config.log.plan != "off" and cache_folder().is_dir():
+        from megalith.cli.planned import planned  # others need not wait for its import
+
+        found = planned(config, state.model.vocab_size, context.device, memory, console.print, metrics.event)
+        hooks += [found] if found else []
     hooks.append(MemoryReport(context, memory, console.print, figures, config.log.log_memory_interval))
     if first:
         hooks += _records(config, folder, console, built)

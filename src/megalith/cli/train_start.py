@@ -50,11 +50,11 @@ class StartConsole(StartObserver):
     def vocabulary_padded(self, config: RunConfig, tokenizer: Tokenizer, padded: int, *, resumed: bool) -> None:
         self.info(padding_message(tokenizer.vocab_size, padded))
         if config.launch.rank == 0 and config.log.plan != "off" and cache_folder().is_dir():
-            from megalith.plan.plan import warning_of  # others need not wait for its import
+            from megalith.plan.plan import device_here, warning_of  # others need not wait for its import
 
             able, shared = capability_of(self._device), memory_limit() // (config.launch.local_world_size or 1)
             memory = shared if is_host(self._device) else able.memory
-            if note := warning_of(config, padded, able.name, able.compute, memory):
+            if note := warning_of(config, padded, device_here(able.name, able.compute, memory)):
                 self.warn(note)
         if resumed or config.data.padded_vocab_size is not None:
             return  # a resumed run keeps the rows of its checkpoint in any layout

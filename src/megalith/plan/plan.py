@@ -11,7 +11,7 @@ from functools import partial
 from megalith.config import RunConfig, all_settings, load
 from megalith.config.command_line import without_settings
 from megalith.errors import ConfigError, MegalithError
-from megalith.plan.devices import DEVICES, GIB, Device
+from megalith.plan.devices import DEVICES, GIB, Device, read_devices
 from megalith.plan.memory import CATEGORIES, Part, RankMemory, plan_memory
 from megalith.plan.rates import with_measured
 from megalith.plan.record import Record
@@ -150,14 +150,49 @@ class Plan:
         ]
 
 
+def machines(gpus: str, nodes: int | None = None) -> tuple[int, Device, int]:
+    """Return the number of devices in a text such as "8xH100", the device, and how many machines they are in.
+
+    Args:
+        nodes: machines; by default as few as hold the devices.
+
+    Raises:
+        ConfigError: there is no such device, or the machines do not divide the devices.
+    """
+    number, device = read_devices(gpus)
+    found = nodes or (1 if number % device.rates.node else max(1, number // device.rates.node))
+    if found < 1 or number % found:
+        raise ConfigError(f"--nodes {found} does not divide the {number} devices of --gpus")
+    return number, device, found
+
+
+def plan_for(
+    argv: Sequence[str], gpus: str, *, nodes: int | None = None, search: bool = False, task: Task | None = None
+) -> Plan:
+    """Plan the run of a command line of `megalith train`: its memory and time, without its files and devices.
+
+    Args:
+        argv: flags.
+        gpus: devices of all machines together, such as "8xH100" (`megalith plan --help` lists them).
+        nodes: machines; by default as few as hold the devices.
+        search: find the fastest layouts that fit, instead of the one of the flags (`Plan.found`).
+        task: is told how far a search is.
+
+    Raises:
+        ConfigError: the violations that `megalith train` would list, what cannot be planned, or no layout fits.
+    """
+    number, device, found = machines(gpus, nodes)
+    if search:
+        return search_run(argv, device, world_size=number, nodes=found, task=task)[0]
+    return plan_run(argv, device, world_size=number, nodes=found)
+
+
 def plan_run(words: Sequence[str], device: Device, *, world_size: int, nodes: int = 1) -> Plan:
     """Plan the run of a command line of `megalith train`, without its files.
 
     Raises:
         ConfigError: the violations that `megalith train` would list, or what cannot be planned.
     """
-    if nodes < 1 or world_size % nodes:
-        raise ConfigError(f"--nodes {nodes} does not divide the {world_size} devices of --gpus")
     local = world_size // nodes
     environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local)}
     run, device = load(list(words), environ, files=False), with_measured(device, local)
@@ -172,9 +207,8 @@ def _plan_of(run: RunConfig, vocab_size: int, device: Device, nodes: int, notes:
     if run.data.masks_documents:
         notes.append("each sequence is planned as one document")
     ranks = _memory(device, run, vocab_size)
-    seen = {stage: rank.work for rank in ranks for stage in rank.stages if rank.work}
     notes.append(f"rates: {device.rates.source}")
-    return Plan(run, device, ranks, step_time(run, vocab_size, device, nodes=nodes, seen=seen), nodes, notes)
+    return Plan(run, device, ranks, time_of(run, vocab_size, device, ranks, nodes), nodes, notes)
 
 
 def _memory(device: Device, run: RunConfig, vocab_size: int) -> list[RankMemory]:
@@ -223,23 +257,39 @@ def search_run(
     return replace(plan, found=found, words=own), found
 
 
-def warning_of(run: RunConfig, vocab_size: int, name: str, compute: tuple[int, int] | None, memory: int) -> str:
-    """Return a line if a run will not fit its devices by what earlier plans have seen of its parts; else "".
-
-    Args:
-        name, compute, memory: of the device; 0 bytes if that is not known.
-    """
+def remembered(run: RunConfig, vocab_size: int, device: Device) -> list[RankMemory]:
+    """Return the memory of ranks by what earlier plans have seen of their parts; none if they have not seen all."""
 
     def unseen(part: Part) -> Record:
         raise LookupError
 
-    device = replace(DEVICES["CPU"], name=name, compute=compute, gib=round(memory / GIB))
     try:
-        ranks = plan_memory(run, device, remembering(run, vocab_size, device, unseen))
+        return plan_memory(run, device, remembering(run, vocab_size, device, unseen))
     except (LookupError, ConfigError):
-        return ""
-    full = max(ranks, key=lambda rank: rank.peak_bytes)
-    if not device.gib or full.peak_bytes <= device.room:
+        return []
+
+
+def device_here(name: str, compute: tuple[int, int] | None, memory: int) -> Device:
+    """Return the device of a running training, with the rates of the known one of its name; CPU rates for others.
+
+    Args:
+        name, compute, memory: of the device; 0 bytes if that is not known.
+    """
+    known = next((one for one in DEVICES.values() if one.name == name), DEVICES["CPU"])
+    return replace(known, name=name, compute=compute, gib=round(memory / GIB))
+
+
+def time_of(run: RunConfig, vocab_size: int, device: Device, ranks: Sequence[RankMemory], nodes: int) -> StepTime:
+    """Return the time of a step by what was seen of its parts."""
+    seen = {stage: rank.work for rank in ranks for stage in rank.stages if rank.work}
+    return step_time(run, vocab_size, device, nodes=nodes, seen=seen)
+
+
+def warning_of(run: RunConfig, vocab_size: int, device: Device) -> str:
+    """Return a line if a run will not fit its devices by what earlier plans have seen of its parts; else ""."""
+    ranks = remembered(run, vocab_size, device)
+    full = max(ranks, key=lambda rank: rank.peak_bytes, default=None)
+    if full is None or not device.gib or full.peak_bytes <= device.room:
         return ""
     return (
         f"this run may run out of memory: by its plan it needs {full.peak_bytes / GIB:.1f} GiB in the {full.moment}, "

@@ -135,8 +135,11 @@ class _Clock:
     def __init__(self, device: Any) -> None:
         import torch
 
+        from megalith.device import is_host
+
         self.torch, self.device = torch, device
-        self.sizes = (64, 128, 256, 512, 1024) if device.type == "cpu" else (256, 512, 1024, 2048, 4096, 8192)
+        self.host = is_host(device)
+        self.sizes = (64, 128, 256, 512, 1024) if self.host else (256, 512, 1024, 2048, 4096, 8192)
         tiny = torch.ones(1, device=device)
         self.empty = 0.0
         self.empty = self.seconds(lambda: tiny.add_(1))
@@ -161,7 +164,7 @@ class _Clock:
         return max(took / 4, took - self.empty)
 
     def wait(self) -> None:
-        if self.device.type != "cpu":
+        if not self.host:
             self.torch.accelerator.synchronize(self.device)
 
     def products(self) -> dict[str, list[tuple[float, float]]]:
@@ -181,7 +184,7 @@ class _Clock:
 
     def memory(self) -> dict[str, list[tuple[float, float]]]:
         found: dict[str, list[tuple[float, float]]] = {}
-        for power in range(12, 25 if self.device.type == "cpu" else 29, 2):
+        for power in range(12, 25 if self.host else 29, 2):
             for kind, size, call in self._passes(2**power):
                 found.setdefault(kind, []).append((size, size / self.seconds(call)))
         return found
@@ -197,12 +200,12 @@ class _Clock:
 
     def attention(self, products: dict[str, list[tuple[float, float]]]) -> float:
         """Return the rate of causal attention over that of products, forward and backward."""
-        dtype = self.torch.float32 if self.device.type == "cpu" else self.torch.bfloat16
-        size = (4, 8, 512, 32) if self.device.type == "cpu" else (4, 16, 2048, 128)
+        dtype = self.torch.float32 if self.host else self.torch.bfloat16
+        size = (4, 8, 512, 32) if self.host else (4, 16, 2048, 128)
         q, k, v = (self.torch.rand(size, device=self.device, dtype=dtype, requires_grad=True) for _ in range(3))
         attend = self.torch.nn.functional.scaled_dot_product_attention
         flops = 3.5 * 2 * q.numel() * size[2]
-        best = products["fp32" if self.device.type == "cpu" else "bf16"][-2][1]
+        best = products["fp32" if self.host else "bf16"][-2][1]
         return flops / self.seconds(lambda: attend(q, k, v, is_causal=True).sum().backward()) / best
 
     def tiny_step(self, layers: int) -> float:

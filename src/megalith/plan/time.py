@@ -33,12 +33,14 @@ class StepTime:
     Attributes:
         mfu: model FLOPs over what the device multiplies at best (datasheet; of a CPU the best of its table).
         tokens_per_second: of all devices together.
+        passes: of a micro-batch in each stage: forward, backward, and of the backward pass the weight gradients.
     """
 
     step_seconds: float
     mfu: float
     tokens_per_second: float
     parts: Mapping[str, float]
+    passes: Sequence[tuple[float, float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,8 @@ class _Step:
         seconds, length = sum(parts.values()), run.data.seq_length
         flops = step_flops(run.model, self.vocab_size, length, run.global_batch_size)
         peak = self.device.peak(self.clock.dtype) * layout.world_size
-        return StepTime(seconds, flops / seconds / peak, run.global_batch_size * length / seconds, parts)
+        speed = run.global_batch_size * length / seconds
+        return StepTime(seconds, flops / seconds / peak, speed, parts, passes)
 
     def _all_stages(self) -> list[tuple[dict[str, float], dict[str, float], float]]:
         """Return `_stage` of each, computed once for those that are alike."""

@@ -27,7 +27,7 @@ def render_comparison(
     charts = (_chart(experiments, axis, validation=kind) for kind in kinds for axis in AXES)
     text = (f"<p>{html.escape(sentence)}</p>" for sentence in said)
     title = " and ".join(experiment.name for experiment in experiments)
-    return document(title, [*text, f'<p class="key soft">{key}</p>', *charts, *map(_table, tables)])
+    return document(title, [*text, f'<p class="key soft">{key}</p>', *charts, *map(table_html, tables)])
 
 
 def _chart(experiments: Sequence[Experiment], axis: str, *, validation: bool) -> str:
@@ -50,7 +50,8 @@ def _curve(run: Run, axis: str, *, validation: bool) -> Curve:
     return curve
 
 
-def _table(table: Table) -> str:
+def table_html(table: Table) -> str:
+    """Return a table with its title as HTML."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in table.columns)
     rows = ("".join(f'<td class="n">{html.escape(cell)}</td>' for cell in row) for row in table.rows)
     body = "".join(f"<tr>{row}</tr>" for row in rows)

@@ -28,7 +28,7 @@ STEP_CURVES = {
 }
 WINDOW_CURVES = {"tokens_per_second": "tokens per second", "teraflops": "TFLOP/s of a device"}
 MEMORY = ("reserved_bytes", "resident_bytes", "max_resident_bytes")
-_SHOWN_EVENTS = ("start", "resume", "save", "exit", "evaluation", "bad step", "batch size", "rehearsal")
+_SHOWN_EVENTS = ("start", "resume", "save", "exit", "evaluation", "bad step", "batch size", "rehearsal", "plan")
 
 
 @dataclass

@@ -83,10 +83,15 @@ def _facts(history: History) -> str:
     if model:
         width, layers = model.get("hidden_size"), model.get("num_layers")
         facts.append((f"{layers} x {width}", f"layers x width, {model.get('num_attention_heads')} heads"))
-    shown = "".join(f"<div><b>{html.escape(value)}</b><span>{html.escape(of)}</span></div>" for value, of in facts)
     torn = f" {history.unreadable} unreadable lines were skipped." if history.unreadable else ""
     nan = f" In {history.num_nan} steps the loss is NaN." if history.num_nan else ""
-    return f'<div class="facts">{shown}</div><p class="soft">{_time_range(history.events)}{nan}{torn}</p>'
+    return f'{facts_html(facts)}<p class="soft">{_time_range(history.events)}{nan}{torn}</p>'
+
+
+def facts_html(facts: Iterable[tuple[str, str]]) -> str:
+    """Return pairs of a value and what it is as HTML."""
+    shown = "".join(f"<div><b>{html.escape(value)}</b><span>{html.escape(of)}</span></div>" for value, of in facts)
+    return f'<div class="facts">{shown}</div>'
 
 
 def _time_range(events: Sequence[Event]) -> str:
@@ -160,6 +165,8 @@ def _describe(event: Event) -> str:
         return f"{record.get('kind', '')} {record.get('detail') or ''}".strip()
     if event.kind == "rehearsal":
         return f"a resume from here is {record.get('verdict', '')} {record.get('detail') or ''}".strip()
+    if event.kind == "plan":
+        return _beside(record)
     if event.kind == "bad step":
         samples = f"samples {record.get('first_sample')} to {record.get('last_sample')}"
         return f"{record.get('reason', '')} ({samples}): {record.get('action', '')}"
@@ -171,6 +178,16 @@ def _describe(event: Event) -> str:
         scale = f", loss scale {record['loss_scale']:g} then" if record.get("loss_scale") else ""
         return f"from here on, samples up to {record.get('consumed_samples', 0):,}{scale}"
     return ""
+
+
+def _beside(record: Mapping[str, Any]) -> str:
+    """Return what was planned beside what was measured."""
+    found = []
+    for name, unit, scale in (("seconds", "s a step", 1.0), ("peak_bytes", "GiB at the peak", 2.0**30)):
+        plan, measured = record.get(f"planned_{name}"), record.get(f"measured_{name}")
+        if plan is not None and measured is not None:
+            found.append(f"{plan / scale:.3g} planned, {measured / scale:.3g} measured {unit}")
+    return "; ".join(found)
 
 
 def _configuration(config: Mapping[str, Mapping[str, Any]]) -> str:

@@ -105,9 +105,9 @@ def export_gguf(
     """
     dtype = SHORT_TYPES.get(wanted.dtype or "", wanted.dtype)
     _check_options(dtype, destination, wanted)
-    library = import_for("--to gguf", "gguf", "gguf")
     refuse_existing(destination)
     about = describe(path, replace(wanted, dtype=None), iteration)
+    library = import_for("--to gguf", "gguf", "gguf")
     architecture, notes = _architecture(about), about.notes
     dtype = dtype or short(about.weights.contents().tensors[WORD_EMBEDDINGS].dtype)
     if about.params.model.activation == "gelu_erf":
