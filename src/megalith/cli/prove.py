@@ -19,6 +19,7 @@ from megalith.errors import ConfigError, MegalithError, PeerError
 from megalith.plan import cache_folder
 from megalith.plan.remember import remember, versions
 from megalith.prove.miniature import miniatures
+from megalith.train.streams import warn
 
 EXIT_MISMATCH = 1
 
@@ -61,6 +62,8 @@ def run(argv: Sequence[str]) -> int:
             raise ConfigError(f"--gpus {options.gpus}: give a number of GPUs, and their name behind an x: 64xH100")
         environ = {"RANK": "0", "WORLD_SIZE": count}
     config = load(flags, environ, files=False, registry=imported(flags))
+    if not environ and config.launch.world_size == 1:
+        warn("note: one process is proven, which has no layout; --gpus NxDEVICE says how many GPUs the run has")
     import torch
 
     from megalith.prove.proof import prove, text

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from megalith.cli import main
+from megalith.errors import PeerError
+from megalith.prove import proof
 
 SCRIPT = """GPUS=4
 ARGS="--num-layers 4 --hidden-size 64 --num-attention-heads 5 --seq-length 64 --max-position-embeddings 64
@@ -42,3 +44,15 @@ def test_violations_of_a_script_are_those_of_train(tmp_path: Path, capsys: pytes
 )
 def test_bad_input_is_named(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert named in said(argv, capsys)
+
+
+def test_one_process_is_said_to_have_no_layout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prove(*_: object, **__: object) -> None:
+        raise PeerError("stopped here")
+
+    monkeypatch.setattr(proof, "prove", prove)
+    words = SCRIPT.split('"')[1].replace("heads 5", "heads 4").split()
+    assert "--gpus" in said(words, capsys)
+    assert "--gpus" not in said([*words, "--gpus", "2xH100"], capsys)
