@@ -78,8 +78,9 @@ def test_the_library_plans_as_the_command_does(capsys: pytest.CaptureFixture[str
     assert plan.fullest.peak_bytes == told["memory"]["peak_bytes"] and plan.time.step_seconds == told["step_seconds"]
     with pytest.raises(api.ConfigError, match="--gpus"):
         api.plan(FLAGS.split(), "2xPotato")
-    with pytest.raises(api.ConfigError, match="--nodes"):
-        api.plan(FLAGS.split(), "2xH100", nodes=3)
+    for nodes in (0, 3):
+        with pytest.raises(api.ConfigError, match=f"--nodes {nodes}"):
+            api.plan(FLAGS.split(), "2xH100", nodes=nodes)
     assert "Beside the first" not in render_plan(plan)
 
 

@@ -60,8 +60,8 @@ class Rehearsal(Hook):
     def after_step(self, result: StepResult) -> None:
         if not self._done:
             self._live[result.iteration] = result
-            if self._shadow is None:  # those since the save, of which an asynchronous one is told later
-                self._live = {step: kept for step, kept in self._live.items() if step > result.iteration - 1000}
+            if self._shadow is None:  # an asynchronous save is reported some steps later, which are needed then
+                self._live.pop(result.iteration - 1000, None)
             elif self._shadow.poll() is not None and self._saved + STEPS in self._live:
                 self._compare()
 

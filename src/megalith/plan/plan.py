@@ -160,7 +160,8 @@ def machines(gpus: str, nodes: int | None = None) -> tuple[int, Device, int]:
         ConfigError: there is no such device, or the machines do not divide the devices.
     """
     number, device = read_devices(gpus)
-    found = nodes or (1 if number % device.rates.node else max(1, number // device.rates.node))
+    fewest = 1 if number % device.rates.node else max(1, number // device.rates.node)
+    found = fewest if nodes is None else nodes
     if found < 1 or number % found:
         raise ConfigError(f"--nodes {found} does not divide the {number} devices of --gpus")
     return number, device, found
@@ -176,7 +177,7 @@ def plan_for(
         gpus: devices of all machines together, such as "8xH100" (`megalith plan --help` lists them).
         nodes: machines; by default as few as hold the devices.
         search: find the fastest layouts that fit, instead of the one of the flags (`Plan.found`).
-        task: is told how far a search is.
+        task: receives the progress of a search.
 
     Raises:
         ConfigError: the violations that `megalith train` would list, what cannot be planned, or no layout fits.
