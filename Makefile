@@ -81,8 +81,10 @@ speedrun: .venv/.installed-dev ## Train to the loss of a known run by less arith
 gpu: .venv/.installed-dev ## Test and measure on the GPUs of this machine, ten minutes; again to continue (docs/gpu.md)
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
-docs: .venv/.installed-dev ## Write the generated pages
+docs: .venv/.installed-docs ## Write docs/flags.md, and build the site into build/site; any dead link is an error
 	$(BIN)/megalith config --flags --markdown > docs/flags.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+	@echo 'To read it: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000'
 
 wheelhouse: | $(BIN)/python ## Collect all files for an install without network (docs/install.md)
 	torch=$(if $(named_torch),$$($(CHOOSE_TORCH))) && $(BIN)/python -m pip wheel $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS) -w wheelhouse \

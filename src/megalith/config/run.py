@@ -95,7 +95,7 @@ class RunConfig:
 
     @property
     def stages(self) -> Stages:
-        """Return the layers by [pipeline stage][virtual stage]; LayoutError if they do not divide."""
+        """Return the layers by `[pipeline stage][virtual stage]`; LayoutError if they do not divide."""
         parallel = self.parallel
         return split_layers(
             self.model.num_layers,

@@ -83,7 +83,8 @@ class LanguageModel(nn.Module, ABC):
     Args:
         config: the architecture.
         vocab_size: V, padded as the embedding table stores it.
-        region, mixer: how layers and sequences are divided among ranks; undivided by default.
+        region: how layers are divided among ranks; undivided by default.
+        mixer: how sequences are; undivided by default.
         peers: the ranks with other tokens, over which the load of experts is balanced; none by default.
         stage: the pipeline stage of this rank; the whole model by default.
         recompute: which layers recompute activations in the backward pass; none by default.
