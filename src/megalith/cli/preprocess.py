@@ -15,7 +15,7 @@ from megalith.cli.arguments import CommandParser, closest_flag
 from megalith.config import TokenizerConfig
 from megalith.config.tokenizer_flags import add_import_flag, add_tokenizer_flags, read_tokenizer_flags
 from megalith.config.values import local_name
-from megalith.data.encoding import SentenceSettings
+from megalith.data.encoding import LOSS_MASKS, SentenceSettings
 from megalith.data.preprocess import PreprocessOptions, PreprocessReport, find_violations, preprocess
 from megalith.data.preprocess_options import ProgressListener, ProgressSnapshot
 from megalith.data.shares import Share, read_share
@@ -34,7 +34,14 @@ _TOKENIZER_FLAGS = {  # and how many values each takes; the table of training's 
 }
 _MODEL_ONLY = "applies to the model; the data is the same for any value"
 _NO_WORKER_SEARCH = "no search is needed: the default of --workers is the number of cores, the optimum"
-_INTEGER_FLAGS = ("--workers", "--partitions", "--log-interval", "--max-document-bytes", "--max-expansion")
+_INTEGER_FLAGS = (
+    "--workers",
+    "--seq-length",
+    "--partitions",
+    "--log-interval",
+    "--max-document-bytes",
+    "--max-expansion",
+)
 _PUNKT_FLAGS = ("--keep-newlines", "--lang", "--punkt-parameters")
 _MEGABYTE = 1024 * 1024
 _SECONDS_BETWEEN_LINES = 1.0
@@ -112,6 +119,16 @@ def _add_output(parser: CommandParser) -> None:
         metavar="FILE",
         help="make text of messages (key messages): a Jinja chat template, or the word tokenizer for its own",
     )
+    add(
+        "--loss-mask",
+        nargs="?",
+        const="assistant",
+        choices=LOSS_MASKS,
+        metavar="TURNS",
+        help="for fine-tuning: also write PREFIX_messages_document_loss_mask, which tokens of a dialogue are learnt: "
+        "assistant (default), last (its last message) or all; without --chat-template: the tokenizer's",
+    )
+    add("--seq-length", metavar="N", help="with --loss-mask: a dialogue of more tokens is unreadable (--bad-lines)")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
 
 
@@ -202,6 +219,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, file
     if given.bad_lines not in ("stop", "skip"):
         violations.append(f"--bad-lines {given.bad_lines}: give stop or skip")
     violations += [f"{name} is missing" for name in ("--input", "--output-prefix") if not getattr(given, _dest(name))]
+    if given.loss_mask is not None and given.chat_template is None:
+        given.chat_template = "tokenizer"
     if given.chat_template is not None and given.json_keys is parser.get_default("json_keys"):
         given.json_keys = ["messages"]
     tokenizer = TokenizerConfig(**read_tokenizer_flags(given, violations))
@@ -212,6 +231,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, file
         source=_source(given, numbers),
         append_eod=given.append_eod,
         chat_template=given.chat_template,
+        loss_mask=given.loss_mask,
+        seq_length=numbers["--seq-length"],
         sentences=_sentences(given, environ, notes),
         workers=numbers["--workers"] or os.cpu_count() or 1,
         partitions=numbers["--partitions"] or 1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,11 @@ from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.fast_bpe import SURE_IDS, ArrayEncoder, array_encoder
 from megalith.tokenizers.protocol import require_eod
 
+if TYPE_CHECKING:
+    from megalith.data.dialogues import DialogueEncoder
+
+LOSS_MASKS = ("assistant", "last", "all")
+"""What is learnt of a dialogue: all that an assistant says, its last message only, or every token."""
 _BYTES_PER_TOKEN = 2  # initial estimate; a text with more tokens makes the buffer grow
 
 
@@ -54,6 +59,8 @@ class EncodeSettings:
         sentences: how texts are split, None to leave them whole.
         skip_bad: pass over documents that cannot be read; otherwise nothing after the first is encoded.
         chat_template: file of a Jinja template that makes text of messages, or TOKENIZERS for the tokenizer's.
+        loss_mask: what of a dialogue is learnt, one of `LOSS_MASKS`; its mask is one more column. None for no mask.
+        seq_length: most tokens of a dialogue with a loss mask, None for any number.
         expected_bytes: of text for each process, as far as it shows; decides what is worth being loaded at once.
     """
 
@@ -64,6 +71,8 @@ class EncodeSettings:
     skip_bad: bool = False
     expected_bytes: int = 0
     chat_template: str | None = None
+    loss_mask: str | None = None
+    seq_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -118,10 +127,18 @@ class ChunkEncoder:
         tokenizer = tokenizer or build_tokenizer(settings.tokenizer)
         self._encode = array_encoder(tokenizer, settings.expected_bytes)
         self._template = None
+        self._dialogues: DialogueEncoder | None = None
         if settings.chat_template is not None:
             from megalith.tokenizers.chat_template import added_around, find_template  # which imports jinja2
 
             self._template, encode = find_template(settings.chat_template, tokenizer), self._encode
+            if settings.loss_mask is not None:
+                from megalith.data.dialogues import DialogueEncoder  # which imports jinja2
+
+                eod = require_eod(tokenizer, "--append-eod") if settings.append_eod else None
+                self._dialogues = DialogueEncoder(
+                    self._template, tokenizer, settings.loss_mask, settings.seq_length, eod
+                )
             before, behind = added_around(tokenizer)
             self._encode = lambda texts: [ids[before : len(ids) - behind] for ids in encode(texts)]
         self._dtype = smallest_dtype(tokenizer.vocab_size)
@@ -131,6 +148,8 @@ class ChunkEncoder:
     def encode(self, payload: Payload) -> EncodedChunk:
         """Read and encode a chunk. Raises DataError if its file can no longer be read."""
         part = payload.read(self._settings.keys)
+        if self._dialogues is not None:
+            return self._encode_dialogues(part, self._dialogues)
         return self._encode_together(part) or self._encode_one_by_one(part)
 
     def _encode_together(self, part: ChunkDocuments) -> EncodedChunk | None:
@@ -145,6 +164,25 @@ class ChunkEncoder:
         except DataError:
             return None
         return _encoded(columns, part, len(texts[0]), [])
+
+    def _encode_dialogues(self, part: ChunkDocuments, encoder: DialogueEncoder) -> EncodedChunk:
+        """Encode dialogues to a column of tokens and one of loss masks."""
+        columns = [
+            _TokenBuffer(self._encode, None, dtype, part.num_bytes) for dtype in (self._dtype, np.dtype(np.uint8))
+        ]
+        problems: list[tuple[int, str]] = []
+        num_documents = 0
+        for number, document in part.documents:
+            found = encoder.encode(document)
+            if isinstance(found, BadDocument):
+                problems.append((number, found.reason))
+                if not self._settings.skip_bad:
+                    break
+                continue
+            for column, content in zip(columns, found, strict=True):
+                column.add_document(content)
+            num_documents += 1
+        return _encoded(columns, part, num_documents, problems)
 
     def _encode_one_by_one(self, part: ChunkDocuments) -> EncodedChunk:
         columns, num_documents = self._new_buffers(part), 0
@@ -225,18 +263,18 @@ class _TokenBuffer:
             (ids,) = self._encode((text,))
             if not len(ids):
                 continue
-            if ids.dtype != SURE_IDS:
-                _require_fit(ids, self._limits)
-            end = self._grow(len(ids) + 1)
-            self._tokens[self._used : end] = ids
-            self._used = end
-            self._lengths.append(len(ids))
+            self._append(ids)
             count += 1
         if count and self._eod is not None:
             self._tokens[self._used] = self._eod
             self._used += 1
             self._lengths[-1] += 1
         self._sequences.append(count)
+
+    def add_document(self, ids: NDArray[Any]) -> None:
+        """Append a document of one sequence."""
+        self._append(ids)
+        self._sequences.append(1)
 
     def add_all(self, texts: list[str]) -> None:
         """Append documents of one text each. Raises DataError as `add` does; the column is of no use then."""
@@ -269,6 +307,14 @@ class _TokenBuffer:
 
     def structure(self) -> DocumentLengths:
         return DocumentLengths(np.array(self._lengths, np.int32), np.array(self._sequences, np.int64))
+
+    def _append(self, ids: NDArray[Any]) -> None:
+        if ids.dtype != SURE_IDS:
+            _require_fit(ids, self._limits)
+        end = self._grow(len(ids) + 1)
+        self._tokens[self._used : end] = ids
+        self._used = end
+        self._lengths.append(len(ids))
 
     def _grow(self, count: int) -> int:
         """Make room for `count` more tokens and return the position after all but the last of them."""

@@ -167,11 +167,12 @@ class OutputFiles:
         self,
         prefixes: Mapping[str, str],
         partitions: Partitions,
-        dtype: np.dtype[Any],
+        dtypes: Mapping[str, np.dtype[Any]],
         kept: Mapping[str, Written],
         partition_prefixes: Mapping[str, list[str]],
     ) -> None:
-        self._prefixes, self._partitions, self._dtype = prefixes, partitions, dtype
+        self._prefixes, self._partitions = prefixes, partitions
+        self._dtypes = {prefix: dtypes[key] for key in prefixes for prefix in (prefixes[key], *partition_prefixes[key])}
         self._partition_prefixes = partition_prefixes
         self._stack = contextlib.ExitStack()
         self._done: dict[str, Written] = {}
@@ -242,11 +243,14 @@ class OutputFiles:
             writer.finalize()
         if self._partitions.count > 1:
             for key, prefix in self._prefixes.items():
-                with IndexedWriter(prefix, self._dtype) as merged:
+                with IndexedWriter(prefix, self._dtypes[prefix]) as merged:
                     for part in self._partition_prefixes[key]:
                         merged.add_index(part)
                     merged.finalize()
-        return {key: bin_path(prefix).stat().st_size // self._dtype.itemsize for key, prefix in self._prefixes.items()}
+        return {
+            key: bin_path(prefix).stat().st_size // self._dtypes[prefix].itemsize
+            for key, prefix in self._prefixes.items()
+        }
 
     def _parts(self, key: str) -> list[str]:
         return self._partition_prefixes[key] if self._partitions.count > 1 else [self._prefixes[key]]
@@ -262,7 +266,7 @@ class OutputFiles:
                 self._done[prefix] = held
                 return None
             os.replace(bin_path(prefix), _partial(bin_path(prefix)))  # killed between the two names
-        return self._stack.enter_context(IndexedWriter(prefix, self._dtype, resume=held))
+        return self._stack.enter_context(IndexedWriter(prefix, self._dtypes[prefix], resume=held))
 
 
 class SkippedList:

@@ -146,8 +146,8 @@ class _Run:
                 writing.keep_or_discard()
                 raise
         prefixes = options.output_prefixes()
-        for prefix in prefixes.values():
-            write_fingerprint(prefix, tokenizer.fingerprint())
+        for key in options.source.keys:
+            write_fingerprint(prefixes[key], tokenizer.fingerprint())
         journal.remove()
         state = writing.state
         for key, count in num_tokens.items():
@@ -217,12 +217,15 @@ class _Run:
         if options.partitions > 1 and options.keep_sequential:
             size = -(-sum(_count_units(source) for source in self.sources) // options.partitions)
         numbered = [options.output_prefixes(f"_{number}") for number in range(options.partitions)]
+        prefixes = options.output_prefixes()
+        dtypes = dict.fromkeys(prefixes, np.dtype(np.uint8))
+        dtypes |= dict.fromkeys(options.source.keys, smallest_dtype(tokenizer.vocab_size))
         return OutputFiles(
-            options.output_prefixes(),
+            prefixes,
             Partitions(options.partitions, size),
-            smallest_dtype(tokenizer.vocab_size),
+            dtypes,
             resumed.written,
-            {key: [prefixes[key] for prefixes in numbered] for key in options.source.keys},
+            {key: [part[key] for part in numbered] for key in prefixes},
         )
 
     def _encode_settings(self) -> EncodeSettings:
@@ -235,6 +238,8 @@ class _Run:
             options.skip_bad,
             (self._high - self._low) // self._workers,
             options.chat_template,
+            options.loss_mask,
+            options.seq_length,
         )
 
     def _resume_settings(self, tokenizer: Tokenizer) -> dict[str, str]:
@@ -246,6 +251,7 @@ class _Run:
             from megalith.tokenizers.chat_template import find_template
 
             template = {"--chat-template": find_template(options.chat_template, tokenizer).source}
+            template |= {"--loss-mask": str(options.loss_mask), "--seq-length": str(options.seq_length)}
         return template | {
             "input": "\n".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files),
             "reading of the input": "\n".join(f"{source.about} {options.source}" for source in self.sources),

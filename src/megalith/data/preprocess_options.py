@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalith.config import TokenizerConfig
-from megalith.data.encoding import SentenceSettings
+from megalith.data.encoding import LOSS_MASKS, SentenceSettings
+from megalith.data.indexed import LOSS_MASK
 from megalith.data.shares import Share
 from megalith.data.sources import FORMATS, STDIN, SourceOptions, SourcePlan, find_sources
 from megalith.errors import DataError
@@ -59,6 +60,8 @@ class PreprocessOptions:
         source: how the inputs are read; each of its keys makes a dataset.
         append_eod: end each document with the end-of-document id.
         chat_template: file of a Jinja template that makes text of messages, or `tokenizer` for the tokenizer's.
+        loss_mask: what of a dialogue is learnt, one of `LOSS_MASKS`; a second dataset holds the mask. None for none.
+        seq_length: most tokens of a dialogue with a loss mask; a longer one is a bad document. None for any number.
         sentences: how texts are split into sentences, None to leave them whole; with it output names end in `sentence`.
         workers: processes that encode; the output is the same for any number.
         partitions: Megatron's partitions; above 1 they change the order of the documents, and their files are kept.
@@ -76,6 +79,8 @@ class PreprocessOptions:
     source: SourceOptions = SourceOptions()
     append_eod: bool = False
     chat_template: str | None = None
+    loss_mask: str | None = None
+    seq_length: int | None = None
     sentences: SentenceSettings | None = None
     workers: int = 1
     partitions: int = 1
@@ -99,9 +104,11 @@ class PreprocessOptions:
         return replace(tokenizer, vocab_file=f"{self.output_prefix}_vocab.json")
 
     def output_prefixes(self, partition: str = "") -> dict[str, str]:
-        """Return the prefix of the dataset of each key, or of one of its partitions."""
+        """Return the prefix of the dataset of each key, or of one of its partitions, and of its loss mask."""
         level = "sentence" if self.sentences else "document"
-        return {key: f"{self.stem}{partition}_{key}_{level}" for key in self.source.keys}
+        prefixes = {key: f"{self.stem}{partition}_{key}_{level}" for key in self.source.keys}
+        masks = {key + LOSS_MASK: prefix + LOSS_MASK for key, prefix in prefixes.items() if self.loss_mask is not None}
+        return prefixes | masks
 
 
 def find_violations(options: PreprocessOptions, *, files: bool = True) -> list[str]:
@@ -162,6 +169,12 @@ def _value_violations(options: PreprocessOptions) -> list[str]:
             for other, given in others.items()
             if given
         ]
+    elif options.loss_mask is not None:
+        violations.append(f"--loss-mask {options.loss_mask} needs --chat-template")
+    if options.loss_mask not in (None, *LOSS_MASKS):
+        violations.append(f"--loss-mask {options.loss_mask}: known are {', '.join(LOSS_MASKS)}")
+    if options.seq_length is not None and options.loss_mask is None:
+        violations.append(f"--seq-length {options.seq_length} needs --loss-mask")
     if options.workers < 1:
         violations.append(f"--workers {options.workers} is below 1")
     if options.partitions < 1:

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megalith.errors import DataError
 from megalith.tokenizers.protocol import Tokenizer, json_object, require_ids
@@ -37,6 +41,10 @@ class CharacterTokenizer(Tokenizer):
         self._token_of = {number: token for token, number in self._ids.items()}
         self.vocab_size, self.eod = len(self._ids), self._ids.get(_END_OF_TEXT)
         self.special = {} if self.eod is None else {"eod": self.eod}
+
+    @cached_property
+    def token_sizes(self) -> NDArray[np.int64]:
+        return np.array([len(self._token_of[number].encode()) for number in range(self.vocab_size)])
 
     def encode(self, text: str) -> list[int]:
         try:

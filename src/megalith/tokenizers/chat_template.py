@@ -6,8 +6,10 @@ A template is a program in Jinja: it runs in the sandbox of Jinja, without files
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +28,9 @@ _SPECIAL = "special_tokens_map.json"
 TOKENIZERS = "tokenizer"
 """Name of the template in the folder of the tokenizer, where a file could be named."""
 _MARK = "ANSWER"
+_BEGIN, _END = (
+    f"{secrets.token_hex()} {edge} of what an assistant says" for edge in ("begin", "end")
+)  # no text has it
 
 
 class BadDialogue(ValueError):
@@ -40,6 +45,7 @@ class ChatTemplate:
 
     Attributes:
         takes_tools: it reads the variable `tools`.
+        marks_answers: it has the tag `{% generation %}` around what an assistant says.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str] | None = None, with_tools: str | None = None) -> None:
@@ -52,31 +58,62 @@ class ChatTemplate:
             self._with_tools = self._template if with_tools is None else environment.from_string(with_tools)
             parsed = environment.parse(source if with_tools is None else with_tools)
             self.takes_tools = "tools" in find_undeclared_variables(parsed)
+            self.marks_answers = _BEGIN in (data.data for data in parsed.find_all(nodes.TemplateData))
         except TemplateError as error:
             raise DataError(f"the chat template is damaged: {error}") from error
         self._variables = dict(variables or {})
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Return the text that the model continues; `BadDialogue` if the template does not take these messages."""
+        return self.render_marked(messages, **variables)[0]
+
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]], **variables: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text and the ranges of its characters within `{% generation %}`; raises as `render` does."""
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self._variables, **variables}
+        pieces: list[str] = []
+        marked: list[tuple[int, int]] = []
+        begin = length = 0
         try:
             template = self._with_tools if given["tools"] else self._template
-            return template.render({**given, "messages": messages})
+            for piece in template.generate({**given, "messages": messages}):
+                if piece == _BEGIN:
+                    begin = length
+                elif piece == _END:
+                    marked.append((begin, length))
+                else:
+                    pieces.append(piece)
+                    length += len(piece)
         except BadDialogue:
             raise
         except Exception as error:  # a program of others: whatever it meets, the messages are not for it
             raise BadDialogue(f"{type(error).__name__}: {error}") from error
+        text = "".join(pieces)
+        if _BEGIN in text:
+            raise BadDialogue("the template has {% generation %} inside a macro or a block that is set")
+        return text, marked
+
+    @cached_property
+    def after_answer(self) -> str:
+        """Return what the template writes after an assistant's message; empty if it requires other messages."""
+        dialogue = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARK}]
+        try:
+            return self.render(dialogue, add_generation_prompt=False).rpartition(_MARK)[2]
+        except BadDialogue:
+            return ""
 
 
 class _Answers(Extension):
-    """`{% generation %}`, by which templates mark what an assistant says, for training; here it is just shown."""
+    """`{% generation %}`, by which templates mark what an assistant says, for training."""
 
     tags = {"generation"}
 
-    def parse(self, parser: Parser) -> nodes.Node:
+    def parse(self, parser: Parser) -> list[nodes.Node]:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
+        begin, end = (nodes.Output([nodes.TemplateData(mark)]).set_lineno(line) for mark in (_BEGIN, _END))
+        return [begin, nodes.Scope(body).set_lineno(line), end]
 
 
 _EXTENSIONS = ("jinja2.ext.loopcontrols", _Answers)
@@ -115,11 +152,9 @@ def _ends_of_turn(tokenizer: Tokenizer, template: ChatTemplate | None) -> list[i
     """Return the special tokens that a template writes after an assistant's message."""
     if template is None:
         return []
-    dialogue = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARK}]
     try:
-        _, marked, behind = template.render(dialogue, add_generation_prompt=False).rpartition(_MARK)
-        ids = tokenizer.encode(behind) if marked else []
-    except (BadDialogue, DataError):  # it requires other messages, or its output cannot be tokenized
+        ids = tokenizer.encode(template.after_answer) if template.after_answer else []
+    except DataError:  # its output cannot be tokenized
         return []
     begins = tokenizer.special.get("bos")  # some tokenizers put it before every text
     return [number for number in ids if number in tokenizer.special_ids and number != begins]

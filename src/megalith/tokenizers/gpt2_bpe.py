@@ -59,6 +59,10 @@ class GPT2BPETokenizer(Tokenizer):
         ids = self._vocabulary.ids
         return list(map(bytes_of, sorted(ids, key=ids.__getitem__)))
 
+    @cached_property
+    def token_sizes(self) -> NDArray[np.int64]:
+        return np.array(list(map(len, self._bytes)))
+
     def encode(self, text: str) -> list[int]:
         try:
             return self._encode(text)

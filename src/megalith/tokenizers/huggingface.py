@@ -18,6 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megalith.errors import DataError
 from megalith.hub import TOKENIZER_FILES as HUB_FILES
 from megalith.hub import fetched
@@ -62,6 +65,10 @@ class Backend(ABC):
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
 
+    def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """Return ids and ranges of characters as `Tokenizer` does; None if the library does not tell."""
+        return None
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, in order."""
         return [self.encode(text) for text in texts]
@@ -87,6 +94,10 @@ class _FastBackend(Backend):
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._add_special).ids
         return ids
+
+    def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(found.ids, np.int64), np.array(found.offsets, np.int64).reshape(-1, 2)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [found.ids for found in self._tokenizer.encode_batch(texts, add_special_tokens=self._add_special)]
@@ -294,6 +305,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(require_text(text))
+
+    def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return self._backend.encode_with_offsets(require_text(text)) or super().encode_with_offsets(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._backend.encode_batch([require_text(text) for text in texts])

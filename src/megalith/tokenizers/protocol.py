@@ -10,6 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megalith.errors import DataError, install_command
 from megalith.tokenizers.fingerprint import file_hashes, vocabulary_hash
 
@@ -31,6 +34,11 @@ class Tokenizer(ABC):
     pad: int | None = None
     extra_ids: tuple[int, ...] = ()
 
+    @property
+    def token_sizes(self) -> NDArray[np.int64] | None:
+        """Return the bytes of each id, [vocab_size], if the bytes of its ids make up every text; None otherwise."""
+        return None
+
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Return the ids of all special tokens except `extra_ids`, which answers may contain."""
@@ -46,6 +54,19 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, in order."""
         return [self.encode(text) for text in texts]
+
+    def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return ids [N] and their ranges of characters [N, 2], without what a tokenizer adds around every text.
+
+        Raises:  DataError as `encode`, and if the tokenizer does not tell where in the text a token is.
+        """
+        if self.token_sizes is None:
+            raise DataError(
+                f"this {type(self).__name__} does not tell where in a text its tokens are; give a HuggingFaceTokenizer "
+                "with a tokenizer.json"
+            )
+        ids = np.array(self.encode(text), np.int64)
+        return ids, character_ranges(text, self.token_sizes[ids])
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -97,6 +118,17 @@ class Tokenizer(ABC):
 def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that end a document: one, or none."""
     return () if tokenizer.eod is None else (tokenizer.eod,)
+
+
+def character_ranges(text: str, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the range of characters, [N, 2], of each token of a text; `sizes` are bytes of UTF-8 [N]."""
+    ends = np.cumsum(sizes)
+    ranges = np.stack([ends - sizes, ends], axis=1)
+    if not text.isascii() and len(ends):
+        starts_character = (np.frombuffer(text.encode(), np.uint8) & 0xC0) != 0x80
+        number = np.cumsum(starts_character) - 1
+        ranges = np.stack([number[ranges[:, 0]], number[ends - 1] + 1], axis=1)
+    return ranges
 
 
 def require_eod(tokenizer: Tokenizer, purpose: str) -> int:

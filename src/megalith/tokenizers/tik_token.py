@@ -16,6 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megalith.errors import DataError
 from megalith.tokenizers.byte_level import BYTE_OF_CHARACTER
 from megalith.tokenizers.protocol import Tokenizer, require_ids, require_text
@@ -82,6 +85,10 @@ class TikTokenizer(Tokenizer):
     @cached_property
     def special_ids(self) -> frozenset[int]:
         return frozenset(range(self._num_special))
+
+    @cached_property
+    def token_sizes(self) -> NDArray[np.int64]:
+        return np.array(list(map(len, self._bytes)))
 
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(require_text(text))

@@ -34,6 +34,9 @@ DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {
 }
 CODE_OF_DTYPE: dict[np.dtype[Any], int] = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
+LOSS_MASK = "_loss_mask"
+"""Ending of the prefix of a dataset (uint8) that says of each token of another whether it is to be predicted."""
+
 ENTRIES_AT_ONCE = 1 << 20
 """Entries of the index that are worked on at once; keeps the memory small next to the index itself."""
 

@@ -30,6 +30,8 @@ class Dialogue(BadDocument):
 
     messages: Sequence[dict[str, Any]] = ()
     tools: Sequence[Any] | None = None
+    prompt: int = 0
+    """Number of messages at the beginning that are a prompt, from which nothing is learnt."""
 
 
 MESSAGES = "messages"
@@ -184,6 +186,7 @@ def _dialogue(given: dict[str, Any]) -> Document | BadDocument:
     Raises:  TypeError or ValueError if a part has another type.
     """
     messages: Any
+    prompt = 0
     if "instruction" in given:
         asked = "\n".join(filter(None, (given["instruction"], given.get("input"))))
         turns = [*(given.get("history") or ()), (asked, given["output"])]
@@ -195,18 +198,19 @@ def _dialogue(given: dict[str, Any]) -> Document | BadDocument:
     elif "prompt" in given:
         sides = (("user", given["prompt"]), ("assistant", given["completion"]))
         parts = [part if isinstance(part, list) else [{"role": role, "content": part}] for role, part in sides]
-        messages = [*parts[0], *parts[1]]
+        messages, prompt = [*parts[0], *parts[1]], len(parts[0])
     else:
         messages = given.get("messages", given.get("conversations"))
     if given.get("system"):
         messages = [{"role": "system", "content": given["system"]}, *messages]
+        prompt += 1
     found = text_of(messages, MESSAGES)
     if not isinstance(found, Dialogue):
         return found if isinstance(found, BadDocument) else [found]
     tools = given.get("tools")
     if isinstance(tools, str):  # a column of a table that holds JSON
         tools = json.loads(tools or "null")
-    return replace(found, tools=tools or None)
+    return replace(found, tools=tools or None, prompt=prompt)
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,122 @@
+"""Dialogues to tokens and a loss mask: which tokens a fine-tuning run learns to predict.
+
+What an assistant says is found by the tag `{% generation %}` of the template, else by rendering the messages before
+each answer and up to its end. The second way needs a template that writes a message alike whatever follows: one that
+does not, such as Qwen3's, which removes earlier thoughts, is refused for the dialogues where it matters.
+
+The mask ends with the token that ends the turn, so that the model learns to stop. White space that a template writes
+behind that token is not learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.data.sources.documents import BadDocument, Dialogue, Document
+from megalith.errors import DataError
+from megalith.tokenizers import Tokenizer
+from megalith.tokenizers.chat_template import BadDialogue, ChatTemplate
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+Span = tuple[int, int]
+
+
+class DialogueEncoder:
+    """Encoder of dialogues with their loss masks.
+
+    Args:
+        loss_mask: one of `encoding.LOSS_MASKS`.
+        max_tokens: of a dialogue, with its end of document; None for any number.
+        eod: id behind each dialogue, None for none. It is learnt where an answer ends the dialogue.
+    """
+
+    def __init__(
+        self, template: ChatTemplate, tokenizer: Tokenizer, loss_mask: str, max_tokens: int | None, eod: int | None
+    ) -> None:
+        self._template, self._tokenizer, self._loss_mask = template, tokenizer, loss_mask
+        self._max_tokens, self._eod = max_tokens, eod
+
+    def encode(self, dialogue: Document | BadDocument) -> tuple[NDArray[Any], NDArray[np.uint8]] | BadDocument:
+        """Return ids and mask of a dialogue, [tokens] each, or why it cannot be learnt from."""
+        if not isinstance(dialogue, Dialogue):
+            plain = BadDocument("it is a text and no dialogue, in which --loss-mask finds the tokens to learn")
+            return dialogue if isinstance(dialogue, BadDocument) else plain
+        try:
+            text, spans = self._render(dialogue)
+            ids, offsets = self._tokenizer.encode_with_offsets(text)
+        except (BadDialogue, DataError) as error:
+            return BadDocument(str(error))
+        mask = np.zeros(len(ids), np.uint8)
+        for begin, end in spans:
+            mask[np.searchsorted(offsets[:, 1], begin, "right") : np.searchsorted(offsets[:, 0], end)] = 1
+        if self._eod is not None:
+            ids = np.append(ids, self._eod)
+            mask = np.append(mask, np.uint8(bool(spans) and not text[spans[-1][1] :].strip()))
+        if self._max_tokens is not None and len(ids) > self._max_tokens:
+            return BadDocument(f"the dialogue has {len(ids)} tokens, more than --seq-length {self._max_tokens}")
+        if not mask.any():
+            return BadDocument("no token of the dialogue is to be predicted")
+        return ids, mask
+
+    def _render(self, dialogue: Dialogue) -> tuple[str, list[Span]]:
+        """Return the text and the ranges of characters to learn. Raises BadDialogue."""
+        turns = self._turns(dialogue)
+        text, marked = self._template.render_marked(
+            dialogue.messages, tools=dialogue.tools, add_generation_prompt=False
+        )
+        if self._loss_mask == "all":
+            return text, [(0, len(text))]
+        answers = [at for at, message in enumerate(dialogue.messages) if message["role"] == "assistant"]
+        if len(marked) == len(answers):
+            return text, [span for at, span in zip(answers, marked, strict=True) if at in turns]
+        if marked and turns == answers:
+            return text, marked
+        return text, [self._span(dialogue, at, text) for at in turns]
+
+    def _turns(self, dialogue: Dialogue) -> list[int]:
+        """Return the numbers of the messages to learn. Raises BadDialogue for a sample that is of no use."""
+        turns = []
+        for at, message in enumerate(dialogue.messages):
+            role, weight = message["role"], message.get("weight", 1)
+            if role not in _ROLES:
+                raise BadDialogue(f"message {at + 1} has the role {role!r}; known are {', '.join(_ROLES)}")
+            if role != "assistant":
+                continue
+            if _is_empty(message):
+                raise BadDialogue(f"message {at + 1}, an assistant's, is empty")
+            if weight not in (0, 1):
+                raise BadDialogue(f"message {at + 1} has the weight {weight!r}; it is 0 or 1")
+            if weight and at >= dialogue.prompt:
+                turns.append(at)
+        if not turns:
+            raise BadDialogue("the dialogue has no message of an assistant to learn from")
+        return turns[-1:] if self._loss_mask == "last" else turns
+
+    def _span(self, dialogue: Dialogue, turn: int, text: str) -> Span:
+        """Return the range of one message in the text. Raises BadDialogue if the template writes it differently alone.
+
+        The text up to the message ends with what prompts an answer; the text with it, with what ends the turn.
+        """
+        render, messages = self._template.render, dialogue.messages
+        before = render(messages[:turn], tools=dialogue.tools, add_generation_prompt=True)
+        whole = text
+        if turn < len(messages) - 1:
+            whole = render(messages[: turn + 1], tools=dialogue.tools, add_generation_prompt=False)
+        if len(before) >= len(whole) or not (text.startswith(before) and text.startswith(whole)):
+            raise BadDialogue(
+                f"the template writes message {turn + 1} differently when others follow, so that the tokens to learn "
+                "are not certain; give --loss-mask last, or as --chat-template one with {% generation %} tags"
+            )
+        trimmed, stop = whole.rstrip(), self._template.after_answer.rstrip()
+        return len(before), len(trimmed if stop and trimmed.endswith(stop) else whole)
+
+
+def _is_empty(message: dict[str, Any]) -> bool:
+    content: str | Sequence[Any] | None = message.get("content")
+    blank = not content.strip() if isinstance(content, str) else not content
+    return blank and not message.get("tool_calls")
