@@ -24,6 +24,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(if $(W
 CHOOSE_TORCH := $(BIN)/python scripts/choose_torch.py
 named_torch := $(if $(filter-out auto,$(TORCH)),a-named-torch)
 
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 comma := ,
 with_extras = $(subst $() ,$(comma),$(strip $(1) $(EXTRAS)))
 unknown_extras := $(strip $(foreach extra,$(subst $(comma), ,$(EXTRAS)),$(if $(shell grep -E '^$(extra) = \[' pyproject.toml),,$(extra))))
@@ -56,11 +58,12 @@ campaign: .venv/.installed-dev ## Random kills, bit flips, configurations to pro
 ecosystem: .venv/.installed-dev ## Try transformers, llama.cpp, lm-eval, trackers, ... on small models (docs/results/ecosystem.md)
 	$(BIN)/python -m tests.ecosystem $(ARGS)
 
-check: .venv/.installed-dev ## Formatting, lint, types and floors
+check: .venv/.installed-dev .venv/.installed-docs ## Formatting, lint, types, floors and the site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_floors.py
+	$(MKDOCS) --site-dir build/checked-site
 
 format: .venv/.installed-dev ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .
@@ -83,12 +86,12 @@ gpu: .venv/.installed-dev ## Test and measure on the GPUs of this machine, ten m
 
 docs: .venv/.installed-docs ## Write docs/flags.md, and build the site into build/site; any dead link is an error
 	$(BIN)/megalith config --flags --markdown > docs/flags.md
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+	$(MKDOCS)
 	@echo 'To read it: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000'
 
 wheelhouse: | $(BIN)/python ## Collect all files for an install without network (docs/install.md)
 	torch=$(if $(named_torch),$$($(CHOOSE_TORCH))) && $(BIN)/python -m pip wheel $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS) -w wheelhouse \
-		'.[$(call with_extras,dev track)]' hatchling editables pip $$torch
+		'.[$(call with_extras,dev docs track)]' hatchling editables pip $$torch
 	@echo 'wheelhouse/ is complete. On the machine without network: make install WHEELHOUSE=wheelhouse'
 
 release: | $(BIN)/python ## Build wheel and source archive into dist/, check them, and run the quickstart from the wheel alone

@@ -30,7 +30,9 @@ def on_files(files: Any, config: Any) -> Any:
 
     made = {page: (ROOT / file).read_text("utf-8") for page, file in BESIDE.items()}
     made |= {"commands.md": commands(), "library.md": library()}
-    made["recipes.md"] = listing("Recipes", "`megalith train --config recipes/NAME`.", "recipes", "*.toml", "toml")
+    made["recipes.md"] = listing(
+        "Recipes", "To start one: `megalith train --config` with its path.", "recipes", "*.toml", "toml"
+    )
     made["examples.md"] = listing("Examples", "Scripts to edit.", "examples", "**/*.*", "bash")
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
@@ -124,16 +126,20 @@ def library() -> str:
     for title, names in _kinds(api):
         lines += ["", f"## {title}"]
         for name in names:
-            thing = getattr(api, name)
-            module = getattr(thing, "__module__", "megalith.api")
-            path = f"{module}.{thing.__qualname__}" if module.startswith("megalith") else f"megalith.api.{name}"
-            lines += ["", f"::: {path}"]
+            lines += ["", f"::: {_origin(api, name)}"]
     return "\n".join([*lines, ""])
+
+
+def _origin(api: Any, name: str) -> str:
+    """Return the dotted name of what a name of the API stands for; nothing that needs torch is imported for it."""
+    if name in api._LATER:
+        return str(api._LATER[name].replace(":", "."))
+    return f"{getattr(api, name).__module__}.{getattr(api, name).__qualname__}"
 
 
 def _kinds(api: Any) -> Iterator[tuple[str, list[str]]]:
     """Yield titles and names of the groups that the page has."""
-    classes = [name for name in api.__all__ if isinstance(getattr(api, name), type)]
+    classes = [name for name in api.__all__ if name[0].isupper()]
     yield "Register your own", [name for name in api.__all__ if name.startswith("register_")]
     yield "Functions", [name for name in api.__all__ if name not in classes and not name.startswith("register_")]
     yield "Classes", [name for name in classes if not name.endswith(("Config", "Error"))]

@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXTS = {".py", ".md", ".sh", ".sbatch", ".toml", ".yml", ".cff", ""}
 DATA = ("tests/contract", "tests/parity/fixtures", "tests/unit/compat/scripts")
 """Folders whose files are names of flags, or of others."""
+NAVIGATION = ROOT / "mkdocs.yml"
+"""Names generated pages too; test_site.py holds it."""
 
 PATH = re.compile(
     r"(?<!--out )(?<!--plot )(?<![\w./-])((?:docs|tests|benchmarks|recipes|examples|src/megalith)/[\w./-]*\w)(#[\w-]+)?"
@@ -36,7 +38,9 @@ def sources() -> dict[Path, str]:
         file for file in ROOT.rglob("*") if not any(part.startswith(".") for part in file.relative_to(ROOT).parts)
     ]
     data = [ROOT / folder for folder in DATA]
-    chosen = [file for file in files if file.suffix in TEXTS and file.is_file() and file != Path(__file__)]
+    chosen = [
+        file for file in files if file.suffix in TEXTS and file.is_file() and file not in (Path(__file__), NAVIGATION)
+    ]
     chosen = [file for file in chosen if not any(file.is_relative_to(folder) for folder in data)]
     return {file: file.read_text("utf-8", "ignore") for file in chosen}
 
