@@ -17,8 +17,9 @@ from megalith import api
 from megalith.cli.main import available_commands
 
 ROOT = Path(__file__).resolve().parents[2]
+CHANGES = "changelog.md"
 GENERATED = {
-    "changelog.md",
+    CHANGES,
     "commands.md",
     "contributing.md",
     "examples.md",
@@ -60,8 +61,8 @@ def test_generated_pages_have_every_command_and_name(hooks: ModuleType) -> None:
     ("written", "shown"),
     [
         ("[a](../README.md#install)", "[a](index.md)"),
-        ("[a](plan.md#x)", "[a](plan.md#x)"),
-        ("[a](../CHANGELOG.md)", "[a](changelog.md)"),
+        ("[a](plan.md#which-layout)", "[a](plan.md#which-layout)"),
+        ("[a](../CHANGELOG.md)", f"[a]({CHANGES})"),
         ("[a](../src/megalith/layout.py)", "[a](https://host/m/blob/main/src/megalith/layout.py)"),
         ("[a](../src/nothing.py)", "[a](../src/nothing.py)"),
         ("```\n[a](../README.md)\nb\n- c\n```\n- d", "```\n[a](../README.md)\nb\n- c\n```\n\n- d"),
