@@ -300,7 +300,8 @@ def check_merge(options: argparse.Namespace) -> None:
 
 
 def _run_merge(options: argparse.Namespace) -> int:
-    from megalith.data.dataset_tools import dataset_prefixes, merge
+    from megalith.data.dataset_tools import dataset_prefixes, merge, without_masks
+    from megalith.data.indexed import LOSS_MASK, TEMPLATE
     from megalith.data.shares import find_shares
 
     check_merge(options)
@@ -308,7 +309,8 @@ def _run_merge(options: argparse.Namespace) -> int:
         wanted = find_shares(options.output_prefix)
     else:
         wanted = {options.output_prefix: options.prefixes or dataset_prefixes(options.input)}
-    for output_prefix, prefixes in wanted.items():
+    for output_prefix in without_masks(wanted):
+        prefixes = wanted[output_prefix]
         merged = merge(
             prefixes,
             output_prefix,
@@ -318,6 +320,6 @@ def _run_merge(options: argparse.Namespace) -> int:
         print(f"Wrote {merged.prefix}.bin and .idx: {merged.num_documents} documents, {merged.num_tokens} tokens")
         if options.remove:
             for prefix in prefixes:
-                for ending in (".idx", ".bin", ".card"):
+                for ending in (".idx", ".bin", ".card", TEMPLATE, f"{LOSS_MASK}.idx", f"{LOSS_MASK}.bin"):
                     Path(prefix + ending).unlink(missing_ok=True)
     return 0

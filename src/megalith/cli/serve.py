@@ -64,7 +64,12 @@ def _server_parser() -> argparse.ArgumentParser:
     add("--allowed-origin", action="append", default=[], metavar="URL", help="origin of a page that may use the API")
     add("--i-know-it-is-open", action="store_true", help="allow --host to expose the server without a key")
     add("--served-model-name", metavar="NAME", help="model name in the API (default: name of the folder)")
-    add("--chat-template", type=local_path, metavar="FILE", help="Jinja chat template (default: the tokenizer's)")
+    add(
+        "--chat-template",
+        type=local_path,
+        metavar="FILE",
+        help="Jinja chat template, or chatml, llama3, mistral, plain or qwen3 (default: the tokenizer's)",
+    )
     add("--max-batch", type=int, metavar="N", help="maximum number of sequences in one step (default: 64)")
     add("--max-queue", type=int, default=limits.waiting, metavar="N", help="waiting sequences (default: %(default)s)")
     add("--cache-mib", type=int, metavar="N", help="KV cache per rank in MiB (default: at most 2048)")
@@ -417,10 +422,10 @@ async def _run_server(
     from megalith.serve.http.service import EncoderInput, Service
     from megalith.serve.model_runner import text_ids
     from megalith.serve.worker import look_after
-    from megalith.tokenizers.chat_template import read_template, stop_ids_beside, template_beside
+    from megalith.tokenizers.chat_template import find_template, stop_ids_beside, template_beside
 
     tokenizer, given = trained.tokenizer, launch.flags.server.chat_template
-    template = template_beside(tokenizer) if given is None else read_template(given, tokenizer)
+    template = template_beside(tokenizer) if given is None else find_template(str(given), tokenizer)
     service = Service(
         worker,
         tokenizer,

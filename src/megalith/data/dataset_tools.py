@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
+from megalith.data.indexed import LOSS_MASK, TEMPLATE, IndexedDataset, IndexedWriter, bin_path, idx_path
 from megalith.errors import ConfigError, DataError
 from megalith.progress import task
 from megalith.tokenizers.fingerprint import read_fingerprint, require_same, write_fingerprint
 
-_SIDE_FILES = (".card",)
+_SIDE_FILES = (".card", TEMPLATE)
 _AT_ONCE = 1 << 20  # entries or tokens
 
 
@@ -49,7 +49,13 @@ def dataset_prefixes(folder: Path) -> list[str]:
         raise ConfigError(problems)
     if not prefixes:
         raise ConfigError(f"--input {folder}: the folder has no .bin/.idx pair")
-    return prefixes
+    return without_masks(prefixes)
+
+
+def without_masks(prefixes: Iterable[str]) -> list[str]:
+    """Return the prefixes without those of loss masks, which are merged with their datasets."""
+    found = list(prefixes)
+    return [name for name in found if not (name.endswith(LOSS_MASK) and name.removesuffix(LOSS_MASK) in found)]
 
 
 def merge(
@@ -59,11 +65,15 @@ def merge(
     multimodal: bool = False,
     on_progress: Callable[[str], None] = lambda prefix: None,
 ) -> MergeReport:
-    """Concatenate datasets in the given order; `on_progress` receives each prefix before it is copied.
+    """Concatenate datasets, and their loss masks, in the given order.
+
+    Args:
+        on_progress: receives each prefix before it is copied.
 
     Raises:
         ConfigError: the output is one of the inputs.
-        DataError: an input is damaged, has another dtype or was made with another tokenizer; the disk is full.
+        DataError: an input is damaged, has another dtype or was made with another tokenizer or chat template; only some
+            have a loss mask; the disk is full.
     """
     whole = Path(output_prefix).absolute()
     if any(Path(prefix).absolute() == whole for prefix in prefixes):
@@ -74,6 +84,13 @@ def merge(
     for prefix, fingerprint in fingerprints.items():
         start = next(iter(fingerprints))
         require_same((start, prefix), fingerprints[start], fingerprint, "merge datasets of one tokenizer only")
+    masks = [prefix + LOSS_MASK for prefix in prefixes]
+    unmasked = [prefix for prefix, mask in zip(prefixes, masks, strict=True) if not idx_path(mask).is_file()]
+    if 0 < len(unmasked) < len(prefixes):
+        raise DataError(f"{unmasked[0]} has no loss mask and others have; merge them apart")
+    templates = {_content(Path(prefix + TEMPLATE)) for prefix in prefixes}
+    if len(templates) > 1:
+        raise DataError(f"{prefixes[0]} and others were made with different chat templates; make all with one")
     whole.parent.mkdir(parents=True, exist_ok=True)
     total = sum(path.stat().st_size for path in map(bin_path, prefixes) if path.is_file())
     with (
@@ -87,7 +104,15 @@ def merge(
         merged = MergeReport(output_prefix, writer.num_documents, writer.num_tokens)
     if len(fingerprints) == len(prefixes):
         write_fingerprint(output_prefix, fingerprints[prefixes[0]])
+    if not unmasked:
+        merge(masks, output_prefix + LOSS_MASK)
+    if template := templates.pop():
+        Path(output_prefix + TEMPLATE).write_bytes(template)
     return merged
+
+
+def _content(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megalith.data.sources.documents import BadDocument, Dialogue, Document
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
-from megalith.tokenizers.chat_template import BadDialogue, ChatTemplate
+from megalith.tokenizers.chat_template import BUILT_IN, BadDialogue, ChatTemplate
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -66,6 +66,8 @@ class DialogueEncoder:
     def _render(self, dialogue: Dialogue) -> tuple[str, list[Span]]:
         """Return the text and the ranges of characters to learn. Raises BadDialogue."""
         turns = self._turns(dialogue)
+        if dialogue.tools and not self._template.takes_tools:
+            raise BadDialogue("the dialogue has tools, and the template of --chat-template takes none")
         text, marked = self._template.render_marked(
             dialogue.messages, tools=dialogue.tools, add_generation_prompt=False
         )
@@ -110,7 +112,8 @@ class DialogueEncoder:
         if len(before) >= len(whole) or not (text.startswith(before) and text.startswith(whole)):
             raise BadDialogue(
                 f"the template writes message {turn + 1} differently when others follow, so that the tokens to learn "
-                "are not certain; give --loss-mask last, or as --chat-template one with {% generation %} tags"
+                "are not certain; give --loss-mask last, or as --chat-template one that marks answers "
+                f"({', '.join(BUILT_IN)})"
             )
         trimmed, stop = whole.rstrip(), self._template.after_answer.rstrip()
         return len(before), len(trimmed if stop and trimmed.endswith(stop) else whole)

@@ -16,12 +16,13 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megalith.data.characters import with_vocabulary
 from megalith.data.encoding import ChunkEncoder, EncodeSettings
-from megalith.data.indexed import smallest_dtype
+from megalith.data.indexed import TEMPLATE, smallest_dtype
 from megalith.data.output import Journal, OutputFiles, Partitions, RunState, SkippedList
 from megalith.data.preprocess_options import (
     PreprocessOptions,
@@ -37,6 +38,9 @@ from megalith.data.workers import Encoder, InProcessEncoder, PendingChunk, Worke
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.fingerprint import write_fingerprint
+
+if TYPE_CHECKING:
+    from megalith.tokenizers.chat_template import ChatTemplate
 
 __all__ = ["PreprocessOptions", "PreprocessReport", "find_violations", "preprocess", "worker_count"]
 
@@ -128,7 +132,8 @@ class _Run:
 
     def _encode_and_write(self, tokenizer: Tokenizer, encoders: Encoder) -> PreprocessReport:
         options = self.options
-        journal = Journal(options.stem, self._resume_settings(tokenizer))
+        template = self._template(tokenizer)
+        journal = Journal(options.stem, self._resume_settings(tokenizer, template))
         resumed = self._resume_state(journal)
         self.listener.started(time.perf_counter() - self._start, self._workers)
         skipped_path = Path(options.stem + "_skipped.txt")
@@ -148,6 +153,8 @@ class _Run:
         prefixes = options.output_prefixes()
         for key in options.source.keys:
             write_fingerprint(prefixes[key], tokenizer.fingerprint())
+            if template is not None and options.loss_mask is not None:
+                Path(prefixes[key] + TEMPLATE).write_text(template.source, encoding="utf-8")
         journal.remove()
         state = writing.state
         for key, count in num_tokens.items():
@@ -242,17 +249,27 @@ class _Run:
             options.seq_length,
         )
 
-    def _resume_settings(self, tokenizer: Tokenizer) -> dict[str, str]:
+    def _template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
+        """Return the chat template, and say where a model would not learn to stop."""
+        options = self.options
+        if options.chat_template is None:
+            return None
+        from megalith.tokenizers.chat_template import ends_of_turn, find_template
+
+        template = find_template(options.chat_template, tokenizer)
+        if options.loss_mask is not None and not options.append_eod and not ends_of_turn(tokenizer, template):
+            self.listener.note(
+                f"--chat-template {options.chat_template} ends an answer with no special token of the tokenizer, by "
+                "which a model would learn to stop; give --append-eod, or add its tokens to the tokenizer"
+            )
+        return template
+
+    def _resume_settings(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> dict[str, str]:
         """Return all settings that decide the output, under the names that a user knows."""
         options = self.options
         files = [(source.path.absolute(), source.path.stat()) for source in self.sources if source.path != STDIN]
-        template = {}
-        if options.chat_template is not None:
-            from megalith.tokenizers.chat_template import find_template
-
-            template = {"--chat-template": find_template(options.chat_template, tokenizer).source}
-            template |= {"--loss-mask": str(options.loss_mask), "--seq-length": str(options.seq_length)}
-        return template | {
+        dialogues = {"--loss-mask": str(options.loss_mask), "--seq-length": str(options.seq_length)}
+        return ({} if template is None else {"--chat-template": template.source, **dialogues}) | {
             "input": "\n".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files),
             "reading of the input": "\n".join(f"{source.about} {options.source}" for source in self.sources),
             "tokenizer": json.dumps(tokenizer.fingerprint(), sort_keys=True),

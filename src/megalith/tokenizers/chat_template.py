@@ -27,6 +27,9 @@ _CONFIG, _TEMPLATE, _GENERATION = "tokenizer_config.json", "chat_template.jinja"
 _SPECIAL = "special_tokens_map.json"
 TOKENIZERS = "tokenizer"
 """Name of the template in the folder of the tokenizer, where a file could be named."""
+_FOLDER = Path(__file__).parent / "chat_templates"
+BUILT_IN = tuple(sorted(path.stem for path in _FOLDER.glob("*.jinja")))
+"""Names of our templates, where a file could be named; all mark what an assistant says, up to the end of its turn."""
 _MARK = "ANSWER"
 _BEGIN, _END = (
     f"{secrets.token_hex()} {edge} of what an assistant says" for edge in ("begin", "end")
@@ -45,7 +48,6 @@ class ChatTemplate:
 
     Attributes:
         takes_tools: it reads the variable `tools`.
-        marks_answers: it has the tag `{% generation %}` around what an assistant says.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str] | None = None, with_tools: str | None = None) -> None:
@@ -58,7 +60,6 @@ class ChatTemplate:
             self._with_tools = self._template if with_tools is None else environment.from_string(with_tools)
             parsed = environment.parse(source if with_tools is None else with_tools)
             self.takes_tools = "tools" in find_undeclared_variables(parsed)
-            self.marks_answers = _BEGIN in (data.data for data in parsed.find_all(nodes.TemplateData))
         except TemplateError as error:
             raise DataError(f"the chat template is damaged: {error}") from error
         self._variables = dict(variables or {})
@@ -144,11 +145,11 @@ def stop_ids_beside(tokenizer: Tokenizer, template: ChatTemplate | None = None) 
     ends = [ends] if isinstance(ends, int) else ends
     if not isinstance(ends, list) or not all(isinstance(end, int) and 0 <= end < tokenizer.vocab_size for end in ends):
         ends = []
-    found = tuple(dict.fromkeys([*end_ids(tokenizer), *ends, *_ends_of_turn(tokenizer, template)]))
+    found = tuple(dict.fromkeys([*end_ids(tokenizer), *ends, *ends_of_turn(tokenizer, template)]))
     return None if found == end_ids(tokenizer) else found
 
 
-def _ends_of_turn(tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
+def ends_of_turn(tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
     """Return the special tokens that a template writes after an assistant's message."""
     if template is None:
         return []
@@ -171,10 +172,14 @@ def read_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def find_template(named: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template of a file, or the tokenizer's. Raises DataError if there is none."""
-    template = template_beside(tokenizer) if named == TOKENIZERS else read_template(Path(named), tokenizer)
+    """Return the template of a file, one of `BUILT_IN`, or the tokenizer's. Raises DataError if there is none."""
+    if named != TOKENIZERS:
+        return read_template(_FOLDER / f"{named}.jinja" if named in BUILT_IN else Path(named), tokenizer)
+    template = template_beside(tokenizer)
     if template is None:
-        raise DataError(f"--chat-template {named}: the tokenizer has no chat template; give a Jinja file")
+        raise DataError(
+            f"--chat-template {named}: the tokenizer has no chat template; give {', '.join(BUILT_IN)} or a Jinja file"
+        )
     return template
 
 

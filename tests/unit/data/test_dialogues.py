@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,19 @@ import pytest
 import tokenizers
 
 from megalith.cli.main import main
+from megalith.cli.preprocess import make_parser
 from megalith.config import TokenizerConfig
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocess import PreprocessOptions, preprocess
+from megalith.data.preprocess_options import ProgressListener
+from megalith.data.shares import Share
 from megalith.data.sources import SourceOptions
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import build_tokenizer
+from megalith.tokenizers.chat_template import BUILT_IN, find_template
+
+pyarrow = pytest.importorskip("pyarrow", reason="the data extra is not installed")
+pytest.importorskip("pyarrow.parquet")
 
 SPECIAL = ["<|end|>", "<|im_start|>", "<|im_end|>"]
 MARKED = (
@@ -156,3 +164,127 @@ def test_bad_dialogues_are_named_by_line_and_skipped_on_request(
         preprocess(replace(options, loss_mask="half"))
     with pytest.raises(ConfigError, match="--seq-length 99 needs --loss-mask"):
         preprocess(replace(options, loss_mask=None))
+
+
+CALLED = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "b", "reasoning_content": "c"},
+]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_our_templates_write_the_formats_of_their_models(tmp_path: Path, folder: Path) -> None:
+    said = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user", "assistant")]
+    texts = {
+        "chatml": "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
+        "[a<|im_end|>]\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n[a<|im_end|>]\n",
+        "llama3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\ns<|eot_id|><|start_header_id|>user"
+        "<|end_header_id|>\n\nu<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n[a<|eot_id|>]<|start_header_id|>"
+        "user<|end_header_id|>\n\nu<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n[a<|eot_id|>]",
+        "mistral": "<s>[INST] s\n\nu[/INST][ a</s>][INST] u[/INST][ a</s>]",
+        "plain": "su[a<|end|>]u[a<|end|>]",
+        "qwen3": "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n[<think>\n\n"
+        "</think>\n\na<|im_end|>]\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n[<think>\n\n</think>\n\na<|im_end|>]\n",
+    }
+    assert set(texts) == set(BUILT_IN)
+    help_text = " ".join(make_parser().format_help().split())
+    for name, text in texts.items():
+        options = options_for(folder, tmp_path / "in.jsonl", {"messages": said}, chat_template=name, skip_bad=True)
+        assert learnt(options) == [text]
+        assert Path(f"{options.output_prefix}_messages_document.jinja").is_file()
+        template = find_template(name, build_tokenizer(options.tokenizer))
+        whole, prompt = template.render(said, add_generation_prompt=False), template.render(said[:4])
+        assert whole.startswith(prompt) and name in help_text
+        if not template.takes_tools:
+            with pytest.raises(DataError, match="line 1.*tool"):
+                preprocess(options_for(folder, tmp_path / "in.jsonl", {"messages": CALLED}, chat_template=name))
+    called = options_for(folder, tmp_path / "in.jsonl", {"messages": CALLED, "tools": TOOLS}, chat_template="qwen3")
+    (text,) = learnt(called)
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    assert '\n{"type": "function", "function": {"name": "f"}}\n</tools>' in text
+    assert f"[<think>\n\n</think>\n\n{call}<|im_end|>]\n<|im_start|>user\n<tool_response>\n2\n" in text
+    assert text.endswith("</tool_response><|im_end|>\n<|im_start|>assistant\n[<think>\nc\n</think>\n\nb<|im_end|>]\n")
+
+
+def test_templates_that_end_no_turn_are_named(tmp_path: Path, folder: Path) -> None:
+    notes: list[str] = []
+    listener = ProgressListener()
+    listener.note = notes.append  # type: ignore[method-assign]
+    options = options_for(folder, tmp_path / "in.jsonl", {"messages": SAID[1:3]}, chat_template="llama3")
+    for given in (options, replace(options, append_eod=True), replace(options, chat_template="chatml")):
+        preprocess(given, listener)
+    assert [note for note in notes if "--append-eod" in note and "llama3" in note] == notes[:1] == notes
+
+
+PLAIN_FORMS: dict[str, dict[str, Any]] = {
+    "openai": {"messages": [{"role": "user", "content": "q", "name": None}, {"role": "assistant", "content": "a"}]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "tools": None},
+    "alpaca": {"instruction": "q", "input": "", "output": "a"},
+    "prompts": {"prompt": "q", "completion": "a"},
+}
+
+
+@pytest.mark.parametrize("form", PLAIN_FORMS)
+def test_every_form_is_read_from_every_format(tmp_path: Path, folder: Path, form: str) -> None:
+    row = PLAIN_FORMS[form]
+    cells = {
+        key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items() if value is not None
+    }
+    table = pyarrow.Table.from_pylist([row, row])
+    (tmp_path / "in.json").write_text(json.dumps([row, row], indent=1))
+    with (tmp_path / "in.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(cells))
+        writer.writeheader()
+        writer.writerows([cells, cells])
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
+    saved, hub = tmp_path / "saved" / "train", tmp_path / "hub" / "data"
+    for made in (saved, hub):
+        made.mkdir(parents=True)
+    with pyarrow.ipc.new_stream(saved / "data-00000-of-00001.arrow", table.schema) as stream:
+        stream.write_table(table)
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    pyarrow.parquet.write_table(table, hub / "train-00000-of-00001.parquet")
+    options = options_for(folder, tmp_path / "in.jsonl", row, row, chat_template="chatml")
+    for name in ("in.jsonl", "in.json", "in.csv", "in.parquet", "saved", "hub"):
+        read = replace(options, inputs=(str(tmp_path / name),))
+        assert learnt(read) == ["<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[a<|im_end|>]\n"] * 2, name
+
+
+def test_columns_without_values_are_absent(tmp_path: Path, folder: Path) -> None:
+    rows = [{"messages": CALLED, "tools": TOOLS}, {"messages": SAID, "tools": None}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    options = options_for(folder, tmp_path / "in.jsonl", *rows, chat_template="qwen3")
+    assert learnt(replace(options, inputs=(str(tmp_path / "in.parquet"),))) == learnt(options)
+
+
+def test_shares_and_datasets_are_merged_with_their_masks(tmp_path: Path, folder: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": str(n)}, SAID[2]]} for n in range(40)]
+    options = options_for(folder, tmp_path / "in.jsonl", *rows)
+    source = replace(options.source, limits=replace(options.source.limits, chunk_bytes=60))
+    options = replace(options, source=source)
+    wanted = learnt(options)
+    ends = (
+        "messages_document.bin",
+        "messages_document.idx",
+        "messages_document_loss_mask.bin",
+        "messages_document.jinja",
+    )
+    contents = [Path(f"{options.output_prefix}_{end}").read_bytes() for end in ends]
+    for workers in (1, 2):
+        out = str(tmp_path / f"out{workers}")
+        for number in range(2):
+            preprocess(replace(options, output_prefix=out, share=Share(number, 2), workers=workers))
+        assert main(["data", "merge", "--shares", "--remove", "--output-prefix", out]) == 0
+        assert [Path(f"{out}_{end}").read_bytes() for end in ends] == contents
+    assert not list(tmp_path.glob("*share*"))
+    two = [f"{tmp_path}/{name}_messages_document" for name in ("in", "out1")]
+    assert main(["data", "merge", *two, "--output-prefix", str(tmp_path / "both")]) == 0
+    assert IndexedDataset(f"{tmp_path}/both_loss_mask").num_tokens == IndexedDataset(f"{tmp_path}/both").num_tokens
+    assert len(wanted) == 40
+    Path(f"{two[0]}.jinja").write_text("another")
+    assert main(["data", "merge", *two, "--output-prefix", str(tmp_path / "both")]) == DataError.exit_code
+    Path(f"{two[0]}_loss_mask.idx").unlink()
+    assert main(["data", "merge", *two, "--output-prefix", str(tmp_path / "both")]) == DataError.exit_code

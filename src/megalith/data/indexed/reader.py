@@ -36,6 +36,8 @@ CODE_OF_DTYPE: dict[np.dtype[Any], int] = {dtype: code for code, dtype in DTYPE_
 
 LOSS_MASK = "_loss_mask"
 """Ending of the prefix of a dataset (uint8) that says of each token of another whether it is to be predicted."""
+TEMPLATE = ".jinja"
+"""Ending of the chat template by which a dataset with a loss mask was made."""
 
 ENTRIES_AT_ONCE = 1 << 20
 """Entries of the index that are worked on at once; keeps the memory small next to the index itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -189,7 +190,7 @@ def _dialogue(given: dict[str, Any]) -> Document | BadDocument:
     prompt = 0
     if "instruction" in given:
         asked = "\n".join(filter(None, (given["instruction"], given.get("input"))))
-        turns = [*(given.get("history") or ()), (asked, given["output"])]
+        turns = [*(_parsed(given.get("history")) or ()), (asked, given["output"])]
         messages = [
             {"role": role, "content": text}
             for turn in turns
@@ -200,7 +201,7 @@ def _dialogue(given: dict[str, Any]) -> Document | BadDocument:
         parts = [part if isinstance(part, list) else [{"role": role, "content": part}] for role, part in sides]
         messages, prompt = [*parts[0], *parts[1]], len(parts[0])
     else:
-        messages = given.get("messages", given.get("conversations"))
+        messages = _parsed(given.get("messages", given.get("conversations")))
     if given.get("system"):
         messages = [{"role": "system", "content": given["system"]}, *messages]
         prompt += 1
@@ -208,17 +209,29 @@ def _dialogue(given: dict[str, Any]) -> Document | BadDocument:
     if not isinstance(found, Dialogue):
         return found if isinstance(found, BadDocument) else [found]
     tools = given.get("tools")
-    if isinstance(tools, str):  # a column of a table that holds JSON
+    if isinstance(tools, str):
         tools = json.loads(tools or "null")
     return replace(found, tools=tools or None, prompt=prompt)
 
 
+def _parsed(value: Any) -> Any:
+    """Return a value, or that of its JSON where it is a list: columns of tables hold dialogues as text."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError):
+            return json.loads(value)
+    return value
+
+
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with role and content; ShareGPT's have `from` and `value`."""
+    """Return a message with role and content, without keys of no value; ShareGPT's have `from` and `value`."""
+    message = {key: value for key, value in message.items() if value is not None}  # as transformers does
     if "role" in message or not {"from", "value"} <= message.keys():
         return message
     speaker = message["from"]
-    return {"role": {"human": "user", "gpt": "assistant"}.get(str(speaker), speaker), "content": message["value"]}
+    return {
+        "role": {"human": "user", "gpt": "assistant", "observation": "tool"}.get(str(speaker), speaker),
+        "content": message["value"],
+    }
 
 
 def text_documents(

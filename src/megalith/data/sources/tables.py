@@ -178,7 +178,16 @@ class ArrowSource(_ColumnarSource):
 
 def _document(names: Sequence[str], cells: Sequence[Any], keys: tuple[str, ...]) -> Document | BadDocument:
     """Return the document of a row: a column for each key whatever its name, or those of a dialogue by their names."""
+    if keys == (MESSAGES,):
+        cells = [_without_nulls(cell) for cell in cells]
     return document_of(dict(zip(keys if len(keys) == len(names) else names, cells, strict=True)), keys)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return the value of a column without what other rows have: the keys of a struct are those of all rows."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _text_columns(path: Path, schema: Any, options: SourceOptions) -> list[str]:
@@ -190,6 +199,8 @@ def _text_columns(path: Path, schema: Any, options: SourceOptions) -> list[str]:
         is_list = types.is_list(kind) or types.is_large_list(kind)
         inner = kind.value_type if is_list or types.is_dictionary(kind) else kind
         if is_list and (types.is_struct(inner) or types.is_list(inner)):  # messages, of which each row tells
+            continue
+        if types.is_null(kind) and options.keys == (MESSAGES,):  # such as tools, of which no row has any
             continue
         if not (types.is_string(inner) or types.is_large_string(inner) or _is_string_view(types, inner)):
             raise DataError(f"{path}: column {name} holds {kind}, not text; give another as --text-column")
@@ -309,7 +320,9 @@ class CsvSource(RowSource):
         except UnicodeEncodeError:
             return BadDocument(f"a byte is not valid {self._file.encoding.plain_name} (--encoding sets another)")
         chosen: Document = [cells[at] for at in self._columns]
-        return chosen if len(chosen) == len(self._keys) else _document(self._names, chosen, self._keys)
+        if len(chosen) == len(self._keys) and self._keys != (MESSAGES,):
+            return chosen
+        return _document(self._names, chosen, self._keys)
 
 
 class _LineReader:
