@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from megalith import __version__
 from megalith.cli.arguments import CommandParser
-from megalith.distributed.machine import machine_memory, memory_limit
+from megalith.distributed.machine import machine_memory, memory_limit, processor
 from megalith.errors import install_command
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ _VARIABLES = re.compile(
 _PRIVATE = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|USER|ADDR|HOST|COMM_ID")
 _HARMLESS = re.compile(r"[\w.,:;=+-]{1,80}")
 _MARKS = {"ok": ("  ok      ", "green"), "note": ("  -       ", ""), "bad": ("  WRONG   ", "bold red")}
-_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ def _machine() -> Iterator[Finding]:
     if limit < machine:
         memory += f", limited to {_gigabytes(limit):.2f} GB (cgroup or ulimit -v)"
     yield Finding("ok", f"{platform.system()} {platform.machine()}, {usable} cores, {memory}")
-    yield Finding("ok", f"{platform.release()}, {' '.join(platform.libc_ver())}; {_processor()}")
+    yield Finding("ok", f"{platform.release()}, {' '.join(platform.libc_ver())}; {processor()}")
     if threads:
         yield Finding("note", f"OMP_NUM_THREADS={threads}: tensor operations use {threads} of {usable} cores")
     shared = Path("/dev/shm")
@@ -180,17 +179,6 @@ def _measured() -> Iterator[Finding]:
 
     for line in measure_here(this_device()):
         yield Finding("ok", line)
-
-
-def _processor() -> str:
-    """Return the name of the processor and those of its instruction sets that training uses."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or platform.machine()
-    named = re.search(r"^(?:model name|Model)\s*:\s*(.+)", text, re.MULTILINE)
-    has = set(text.split())
-    return f"{named[1] if named else platform.machine()} ({' '.join(each for each in _INSTRUCTIONS if each in has)})"
 
 
 def _devices() -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from megalith.errors import ConfigError
 from megalith.plan.devices import DEVICES, Device
 from megalith.plan.presets import PRESETS, preset_words
 from megalith.progress import task
+from megalith.report import find_run, read_history
 
 _DESCRIPTION = f"""Says whether a training fits its devices, how fast it is and what takes memory, without data or GPUs.
 FLAGS are those of `megalith train`; with a launch script of Megatron its flags and its number of processes.
@@ -29,7 +30,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="megalith plan",
         usage="megalith plan FLAGS | run.sh ARGUMENTS | recipe.toml FLAGS | --preset NAME  --gpus NxDEVICE [options]\n"
-        "       megalith plan --hours H --data TOKENS  --gpus NxDEVICE",
+        "       megalith plan --hours H --data TOKENS  --gpus NxDEVICE\n"
+        "       megalith plan --calibrate RUN",
         description=_DESCRIPTION,
         allow_abbrev=False,
     )
@@ -46,6 +48,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--hours", type=float, metavar="H", help="say which size to train in so many hours")
     parser.add_argument("--data", metavar="TOKENS", help="with --hours: tokens of the text, such as 500M or 2B")
     parser.add_argument("--json", action="store_true", help="print one object on one line")
+    parser.add_argument(
+        "--calibrate",
+        metavar="RUN",
+        help="learn from what a finished run measured beside its plan; alone, without --gpus",
+    )
     parser.add_argument("--html", metavar="FILE.html", help="also write a page with pictures of memory and pipeline")
     return parser
 
@@ -102,6 +109,15 @@ def _print_budget(
     return 0
 
 
+def _calibrate(path: Path) -> str:
+    """Learn from a run; return a line about it."""
+    from megalith.plan.calibration import calibrate
+
+    folder = find_run(path)
+    plans = [event.record for event in read_history(folder).events if event.kind == "plan"]
+    return calibrate(plans[-1] if plans else None, folder)
+
+
 def _has_micro_batches(words: Sequence[str]) -> bool:
     """Return whether flags or their recipe set the size of micro-batches, so that they are a layout to plan."""
     flags = read_command_line(words)
@@ -112,6 +128,11 @@ def _has_micro_batches(words: Sequence[str]) -> bool:
 def run(argv: Sequence[str]) -> int:
     """Print the plan of a command line or a launch script; ConfigError lists all violations."""
     options, words = make_parser().parse_known_args(list(argv))
+    if options.calibrate is not None:
+        if len(argv) > 2:
+            raise ConfigError("--calibrate takes the folder of a run and no other flags")
+        print(_calibrate(Path(options.calibrate)))
+        return 0
     words, number = run_of(words) if words else ([], None)
     if options.gpus is None:
         raise ConfigError(f"--gpus is not given; give the devices as NxDEVICE, such as {number or 8}xH100")

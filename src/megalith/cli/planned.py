@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from statistics import median
 
 import torch
 
 from megalith.config import RunConfig
 from megalith.device import capability_of, is_host
+from megalith.plan.calibration import circumstances
 from megalith.plan.devices import GIB
 from megalith.plan.memory import RankMemory
 from megalith.plan.plan import device_here, remembered, time_of
@@ -38,7 +41,7 @@ def planned(
     here = with_measured(here, local)
     known = is_host(device) or here.compute is not None and here.rates.asynchronous
     time = time_of(config, vocab_size, here, ranks, config.launch.world_size // local) if known else None
-    return _Planned(ranks[0], time, memory, say, event)
+    return _Planned(ranks[0], time, memory, say, partial(event, "plan", **circumstances(here)), device)
 
 
 class _Planned(Hook):
@@ -51,8 +54,10 @@ class _Planned(Hook):
         memory: Callable[[], Mapping[str, int]],
         say: Callable[[str], None],
         event: Callable[..., None],
+        device: torch.device,
     ) -> None:
         self._rank, self._time, self._memory, self._say, self._event = rank, time, memory, say, event
+        self._device = device
         self._seconds: list[float] = []
 
     def after_window(self, report: WindowReport) -> None:
@@ -76,10 +81,18 @@ class _Planned(Hook):
         if found:
             self._say(f"planned beside measured: {', '.join(found)}")
         self._event(
-            "plan",
             iteration=iteration,
             planned_seconds=None if self._time is None else self._time.step_seconds,
             measured_seconds=measured,
             planned_peak_bytes=self._rank.peak_bytes,
             measured_peak_bytes=peak,
+            measured_context_bytes=None if peak is None else _outside(self._device),
         )
+
+
+def _outside(device: torch.device) -> int | None:
+    """Return the bytes of a device outside of torch's allocator, of all programs; None if they are not known."""
+    with suppress(RuntimeError, NotImplementedError):
+        free, total = torch.accelerator.get_memory_info(device)
+        return total - free - torch.accelerator.memory_reserved(device)
+    return None

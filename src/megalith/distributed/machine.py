@@ -1,4 +1,4 @@
-"""Memory limits, network interfaces and addresses of this machine.
+"""Memory limits, processor, network interfaces and addresses of this machine.
 
 This module does not import torch, so that the supervisor and `megalith doctor` can use it.
 """
@@ -6,6 +6,8 @@ This module does not import torch, so that the supervisor and `megalith doctor` 
 from __future__ import annotations
 
 import os
+import platform
+import re
 import resource
 import socket
 import struct
@@ -16,6 +18,18 @@ from contextlib import suppress
 from pathlib import Path
 
 _PROC = Path("/proc")
+_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+
+
+def processor() -> str:
+    """Return the name of the processor and those of its instruction sets that training uses."""
+    try:
+        text = (_PROC / "cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = re.search(r"^(?:model name|Model)\s*:\s*(.+)", text, re.MULTILINE)
+    has = set(text.split())
+    return f"{named[1] if named else platform.machine()} ({' '.join(each for each in _INSTRUCTIONS if each in has)})"
 
 
 def machine_memory() -> int:

@@ -97,7 +97,7 @@ def afford(
 def _ascending(
     device: Device, seconds: float, unique: float, world_size: int, plan_of: Callable[[list[str]], Plan]
 ) -> Iterator[Purchase]:
-    rate = max(speed for table in device.rates.products.values() for _, speed in table) * world_size
+    rate = device.rates.best * world_size
     sizes = [(parameters_of(layers, hidden), layers, hidden, heads) for layers, hidden, heads in SIZES]
 
     def hoped(size: tuple[int, int, int, int]) -> float:

@@ -48,6 +48,7 @@ class Rates:
         source: of these figures.
         host: seconds of a micro-batch besides its launches, where these are not asynchronous.
         operations: collective -> the link within a node as it is for this one, if it was measured.
+        efficiency: speed of finished runs over what the other rates say (`calibration`).
     """
 
     products: Mapping[str, Table]
@@ -62,11 +63,17 @@ class Rates:
     source: str
     host: float = 0.0
     operations: Mapping[str, Link] = field(default_factory=dict)
+    efficiency: float = 1.0
 
     def product(self, dtype: str, flops: float, *, attention: bool = False) -> float:
         """Return the FLOP/s of a product of so many FLOPs."""
         rate = _between(self.products.get(dtype) or self.products["fp32"], flops)
         return rate * self.attention if attention else rate
+
+    @property
+    def best(self) -> float:
+        """Return the FLOP/s of the fastest products."""
+        return self.efficiency * max(rate for table in self.products.values() for _, rate in table)
 
     def passes(self, kind: str, size: float) -> float:
         """Return the bytes a second of a pass over so many bytes."""
@@ -91,12 +98,23 @@ class Device:
         compute: NVIDIA's compute capability; None for a CPU.
         gib: memory; 0 if it is not known.
         rates: how fast it is.
+        unplanned: bytes at the peak that finished runs had beside what is planned (`calibration`).
+        outside: bytes outside of torch's allocator in finished runs; None if it is not known.
+        runs: number of these runs.
     """
 
     name: str
     compute: tuple[int, int] | None
     gib: int
     rates: Rates
+    unplanned: int = 0
+    outside: int | None = None
+    runs: int = 0
+
+    @property
+    def file_name(self) -> str:
+        """Return the name as files of its measurements have it."""
+        return self.name.replace(" ", "-").replace("/", "-")
 
     def peak(self, dtype: str) -> float:
         """Return the FLOP/s of its datasheet in a dtype; of a CPU the best of its products."""
@@ -112,14 +130,16 @@ class Device:
 
     @property
     def libraries(self) -> int:
-        """Return the bytes that cuBLAS takes of torch's allocator (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+        """Return the bytes that cuBLAS takes (aten/src/ATen/cuda/CublasHandlePool.cpp), and others that were measured."""
         if self.compute is None:
             return 0
-        return 32 * 2**20 if self.compute >= (9, 0) else 8 * 2**20 + 128 * 2**10
+        return self.unplanned + (32 * 2**20 if self.compute >= (9, 0) else 8 * 2**20 + 128 * 2**10)
 
     @property
     def context(self) -> int:
         """Return the bytes outside of torch's allocator: contexts of the device and of NCCL."""
+        if self.outside is not None:
+            return self.outside
         return 0 if self.compute is None else 3 * GIB // 2
 
     @property

@@ -208,7 +208,8 @@ def _plan_of(run: RunConfig, vocab_size: int, device: Device, nodes: int, notes:
     if run.data.masks_documents:
         notes.append("each sequence is planned as one document")
     ranks = _memory(device, run, vocab_size)
-    notes.append(f"rates: {device.rates.source}")
+    runs = f"; {device.runs} runs corrected them by {device.rates.efficiency:.3g}" if device.runs else ""
+    notes.append(f"rates: {device.rates.source}{runs}")
     return Plan(run, device, ranks, time_of(run, vocab_size, device, ranks, nodes), nodes, notes)
 
 

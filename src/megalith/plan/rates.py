@@ -21,6 +21,7 @@ from typing import Any
 
 from megalith.errors import ConfigError
 from megalith.layout import Layout
+from megalith.plan.calibration import calibrated
 from megalith.plan.devices import DEVICES, Device, Link, Rates
 from megalith.plan.remember import cache_folder
 
@@ -36,17 +37,19 @@ _TINY = (  # of which nothing but launches counts
 
 def table_of(device: Device) -> Path:
     """Return the file of the rates that were measured of a device."""
-    return cache_folder() / f"rates-{device.name.replace(' ', '-').replace('/', '-')}.json"
+    return cache_folder() / f"rates-{device.file_name}.json"
 
 
 def with_measured(device: Device, ranks: int) -> Device:
-    """Return a device with the rates that were measured here of as many ranks of a machine, as given without any."""
+    """Return a device as it was measured here, as given where it was not.
+
+    Its rates are those of as many ranks of a machine (`megalith doctor --measure`), corrected by finished runs.
+    """
     with suppress(OSError, ValueError, KeyError, TypeError):
         saved = json.loads(table_of(device).read_text(encoding="utf-8"))
-        return replace(
-            device, rates=_from_json(saved[min(saved, key=lambda number: (abs(int(number) - ranks), number))])
-        )
-    return device
+        rates = _from_json(saved[min(saved, key=lambda number: (abs(int(number) - ranks), number))])
+        device = replace(device, rates=rates)
+    return calibrated(device)
 
 
 def _from_json(saved: dict[str, Any]) -> Rates:
@@ -109,11 +112,11 @@ def this_device() -> Device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or not is_cuda(accelerator):
         return DEVICES["CPU"]
-    title = capability_of(torch.device(accelerator.type, 0)).title
+    name = capability_of(torch.device(accelerator.type, 0)).name
     for device in DEVICES.values():
-        if device.name == title:
+        if device.name == name:
             return device
-    raise ConfigError(f"--measure: {title} is no device of megalith plan, which knows {', '.join(DEVICES)}")
+    raise ConfigError(f"--measure: {name} is no device of megalith plan, which knows {', '.join(DEVICES)}")
 
 
 def _measure(rank: int, kind: str, threads: int, ranks: int) -> dict[str, Any]:

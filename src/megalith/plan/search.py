@@ -240,8 +240,7 @@ class Search:
         """Return a time below that of all variants: all products at the best rate, with the pipeline's bubble."""
         run, vocab_size = self.run_of(layout)
         model, length, batch = run.model, run.data.seq_length, run.global_batch_size
-        rates = self.device.rates
-        best = max(rate for table in rates.products.values() for _, rate in table) * self.world_size
+        best = self.device.rates.best * self.world_size
         pp, chunks = run.layout.pp, run.parallel.num_virtual_stages_per_pipeline_rank or 1
         if run.pipeline_schedule == "zb-h1" or pp == 1:
             return step_flops(model, vocab_size, length, batch) / best

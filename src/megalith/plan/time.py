@@ -225,6 +225,9 @@ class _Step:
             sent = transfers(run.pipeline_schedule, layout.pp, chunks, number)
             parts["pp"] = sent * self.clock.collective("pp", "send", self.layers.hidden_bytes)
         self._update(slowest, sum(forward.values()), sum(backward.values()), parts)
+        slower = 1 / self.clock.rates.efficiency
+        parts = {name: slower * value for name, value in parts.items()}
+        passes = [(slower * f, slower * b, slower * w) for f, b, w in passes]
         seconds, length = sum(parts.values()), run.data.seq_length
         flops = step_flops(run.model, self.vocab_size, length, run.global_batch_size)
         peak = self.device.peak(self.clock.dtype) * layout.world_size
