@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -115,6 +116,7 @@ def serve(pipe: Connection, device: str) -> None:
     from megalith.distributed.forked import joined
 
     torch.set_num_threads(1)
+    gc.freeze()  # each run ends in a collection: of what it made, and not of all that is imported
     while True:
         try:
             rank, world_size, store, seconds, (file, name, args) = pipe.recv()

@@ -88,6 +88,7 @@ def _answer(
 ) -> None:
     rank, world_size, store, seconds = place
     torch.set_num_threads(1)
+    gc.freeze()  # the collection that ends a process group is of what the rank made, not of all that is imported
     try:
         if world_size == 1:
             result = function(rank, *args)
