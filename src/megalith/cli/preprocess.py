@@ -129,7 +129,7 @@ def _add_output(parser: CommandParser) -> None:
         help="for fine-tuning: also write PREFIX_messages_document_loss_mask, which tokens of a dialogue are learnt: "
         "assistant (default), last (its last message) or all; without --chat-template: the tokenizer's",
     )
-    add("--seq-length", metavar="N", help="with --loss-mask: a dialogue of more tokens is unreadable (--bad-lines)")
+    add("--seq-length", metavar="N", help="with --loss-mask: a dialogue of over N + 1 tokens is a bad line")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unicodedata import is_normalized
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ from megalith.data.sources.documents import BadDocument, Dialogue, Document
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.chat_template import BUILT_IN, BadDialogue, ChatTemplate
+from megalith.tokenizers.fast_bpe import plain_array_encoder
+from megalith.tokenizers.protocol import character_ranges
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -31,15 +34,23 @@ class DialogueEncoder:
 
     Args:
         loss_mask: one of `encoding.LOSS_MASKS`.
-        max_tokens: of a dialogue, with its end of document; None for any number.
+        seq_length: tokens of the longest dialogue, without the last, which is only predicted; None for any number.
+        expected_bytes: of text; decides what is worth being loaded at once.
         eod: id behind each dialogue, None for none. It is learnt where an answer ends the dialogue.
     """
 
     def __init__(
-        self, template: ChatTemplate, tokenizer: Tokenizer, loss_mask: str, max_tokens: int | None, eod: int | None
+        self,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        loss_mask: str,
+        seq_length: int | None,
+        eod: int | None,
+        expected_bytes: int = 0,
     ) -> None:
         self._template, self._tokenizer, self._loss_mask = template, tokenizer, loss_mask
-        self._max_tokens, self._eod = max_tokens, eod
+        self._seq_length, self._eod = seq_length, eod
+        self._arrays = plain_array_encoder(tokenizer, expected_bytes)
 
     def encode(self, dialogue: Document | BadDocument) -> tuple[NDArray[Any], NDArray[np.uint8]] | BadDocument:
         """Return ids and mask of a dialogue, [tokens] each, or why it cannot be learnt from."""
@@ -48,7 +59,7 @@ class DialogueEncoder:
             return dialogue if isinstance(dialogue, BadDocument) else plain
         try:
             text, spans = self._render(dialogue)
-            ids, offsets = self._tokenizer.encode_with_offsets(text)
+            ids, offsets = self._tokenize(text)
         except (BadDialogue, DataError) as error:
             return BadDocument(str(error))
         mask = np.zeros(len(ids), np.uint8)
@@ -57,11 +68,22 @@ class DialogueEncoder:
         if self._eod is not None:
             ids = np.append(ids, self._eod)
             mask = np.append(mask, np.uint8(bool(spans) and not text[spans[-1][1] :].strip()))
-        if self._max_tokens is not None and len(ids) > self._max_tokens:
-            return BadDocument(f"the dialogue has {len(ids)} tokens, more than --seq-length {self._max_tokens}")
+        if self._seq_length is not None and len(ids) > self._seq_length + 1:
+            limit = f"--seq-length {self._seq_length} takes, and one that is only predicted"
+            return BadDocument(f"the dialogue has {len(ids)} tokens, more than {limit}")
         if not mask.any():
             return BadDocument("no token of the dialogue is to be predicted")
         return ids, mask
+
+    def _tokenize(self, text: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Return ids and ranges of characters, by the bytes of the tokens where those make up the text."""
+        if self._arrays is not None and is_normalized("NFC", text):
+            ((ids,), sizes) = self._arrays((text,)), self._tokenizer.token_sizes
+            assert sizes is not None
+            ranges = character_ranges(text, sizes[ids])
+            if ranges is not None:
+                return ids, ranges
+        return self._tokenizer.encode_with_offsets(text)
 
     def _render(self, dialogue: Dialogue) -> tuple[str, list[Span]]:
         """Return the text and the ranges of characters to learn. Raises BadDialogue."""

@@ -60,7 +60,7 @@ class EncodeSettings:
         skip_bad: pass over documents that cannot be read; otherwise nothing after the first is encoded.
         chat_template: file of a Jinja template that makes text of messages, or TOKENIZERS for the tokenizer's.
         loss_mask: what of a dialogue is learnt, one of `LOSS_MASKS`; its mask is one more column. None for no mask.
-        seq_length: most tokens of a dialogue with a loss mask, None for any number.
+        seq_length: tokens that a dialogue with a loss mask may take, None for any number.
         expected_bytes: of text for each process, as far as it shows; decides what is worth being loaded at once.
     """
 
@@ -137,7 +137,7 @@ class ChunkEncoder:
 
                 eod = require_eod(tokenizer, "--append-eod") if settings.append_eod else None
                 self._dialogues = DialogueEncoder(
-                    self._template, tokenizer, settings.loss_mask, settings.seq_length, eod
+                    self._template, tokenizer, settings.loss_mask, settings.seq_length, eod, settings.expected_bytes
                 )
             before, behind = added_around(tokenizer)
             self._encode = lambda texts: [ids[before : len(ids) - behind] for ids in encode(texts)]

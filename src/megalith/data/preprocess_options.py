@@ -61,7 +61,7 @@ class PreprocessOptions:
         append_eod: end each document with the end-of-document id.
         chat_template: file of a Jinja template that makes text of messages, or `tokenizer` for the tokenizer's.
         loss_mask: what of a dialogue is learnt, one of `LOSS_MASKS`; a second dataset holds the mask. None for none.
-        seq_length: most tokens of a dialogue with a loss mask; a longer one is a bad document. None for any number.
+        seq_length: of the training; a dialogue that takes more is a bad document. None for any length.
         sentences: how texts are split into sentences, None to leave them whole; with it output names end in `sentence`.
         workers: processes that encode; the output is the same for any number.
         partitions: Megatron's partitions; above 1 they change the order of the documents, and their files are kept.

@@ -1,9 +1,9 @@
-"""Batch encoding of texts to arrays of ids, for preprocessing, with gigatoken for GPT-2's BPE.
+"""Batch encoding of texts to arrays of ids, for preprocessing, with gigatoken for byte-level BPE.
 
-gigatoken (an optional package) gives the ids of tiktoken at more than ten times the speed and takes about a second to
-load. A process therefore starts with tiktoken and switches when it has seen enough text. Before the switch, and at
-intervals after it, its ids are compared with tiktoken's. gigatoken caches every word that it has seen (about 70 bytes
-each), so it is reloaded when the process has grown by `_LARGEST_GROWTH`.
+gigatoken (an optional package) gives the ids of tiktoken, or of the library `tokenizers`, at more than ten times the
+speed and takes about a second to load. A process therefore starts with the other library and switches when it has seen
+enough text. Before the switch, and at intervals after it, the ids of both are compared. gigatoken caches every word
+that it has seen (about 70 bytes each), so it is reloaded when the process has grown by `_LARGEST_GROWTH`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,14 @@ def array_encoder(tokenizer: Tokenizer, expected_bytes: int = 0) -> ArrayEncoder
     return lambda texts: [ids_as_array(tokenizer.encode(text)) for text in texts]
 
 
+def plain_array_encoder(tokenizer: Tokenizer, expected_bytes: int = 0) -> ArrayEncoder | None:
+    """Return an encoder that adds nothing around a text; None if `Tokenizer.token_sizes` are unknown."""
+    if tokenizer.token_sizes is None:
+        return None
+    make = getattr(tokenizer, "plain_array_encoder", None)
+    return array_encoder(tokenizer, expected_bytes) if make is None else make(expected_bytes)
+
+
 def ids_as_array(ids: list[int]) -> NDArray[Any]:
     """Convert ids to an array (i64). Raises DataError for a number beyond 64 bits, which NullTokenizer accepts."""
     try:
@@ -64,25 +72,31 @@ def ids_as_array(ids: list[int]) -> NDArray[Any]:
 
 
 class BytePairArrays:
-    """`ArrayEncoder` over a byte-level BPE that switches from tiktoken to gigatoken.
+    """`ArrayEncoder` over a byte-level BPE that switches from another library to gigatoken.
 
     Args:
+        content: makes the tokenizer.json of the BPE.
         encode: the ids of one text, by which gigatoken is judged.
-        is_proved: whether gigatoken can be used for this vocabulary, whose ids it merges by rank as tiktoken does.
+        is_proved: whether gigatoken can be used for this vocabulary.
         expected_bytes: expected amount of text; if it is large, gigatoken is loaded at once.
         worth_loading: otherwise, characters to encode before gigatoken is loaded.
+        probes: texts besides `_PROBES` on which the two must agree.
+        other: name of the library that `encode` uses.
     """
 
     def __init__(
         self,
-        vocabulary: BytePairVocabulary,
+        content: Callable[[], str | bytes],
         encode: Callable[[str], list[int]],
         is_proved: Callable[[], bool],
         *,
         expected_bytes: int = 0,
         worth_loading: int = _WORTH_LOADING,
+        probes: Sequence[str] = (),
+        other: str = "tiktoken",
     ) -> None:
-        self._vocabulary, self._encode, self._is_proved = vocabulary, encode, is_proved
+        self._content, self._encode, self._is_proved, self._other = content, encode, is_proved, other
+        self._probes = (*_PROBES, *probes)
         self._left_until_loading = worth_loading
         self._gigatoken: _ArrayEncode | None = None
         self._make: Callable[[], _ArrayEncode] | None = None
@@ -125,20 +139,27 @@ class BytePairArrays:
         except ImportError:
             return None
         try:
-            text = _as_tokenizer_json(self._vocabulary)
+            text = self._content()
             self._make = lambda: library.Tokenizer.from_json(text).encode
             with ThreadPoolExecutor(1) as beside:  # gigatoken releases the GIL while it loads
                 loading = beside.submit(self._make)
                 if not self._is_proved():
                     return None
             fast = loading.result()
-            wrong = [text for text in _PROBES if fast(text).tolist() != self._encode(text)]
+            wrong = [text for text in self._probes if fast(text).tolist() != self._encode(text)]
             wrong += [_SURROGATE] if _accepts(fast, _SURROGATE) else []
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            logger.warning("gigatoken is installed but cannot be used (%s); using tiktoken, which is slower", error)
+            logger.warning(
+                "gigatoken is installed but cannot be used (%s); using %s, which is slower", error, self._other
+            )
             return None
         if wrong:
-            logger.warning("gigatoken gives other ids than tiktoken for %r; using tiktoken, which is slower", wrong[0])
+            logger.warning(
+                "gigatoken gives other ids than %s for %r; using %s, which is slower",
+                self._other,
+                wrong[0],
+                self._other,
+            )
             return None
         return fast
 
@@ -154,7 +175,7 @@ class BytePairArrays:
             self._baseline_bytes = _resident_bytes()
 
     def _compare_some(self, texts: Sequence[str], arrays: Sequence[NDArray[Any]]) -> None:
-        """Compare every `_COMPARED_EACH`-th text with tiktoken, skipping texts that are too long."""
+        """Compare every `_COMPARED_EACH`-th text with the other library, skipping texts that are too long."""
         at = self._until_compared - 1
         while at < len(texts):
             if len(texts[at]) > _LONGEST_COMPARED:
@@ -167,7 +188,7 @@ class BytePairArrays:
     def _compare(self, text: str, ids: NDArray[Any]) -> None:
         if ids.tolist() != self._encode(text):
             raise DataError(
-                f"gigatoken gives other ids than tiktoken for a text that begins {text[:60]!r}: the output so far "
+                f"gigatoken gives other ids than {self._other} for a text that begins {text[:60]!r}: the output so far "
                 "cannot be trusted; remove it (pip uninstall gigatoken), preprocess again, and report the text"
             )
 
@@ -190,7 +211,7 @@ def _resident_bytes() -> int:
         return 0
 
 
-def _as_tokenizer_json(vocabulary: BytePairVocabulary) -> str | bytes:
+def as_tokenizer_json(vocabulary: BytePairVocabulary) -> str | bytes:
     """Return the tokenizer.json of this vocabulary as the library `tokenizers` writes it, without importing it."""
     model = {"type": "BPE", "vocab": vocabulary.ids, "merges": vocabulary.merges}
     split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

@@ -10,6 +10,7 @@ transformers, in memory, if it is installed.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from abc import ABC, abstractmethod
@@ -24,7 +25,8 @@ from numpy.typing import NDArray
 from megalith.errors import DataError
 from megalith.hub import TOKENIZER_FILES as HUB_FILES
 from megalith.hub import fetched
-from megalith.tokenizers.byte_level import END_OF_TEXT, byte_level_tokenizer, read_byte_pair_vocabulary
+from megalith.tokenizers.byte_level import END_OF_TEXT, byte_level_tokenizer, bytes_of, read_byte_pair_vocabulary
+from megalith.tokenizers.fast_bpe import ArrayEncoder, BytePairArrays
 from megalith.tokenizers.fingerprint import file_hashes
 from megalith.tokenizers.protocol import Tokenizer, import_for, json_object, require_ids, require_text
 from megalith.tokenizers.sentence_piece import MODEL_FILE, decode_with_special, encode_with_special, load_model
@@ -37,6 +39,8 @@ _UNSUPPORTED_BYTE_LEVEL_SETTINGS = (
     *("add_prefix_space", "add_bos_token", "added_tokens_decoder"),
     *("additional_special_tokens", "extra_special_tokens"),
 )
+_REWRITING_OPTIONS = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
+_WORTH_LOADING = 1 << 19  # characters; the library `tokenizers` encodes them in about the time of loading gigatoken
 _MATCHING_OPTIONS = ("lstrip", "rstrip", "single_word")  # options of an added token: how it is matched in a text
 _ROLES_OF_GPT2 = ("bos_token", "eos_token", "unk_token")
 _SPECIAL_ROLES = (*_ROLES_OF_GPT2, "pad_token", "cls_token", "sep_token", "mask_token")
@@ -64,6 +68,15 @@ class Backend(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
+
+    @property
+    def token_sizes(self) -> NDArray[np.int64] | None:
+        """As `Tokenizer.token_sizes`."""
+        return None
+
+    def plain_array_encoder(self, expected_bytes: int) -> ArrayEncoder | None:
+        """Return an encoder that adds nothing around a text; None if there is no faster one than `encode`."""
+        return None
 
     def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
         """Return ids and ranges of characters as `Tokenizer` does; None if the library does not tell."""
@@ -95,6 +108,32 @@ class _FastBackend(Backend):
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._add_special).ids
         return ids
 
+    @cached_property
+    def token_sizes(self) -> NDArray[np.int64] | None:
+        if not _is_byte_level(json.loads(self._tokenizer.to_str())):
+            return None
+        added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        sizes = np.zeros(1 + max(self.ids.values()), np.int64)
+        for token, number in self.ids.items():
+            sizes[number] = len(token.encode() if token in added else bytes_of(token))
+        return sizes
+
+    def plain_array_encoder(self, expected_bytes: int) -> ArrayEncoder:
+        def encode(text: str) -> list[int]:
+            ids: list[int] = self._tokenizer.encode(require_text(text), add_special_tokens=False).ids
+            return ids
+
+        added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        return BytePairArrays(
+            self._tokenizer.to_str,
+            encode,
+            lambda: True,
+            expected_bytes=expected_bytes,
+            worth_loading=_WORTH_LOADING,
+            probes=[text.join(["", *added, ""]) for text in ("a", " b ", "\n\n")],
+            other="tokenizers",
+        )
+
     def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         found = self._tokenizer.encode(text, add_special_tokens=False)
         return np.array(found.ids, np.int64), np.array(found.offsets, np.int64).reshape(-1, 2)
@@ -105,6 +144,21 @@ class _FastBackend(Backend):
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
+
+
+def _is_byte_level(content: Mapping[str, Any]) -> bool:
+    """Return whether the bytes of the tokens make up every normalised text, by the content of a tokenizer.json."""
+    splits = content["pre_tokenizer"] or {}
+    *before, last = splits.get("pretokenizers") or [splits]
+    return (
+        content["model"]["type"] == "BPE"
+        and not any(map(content["model"].get, _REWRITING_OPTIONS))
+        and content["normalizer"] in (None, {"type": "NFC"})
+        and last.get("type") == "ByteLevel"
+        and not last["add_prefix_space"]
+        and all(step["type"] in ("Split", "Digits") and step.get("behavior") != "Removed" for step in before)
+        and not any(token[option] for token in content["added_tokens"] for option in _MATCHING_OPTIONS)
+    )
 
 
 def read_tokenizer_json(path: Path) -> Any:
@@ -302,6 +356,13 @@ class HuggingFaceTokenizer(Tokenizer):
     @cached_property
     def special_ids(self) -> frozenset[int]:
         return (self._backend.special_ids | set(self.special.values())) - set(self.extra_ids)
+
+    @property
+    def token_sizes(self) -> NDArray[np.int64] | None:
+        return self._backend.token_sizes
+
+    def plain_array_encoder(self, expected_bytes: int = 0) -> ArrayEncoder | None:
+        return self._backend.plain_array_encoder(expected_bytes)
 
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(require_text(text))

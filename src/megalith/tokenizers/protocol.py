@@ -66,7 +66,9 @@ class Tokenizer(ABC):
                 "with a tokenizer.json"
             )
         ids = np.array(self.encode(text), np.int64)
-        return ids, character_ranges(text, self.token_sizes[ids])
+        ranges = character_ranges(text, self.token_sizes[ids])
+        assert ranges is not None
+        return ids, ranges
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -120,15 +122,21 @@ def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     return () if tokenizer.eod is None else (tokenizer.eod,)
 
 
-def character_ranges(text: str, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the range of characters, [N, 2], of each token of a text; `sizes` are bytes of UTF-8 [N]."""
+def character_ranges(text: str, sizes: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """Return the range of characters, [N, 2], of each token of a text; None if the `sizes` [N] do not make it up.
+
+    Args:
+        sizes: bytes of UTF-8.
+    """
+    content = text.encode()
     ends = np.cumsum(sizes)
-    ranges = np.stack([ends - sizes, ends], axis=1)
-    if not text.isascii() and len(ends):
-        starts_character = (np.frombuffer(text.encode(), np.uint8) & 0xC0) != 0x80
-        number = np.cumsum(starts_character) - 1
-        ranges = np.stack([number[ranges[:, 0]], number[ends - 1] + 1], axis=1)
-    return ranges
+    if len(content) != (ends[-1] if len(ends) else 0):
+        return None
+    starts = ends - sizes
+    if len(content) > len(text):
+        number = np.cumsum((np.frombuffer(content, np.uint8) & 0xC0) != 0x80) - 1  # of the character of each byte
+        starts, ends = number[starts], number[ends - 1] + 1
+    return np.stack([starts, ends], axis=1)
 
 
 def require_eod(tokenizer: Tokenizer, purpose: str) -> int:

@@ -14,14 +14,17 @@ import tokenizers
 from megalith.cli.main import main
 from megalith.cli.preprocess import make_parser
 from megalith.config import TokenizerConfig
+from megalith.data.dialogues import DialogueEncoder
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocess import PreprocessOptions, preprocess
 from megalith.data.preprocess_options import ProgressListener
 from megalith.data.shares import Share
-from megalith.data.sources import SourceOptions
+from megalith.data.sources import BadDocument, Dialogue, SourceOptions
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import build_tokenizer
-from megalith.tokenizers.chat_template import BUILT_IN, find_template
+from megalith.tokenizers.chat_template import BUILT_IN, ChatTemplate, find_template
+from megalith.tokenizers.fast_bpe import BytePairArrays
+from megalith.tokenizers.huggingface import HuggingFaceTokenizer
 
 pyarrow = pytest.importorskip("pyarrow", reason="the data extra is not installed")
 pytest.importorskip("pyarrow.parquet")
@@ -156,6 +159,11 @@ def test_bad_dialogues_are_named_by_line_and_skipped_on_request(
     command += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder), "--seq-length", "99"]
     assert main(command) == DataError.exit_code
     assert main([*command, "--bad-lines", "skip"]) == 0
+    (length,) = IndexedDataset(str(tmp_path / "out_messages_document")).lengths.tolist()
+    fits = options_for(folder, tmp_path / "one.jsonl", {"messages": SAID}, seq_length=length - 1)
+    assert preprocess(fits).num_documents == 1  # the last token is only predicted
+    with pytest.raises(DataError, match=f"--seq-length {length - 2}"):
+        preprocess(replace(fits, seq_length=length - 2))
     assert len(IndexedDataset(str(tmp_path / "out_messages_document_loss_mask"))) == 1
     skipped = (tmp_path / "out_skipped.txt").read_text().splitlines()
     assert [int(line.split("line ")[1].split(":")[0]) for line in skipped] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 11]
@@ -288,3 +296,37 @@ def test_shares_and_datasets_are_merged_with_their_masks(tmp_path: Path, folder:
     assert main(["data", "merge", *two, "--output-prefix", str(tmp_path / "both")]) == DataError.exit_code
     Path(f"{two[0]}_loss_mask.idx").unlink()
     assert main(["data", "merge", *two, "--output-prefix", str(tmp_path / "both")]) == DataError.exit_code
+
+
+def test_the_fast_encoder_gives_the_ids_and_masks_of_the_library(tmp_path: Path, folder: Path) -> None:
+    said = [
+        *SAID,
+        {"role": "user", "content": "e\u0301 \u212b \u0958 <|im_end|>"},
+        {"role": "assistant", "content": "\U0001f451"},
+    ]
+    nfc = tmp_path / "nfc"
+    nfc.mkdir()
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for normalizer in (None, tokenizers.normalizers.NFC()):
+        if normalizer is not None:
+            model.normalizer = normalizer
+        model.save(str(nfc / "tokenizer.json"))
+        (nfc / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
+        tokenizer = HuggingFaceTokenizer(nfc)
+        assert tokenizer.token_sizes is not None
+        dialogue = Dialogue("", said)
+        for template in (MARKED, PLAIN):
+            encoders = [
+                DialogueEncoder(ChatTemplate(template), tokenizer, "assistant", None, None, n) for n in (0, 1 << 40)
+            ]
+            encoders.append(DialogueEncoder(ChatTemplate(template), tokenizer, "assistant", None, None))
+            encoders[-1]._arrays = None  # by the offsets of the library
+            assert isinstance(encoders[1]._arrays, BytePairArrays) and encoders[1]._arrays._gigatoken is not None
+            found = [encoder.encode(dialogue) for encoder in encoders]
+            assert not any(isinstance(one, BadDocument) for one in found)
+            ids, masks = zip(*((one[0].tolist(), one[1].tolist()) for one in found), strict=True)  # type: ignore[index]
+            assert ids[0] == ids[1] == ids[2]
+            assert masks[0] == masks[1] == masks[2]
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    model.save(str(nfc / "tokenizer.json"))
+    assert HuggingFaceTokenizer(nfc).token_sizes is None
