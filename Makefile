@@ -32,7 +32,7 @@ unknown_extras := $(strip $(foreach extra,$(subst $(comma), ,$(EXTRAS)),$(if $(s
 $(if $(unknown_extras),$(error EXTRAS names $(unknown_extras), which pyproject.toml does not have))
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install dev test test-full test-gpu reference campaign ecosystem check format bench bench-scaling speedrun gpu docs wheelhouse release clean a-named-torch
+.PHONY: help quickstart install dev test test-full test-gpu reference campaign ecosystem check format bench bench-scaling speedrun gpu docs pictures wheelhouse release clean a-named-torch
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -88,6 +88,10 @@ docs: .venv/.installed-docs ## Write docs/flags.md, and build the site into buil
 	$(BIN)/megalith config --flags --markdown > docs/flags.md
 	$(MKDOCS)
 	@echo 'To read it: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000'
+
+pictures: .venv/.installed-dev ## Make the pictures of the documentation again, by our own commands and Chromium
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/pictures.py
+	PAGE_PICTURES=docs $(BIN)/python -m pytest -q tests/e2e/test_page.py tests/e2e/test_serve.py -k page
 
 wheelhouse: | $(BIN)/python ## Collect all files for an install without network (docs/install.md)
 	torch=$(if $(named_torch),$$($(CHOOSE_TORCH))) && $(BIN)/python -m pip wheel $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS) -w wheelhouse \
