@@ -20,6 +20,8 @@ BIN := .venv/bin
 export CONSTRAINTS PIP_FLAGS TORCH WHEELHOUSE # scripts/choose_torch.py reads them
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) \
 	$(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_FLAGS)
+# Else each of the processes that tests start, and each worker of pytest, would compile its modules again.
+unexport PYTHONDONTWRITEBYTECODE
 # pip's arguments for the build of torch, and a prerequisite that asks for it again if TORCH names one
 CHOOSE_TORCH := $(BIN)/python scripts/choose_torch.py
 named_torch := $(if $(filter-out auto,$(TORCH)),a-named-torch)

@@ -31,7 +31,15 @@ PRELOADED = (
     *("megalith.checkpoint.store.saving", "megalith.parallel.fsdp", "megalith.train.user_hooks", "torch._dynamo"),
     *("megalith.checkpoint.convert", "megalith.assemble.trained", "megalith.serve.model_runner", "megalith.api"),
     *("megalith.cli.generate", "megalith.cli.evaluate", "megalith.cli.preprocess", "megalith.cli.checkpoint"),
-    *("megalith.cli.serve", "megalith.serve.http.app", "megalith.serve.http.server"),
+    *("megalith.cli.serve", "megalith.serve.http.app", "megalith.serve.http.server", "megalith.cli.planned"),
+    *(
+        "megalith.cli.prove",
+        "megalith.cli.from_megatron",
+        "megalith.text_model",
+        "rich.console",
+        "rich.table",
+        "rich.tree",
+    ),
 )
 """What commands import, many of them only where they use it; those that an extra lacks are left out."""
 _TEMPLATE = """
