@@ -249,7 +249,9 @@ def _build(
     problems: list[str] = []
     unusable = set(faulty)
     family = FAMILIES.get(str(given.get("model_family")))
-    defaults = family.defaults if family else {}
+    defaults = dict(family.defaults if family else {})
+    if given.get("sft") and (family is None or family.objective == "causal"):
+        defaults["calculate_per_token_loss"] = True
     values: dict[str, Any] = {}
     for setting in _chosen_settings(all_settings(registry), registry, given, problems):
         value = given.get(setting.name, defaults.get(setting.name, setting.default))

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,6 +29,7 @@ from megalith.data.indexed import HEADER_SIZE, IndexedDataset, bin_path, idx_pat
 from megalith.data.mock import MOCK_SPLIT, MockDocuments
 from megalith.data.registered import build_registered_datasets, fingerprint_entries
 from megalith.data.samples import DatasetFactory, Sizes, SplitDataset, SplitRatios, SplitSpec
+from megalith.data.sft_dataset import CLASS_NAME, SFTDataset, SFTDatasetOptions, has_mask, open_mask
 from megalith.errors import ConfigError
 from megalith.tokenizers import Tokenizer
 
@@ -65,7 +67,7 @@ def build_gpt_datasets(
         own = build_registered_datasets(data, tokenizer, sizes=sizes, seed=seed)
         return Datasets(own[0], own[1], own[2])
     if not data.mock_data:
-        factory = _GPTDatasetFactory(data, tokenizer, seed)
+        factory = (_SFTDatasetFactory if data.sft else _GPTDatasetFactory)(data, tokenizer, seed)
         return build_datasets(data, factory, sizes=sizes, cache_is_checked=cache_is_checked)
     mock, documents = _GPTDatasetFactory(data, tokenizer, seed, "MockGPTDataset"), MockDocuments(tokenizer)
     ratios, folder = _parse_ratios(MOCK_SPLIT), _blend_cache(data)
@@ -150,6 +152,22 @@ class _GPTDatasetFactory:
 
 
 @dataclass(frozen=True)
+class _SFTDatasetFactory:
+    """Factory of rows of whole conversations (`samples.DatasetFactory`)."""
+
+    data: DataConfig
+    tokenizer: Tokenizer
+    seed: int
+    class_name: str = CLASS_NAME
+
+    def build(self, documents: IndexedDataset, spec: SplitSpec) -> SFTDataset:
+        data, mask = self.data, open_mask(documents, mmap_bin=self.data.mmap_bin_files)
+        options = SFTDatasetOptions(data.seq_length, self.seed, data.sft_packing, data.sft_overlong)
+        digest = partial(dataset_digest, mask)
+        return SFTDataset(documents, mask, spec, options=options, tokenizer=self.tokenizer, mask_digest=digest)
+
+
+@dataclass(frozen=True)
 class _DatasetBuilder:
     """Settings that all datasets of a run share."""
 
@@ -163,6 +181,8 @@ class _DatasetBuilder:
     ) -> list[SplitDataset | None]:
         """Return a dataset for each split, None without a share; with `only` that split alone, of all documents."""
         documents = IndexedDataset(prefix, mmap_bin=self.data.mmap_bin_files)
+        if has_mask(prefix) and not self.data.sft:
+            logger.warning("%s has a loss mask, which has no effect without --sft: every token is predicted", prefix)
         folder = _blend_cache(self.data) or Path(prefix) / "cache" / f"{self.factory.class_name}_indices"
         written = idx_path(prefix).stat().st_mtime_ns
         where = (prefix, folder, written, self.cache_is_checked)
@@ -260,14 +280,14 @@ def fingerprint(data: DataConfig, *, seed: int) -> dict[str, Any]:
             name: value
             for key, blend in zip(SPLIT_KEYS, sources.splits, strict=True)
             if blend is not None
-            for name, value in _blend_entries(blend, f"{key} ").items()
+            for name, value in _blend_entries(data, blend, f"{key} ").items()
         }
     elif sources.whole is not None and not sources.whole.is_single:
-        content = {**_blend_entries(sources.whole), "split": data.split}
+        content = {**_blend_entries(data, sources.whole), "split": data.split}
     elif sources.whole is not None:
         dataset = IndexedDataset(sources.whole.prefixes[0], mmap_bin=False)
         content = {
-            "source": dataset_digest(dataset),
+            "source": _digest_of_run(data, dataset),
             "sequences": len(dataset),
             "tokens": dataset.num_tokens,
             "split": data.split,
@@ -276,12 +296,19 @@ def fingerprint(data: DataConfig, *, seed: int) -> dict[str, Any]:
         raise ConfigError("--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data")
     if data.dataloader_type != "single":
         content["order"] = data.dataloader_type
+    if data.sft:
+        content |= {"sft": True, "packing": data.sft_packing, "overlong": data.sft_overlong}
     content |= {"seq_length": data.seq_length, "seed": seed}
     text = json.dumps(content, sort_keys=True).encode()
     return {"digest": hashlib.blake2b(text, digest_size=_DIGEST_SIZE).hexdigest(), **content}
 
 
-def _blend_entries(blend: Blend, kind: str = "") -> dict[str, Any]:
+def _digest_of_run(data: DataConfig, dataset: IndexedDataset) -> str:
+    masks = [open_mask(dataset, mmap_bin=False)] if data.sft else []
+    return "+".join(map(dataset_digest, [dataset, *masks]))
+
+
+def _blend_entries(data: DataConfig, blend: Blend, kind: str = "") -> dict[str, Any]:
     """Return the number of datasets and one entry for each, so that a difference names the dataset."""
     weights = blend.weights or (None,) * len(blend.prefixes)
     content: dict[str, Any] = {f"{kind}datasets": len(blend.prefixes)}
@@ -289,7 +316,7 @@ def _blend_entries(blend: Blend, kind: str = "") -> dict[str, Any]:
         dataset = IndexedDataset(prefix, mmap_bin=False)
         share = "" if weight is None else f", weight {weight:.12g}"
         content[f"{kind}dataset {number}"] = (
-            f"{dataset_digest(dataset)} of {len(dataset)} sequences, {dataset.num_tokens} tokens{share}"
+            f"{_digest_of_run(data, dataset)} of {len(dataset)} sequences, {dataset.num_tokens} tokens{share}"
         )
     return content
 

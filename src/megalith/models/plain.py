@@ -160,7 +160,7 @@ def require_tokens_alone(model: LanguageModel, data: DataConfig) -> None:
         ConfigError: Attention is to stay inside documents, or positions to begin anew in each.
     """
     for flag, asked in (
-        ("--reset-attention-mask", data.masks_documents),
+        ("--sft" if data.sft else "--reset-attention-mask", data.masks_documents),
         ("--reset-position-ids", data.reset_position_ids),
     ):
         if asked and isinstance(model, PlainModel):

@@ -16,11 +16,12 @@ from re import findall
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from megalith.config import RunConfig, all_settings, from_values
 from megalith.config.run import plain
 from megalith.config.values import read_pattern
-from megalith.data.indexed.writer import IndexedWriter
+from megalith.data.indexed import LOSS_MASK, IndexedWriter
 from megalith.errors import ConfigError
 from megalith.registry import EMPTY, Registry
 from megalith.tokenizers.protocol import padded_vocab_size
@@ -453,7 +454,9 @@ def _data(run: RunConfig, axes: Mapping[str, int], folder: Path) -> dict[str, An
         "num_workers": 0,
         "padded_vocab_size": padded_vocab_size(vocabulary_of(run), 8, axes.get("tp", 1)),
     }
-    if run.model.family.objective == "causal":
+    if run.data.sft:
+        found["sft_overlong"] = "truncate"
+    elif run.model.family.objective == "causal":
         found["eod_mask_loss"] = True
     if run.data.decoder_seq_length is not None:
         found["decoder_seq_length"] = LENGTH // 2
@@ -483,15 +486,25 @@ def write_data(run: RunConfig, folder: Path) -> None:
     causal = run.model.family.objective == "causal"
     rng = np.random.default_rng(run.train.seed)
     for prefix in PREFIXES:
-        with IndexedWriter(str(folder / prefix), np.uint16) as writer:
-            for _ in range(NUM_DOCUMENTS):
-                lengths = rng.integers(1, 24, 1 if causal else rng.integers(2, 5))
-                low, high = (0, VOCABULARY - 1) if causal else (len(special), VOCABULARY)
-                tokens = rng.integers(low, high, int(lengths.sum()))
-                if causal:
-                    tokens[-1] = VOCABULARY - 1
-                writer.add_document(tokens, lengths.tolist())
-            writer.finalize()
+        documents = []
+        for _ in range(NUM_DOCUMENTS):
+            lengths = rng.integers(1, 24, 1 if causal else rng.integers(2, 5))
+            low, high = (0, VOCABULARY - 1) if causal else (len(special), VOCABULARY)
+            tokens = rng.integers(low, high, int(lengths.sum()))
+            if causal:
+                tokens[-1] = VOCABULARY - 1
+            documents.append((tokens, lengths.tolist()))
+        _write(folder / prefix, np.uint16, documents)
+        if run.data.sft:
+            masks = [(rng.random(len(tokens)) < rng.random(), lengths) for tokens, lengths in documents]
+            _write(folder / (prefix + LOSS_MASK), np.uint8, masks)
+
+
+def _write(prefix: Path, dtype: DTypeLike, documents: Sequence[tuple[ArrayLike, list[int]]]) -> None:
+    with IndexedWriter(str(prefix), dtype) as writer:
+        for tokens, lengths in documents:
+            writer.add_document(tokens, lengths)
+        writer.finalize()
 
 
 NUM_DOCUMENTS = 1500

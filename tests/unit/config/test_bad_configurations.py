@@ -449,6 +449,12 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "--reset-attention-mask --reset-position-ids --dataloader-inter-document-masking",
         ("--reset-attention-mask", "--reset-position-ids", "--dataloader-inter-document-masking"),
     ),
+    ("--sft", ("--sft", "--loss-mask", "--mock-data")),
+    (
+        "-mock-data --train-data-path {data}/real --sft --eod-mask-loss --reset-position-ids",
+        ("--eod-mask-loss", "--reset-position-ids", "--sft"),
+    ),
+    (f"{_BERT} --sft", ("--sft", "--model-family bert")),
     ("--mid-level-dataset-surplus -0.1", ("--mid-level-dataset-surplus -0.1", "0")),
     ("--split 1,2,3,4", ("--split 1,2,3,4", "949", "50")),
     ("--split 0,50,50", ("--split 0,50,50",)),

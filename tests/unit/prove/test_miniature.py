@@ -105,6 +105,7 @@ def test_what_was_changed_stands_beside_what_the_run_has(tmp_path: Path) -> None
     [
         "--swiglu",
         "--bf16 --grad-reduce-in-bf16",
+        "--sft --train-iters 10",
         "--moe-router-topk 1 --moe-router-load-balancing-type sinkhorn --context-parallel-size 2",
     ],
 )

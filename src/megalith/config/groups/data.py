@@ -67,6 +67,20 @@ class DataConfig:
         help="like --reset-attention-mask and --reset-position-ids, at the document boundaries of the dataset instead "
         "of end-of-document tokens",
     )
+    sft: bool = setting(
+        False,
+        help="supervised fine-tuning: rows of whole conversations without attention from one to another, the loss on "
+        "the tokens that PREFIX_loss_mask names alone; --calculate-per-token-loss is on by default",
+    )
+    sft_packing: bool = setting(
+        True, help="with --sft: as many conversations in a row as fit (best fit), instead of one", ours=True
+    )
+    sft_overlong: str = setting(
+        "refuse",
+        help="with --sft: conversations of more than --seq-length + 1 tokens are an error, cut at the end, or left out",
+        choices=("refuse", "truncate", "drop"),
+        ours=True,
+    )
     full_validation: bool = setting(False, help="evaluate the whole validation split once in each evaluation")
     multiple_validation_sets: bool = setting(
         False, help="evaluate the datasets of --valid-data-path separately instead of blended"
@@ -87,7 +101,7 @@ class DataConfig:
     @property
     def masks_documents(self) -> bool:
         """Return whether attention is restricted to documents."""
-        return self.reset_attention_mask or self.dataloader_inter_document_masking
+        return self.reset_attention_mask or self.dataloader_inter_document_masking or self.sft
 
     @property
     def has_data_source(self) -> bool:

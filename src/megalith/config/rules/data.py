@@ -195,6 +195,34 @@ def documents_end_in_one_way(draft: Draft) -> str:
     )
 
 
+@rule
+def conversations_need_no_marks(draft: Draft) -> str:
+    data = draft.run.data
+    names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking")
+    flags = [flag_of(name) for name in names if getattr(data, name)]
+    if not data.sft or not flags:
+        return ""
+    return (
+        f"{' and '.join(flags)} with --sft: conversations are separated by their borders, and the loss mask of the "
+        "dataset says what is predicted; leave it out"
+    )
+
+
+conversations_are_prepared = forbid(
+    lambda run: run.data.sft and (run.data.mock_data or run.data.data_source),
+    "--sft needs conversations with a loss mask, made by megalith preprocess --loss-mask: give their prefix "
+    "(--train-data-path), not --mock-data or --data-source",
+)
+conversations_are_for_gpt = forbid(
+    lambda run: run.data.sft and run.model.family.objective != "causal",
+    "--sft trains a decoder to continue conversations, which {model_family} is not; leave it out",
+)
+loss_of_conversations_is_per_token = note(
+    lambda run: run.data.sft and not run.model.calculate_per_token_loss,
+    "--sft with {calculate_per_token_loss}: a token weighs the more the fewer tokens are predicted in its micro-batch",
+)
+settings_of_conversations = idle_without("sft", "sft_packing", "sft_overlong")
+
 weights_of_validation_sets_do_nothing = note(
     lambda run: run.data.multiple_validation_sets and _weights(run.data.valid_data_path) is not None,
     "the weights of {valid_data_path} have no effect: --multiple-validation-sets blends nothing",

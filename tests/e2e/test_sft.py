@@ -1,0 +1,84 @@
+"""Supervised fine-tuning as typed: conversations with masks, killed and resumed in mid-epoch, divided in any way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalith.data.indexed import IndexedWriter
+
+from .checkpoints import assert_same, curve_of, state_of
+from .warm import WarmProcess
+
+RUN = [
+    *("--num-layers", 2, "--hidden-size", 16, "--num-attention-heads", 2, "--seq-length", 16),
+    *("--max-position-embeddings", 16, "--global-batch-size", 4, "--lr", 1e-2, "--weight-decay", 0.1),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", 99, "--make-vocab-size-divisible-by", 8),
+    *(
+        "--log-interval",
+        1,
+        "--num-workers",
+        1,
+        "--sft",
+        "--train-data-path",
+        "talk",
+        "--train-iters",
+        8,
+        "--save-interval",
+        5,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 40 conversations, which make about 13 rows."""
+    folder, rng = tmp_path_factory.mktemp("sft"), np.random.default_rng(5)
+    with (
+        IndexedWriter(str(folder / "talk"), "uint16") as tokens,
+        IndexedWriter(str(folder / "talk_loss_mask"), "uint8") as mask,
+    ):
+        for length in rng.integers(2, 11, 40).tolist():
+            tokens.add_document(rng.integers(0, 99, length), [length])
+            mask.add_document(np.arange(length) >= rng.integers(1, length), [length])
+        tokens.finalize()
+        mask.finalize()
+    return folder
+
+
+def test_a_killed_run_continues_in_mid_epoch(warm: WarmProcess, folder: Path) -> None:
+    common = [*RUN, "--micro-batch-size", 2, "--eval-iters", 0]
+    assert warm.run([*common, "--save", "whole"], folder).code == 0
+    again = [*common, "--save", "again", "--load", "again"]
+    killed = warm.run(again, folder, MEGALITH_FAULT="kill9@step=7,point=fwd")
+    assert killed.code == -9, killed.text
+    done = warm.run(again, folder)
+    assert done.code == 0 and "at iteration 5" in done.text, done.text
+    assert_same(state_of(folder / "whole", 8), state_of(folder / "again", 8))
+    assert len(curve_of(folder / "whole")) == 8 and curve_of(folder / "whole") == curve_of(folder / "again")
+
+
+def test_the_loss_is_per_token_however_the_batch_is_divided(warm: WarmProcess, folder: Path) -> None:
+    held_out = ["--valid-data-path", "talk", "--full-validation", "--eval-interval", 4]
+    common = [*RUN, *held_out, "--log-interval", 1]
+    whole = warm.run([*common, "--micro-batch-size", 4, "--save", "of-four"], folder)
+    assert whole.code == 0, whole.text
+    words = [*common, "--micro-batch-size", 1, "--use-distributed-optimizer", "--save", "of-one"]
+    for done in warm.run_ranks(2, words, folder):
+        assert done.code == 0, done.text
+    biased = warm.run([*common, "--micro-batch-size", 1, "--no-calculate-per-token-loss", "--save", "biased"], folder)
+    assert biased.code == 0 and "no --calculate-per-token-loss" in biased.text
+    four, one, biased = (np.array(curve_of(folder / name))[:, :3] for name in ("of-four", "of-one", "biased"))
+    np.testing.assert_allclose(four, one, rtol=1e-4)
+    assert abs(four - biased).max() > 1e-3
+
+
+def test_what_contradicts_conversations_is_refused(warm: WarmProcess, folder: Path) -> None:
+    common = [*RUN, "--micro-batch-size", 1]
+    for words in (["--reset-attention-mask"], ["--eod-mask-loss"], ["--model-family", "bert"]):
+        done = warm.run([*common, *words], folder)
+        assert done.code == 2 and "--sft" in done.text and words[0] in done.text, done.text
+    done = warm.run([*common, "--train-data-path", "talk_loss_mask"], folder)
+    assert done.code == 3 and "--sft" in done.text and "megalith preprocess" in done.text, done.text
