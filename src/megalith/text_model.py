@@ -8,9 +8,10 @@ handler is installed, and no event loop is needed or disturbed.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,12 @@ from megalith.serve.model_runner import RankRunner, blocks_for, decoder_prompt_o
 from megalith.serve.request import Event, Finished, Request, RequestError, Sampling, Token
 from megalith.serve.runner import Runner
 from megalith.tokenizers.protocol import end_ids
+
+if TYPE_CHECKING:
+    from megalith.tokenizers.chat_template import ChatTemplate
+
+Messages = Sequence[Mapping[str, Any]]
+"""A dialogue in OpenAI's form: `role` and `content` of each message."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +60,17 @@ class TextModel:
     Args:
         trained: A model with its tokenizer, as of `load_trained`.
         context: Tensor-parallel ranks that share a T5; all of them call `events` alike, and the first receives them.
+        chat_template: Template of dialogues; by default the tokenizer's, if it has one.
 
     Raises:
         ConfigError: The model writes no text.
     """
 
-    def __init__(self, trained: Trained, context: ParallelContext | None = None) -> None:
+    def __init__(
+        self, trained: Trained, context: ParallelContext | None = None, *, chat_template: ChatTemplate | None = None
+    ) -> None:
         self.trained, self.tokenizer, self._context = trained, trained.tokenizer, context
+        self._given_template = chat_template
         self._model = trained.writer
         self._decoder_prompt = decoder_prompt_of(self._model, self.tokenizer)
 
@@ -80,7 +91,8 @@ class TextModel:
         Args:
             options: `max_new_tokens` (100), `stop` (a text or texts before which the output is cut), `seed`
                 (unpredictable by default), and the fields of `megalith.serve.request.Sampling`: `temperature` (0.8; 0
-                takes the most likely token), `top_p` (0.95), `top_k`, `min_p`, `repetition_penalty` and others.
+                takes the most likely token), `top_p` (0.95), `top_k`, `min_p`, `repetition_penalty` and others. With
+                `chat=True` the texts are of `render`, and what ends an answer by the template ends the output.
 
         Raises:
             RequestError: An option is out of its range, or a prompt is empty or too long.
@@ -104,6 +116,34 @@ class TextModel:
             pieces, ids, logprobs = zip(*((one.text, one.id, one.logprob) for one in tokens[place]), strict=True)
             found.append(Completion(text, "".join(pieces), ids, logprobs, reasons[place]))
         return found
+
+    def chat(self, messages: Messages, **options: Any) -> Completion:
+        """Answer the last message of a dialogue; `options` and errors as of `generate`, and those of `render`."""
+        return self.generate(self.render(messages), chat=True, **options)
+
+    def render(self, messages: Messages) -> str:
+        """Return the text of a dialogue up to where its answer begins.
+
+        Raises:
+            RequestError: The tokenizer has no chat template, or the template does not take the messages.
+        """
+        from megalith.tokenizers.chat_template import BadDialogue
+
+        if self.chat_template is None:
+            raise RequestError(
+                "chat", "the tokenizer has no chat template; give a Jinja file or the name of one by --chat-template"
+            )
+        try:
+            return self.chat_template.render(messages)
+        except BadDialogue as error:
+            raise RequestError("prompt", f"the chat template does not take the messages: {error}") from error
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The template of dialogues, or None."""
+        from megalith.tokenizers.chat_template import template_beside  # which imports jinja2
+
+        return self._given_template or template_beside(self.tokenizer)
 
     def stream(self, prompt: str, **options: Any) -> Iterator[str]:
         """Yield the text of `generate` as it is written, in pieces of whole characters; arguments as of `generate`."""
@@ -156,13 +196,19 @@ class TextModel:
         seed: int | None = None,
         n: int = 1,
         logprobs: int | None = None,
+        chat: bool = False,
         **sampling: Any,
     ) -> Request:
         """Return the request for `n` samples; other options as of `generate`, which names the errors."""
-        ids = self._encoder_ids(prompt) if self.answers else self.tokenizer.encode(prompt)
+        ids, stop_ids = self._encoder_ids(prompt) if self.answers else self.tokenizer.encode(prompt), None
+        if chat:
+            from megalith.tokenizers.chat_template import added_around, stop_ids_beside
+
+            before, behind = added_around(self.tokenizer)  # the template writes its own
+            ids, stop_ids = ids[before : len(ids) - behind], stop_ids_beside(self.tokenizer, self.chat_template)
         chosen = Sampling(**{"temperature": 0.8, "top_p": 0.95, **sampling})
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        return Request(tuple(ids), max_new_tokens, chosen, seed, n, stop_texts=stops, logprobs=logprobs)
+        return Request(tuple(ids), max_new_tokens, chosen, seed, n, stop_ids, stop_texts=stops, logprobs=logprobs)
 
     def _encoder_ids(self, prompt: str) -> list[int]:
         try:

@@ -79,6 +79,24 @@ def test_an_older_iteration_and_standard_input(generate: Generate, saved: Path) 
     assert done.stdout.startswith("the queen")
 
 
+def test_a_dialogue_by_a_template(generate: Generate, saved: Path, tmp_path: Path) -> None:
+    (template := tmp_path / "chat.jinja").write_text(
+        "{% for one in messages %}{{ one.role[0] }}:{{ one.content }}\n{% endfor %}"
+    )
+    words = (saved, "--chat", "--chat-template", template, "--system", "x", "--greedy", "--max-new-tokens", 3)
+    done = generate(*words, "--json", stdin="the king\nsaid\n")
+    assert done.returncode == 0
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert first["prompt"] == "s:x\nu:the king\n"
+    assert second["prompt"] == f"{first['prompt']}a:{first['text']}\nu:said\n"
+    assert generate(*words, "--prompt", "the king").stdout == first["text"] + "\n", "the answer alone"
+
+    done = generate(saved, "--chat", "--prompt", "the king")
+    assert done.returncode == 2 and "--chat-template" in done.stderr
+    done = generate(saved, "--system", "x", "--prompt", "the king")
+    assert done.returncode == 2 and "--chat" in done.stderr
+
+
 def test_everything_wrong_is_said_at_once(generate: Generate, saved: Path) -> None:
     done = generate(saved, "--prompt", "x", "--temperature", -1, "--max-new-tokens", 0, "--top-p", 2)
     assert done.returncode == 2

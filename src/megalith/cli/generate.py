@@ -9,11 +9,13 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megalith.cli.arguments import CommandParser, add_checkpoint_flags, below_one, load_model
 from megalith.config.tokenizer_flags import imported_by, tokenizer_of_flags
+from megalith.config.values import local_path
 from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.serve.request import Finished, Request, RequestError, Sampling, Token
 from megalith.train.streams import warn
@@ -32,12 +34,21 @@ def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="megalith generate",
         description="Continue a text with a trained GPT, answer it with a T5, or fill its [MASK] with a BERT. "
-        "Architecture and tokenizer come from the checkpoint. Without --prompt, prompts are read interactively.",
+        "Architecture and tokenizer come from the checkpoint. Without --prompt, prompts are read interactively, with "
+        "--chat as one dialogue.",
         allow_abbrev=False,
     )
     add_checkpoint_flags(parser)
     add = parser.add_argument
     add("--prompt", help="text to continue; - reads stdin (default: interactive)")
+    add("--chat", action="store_true", help="prompts are messages of a dialogue, by the tokenizer's chat template")
+    add(
+        "--chat-template",
+        type=local_path,
+        metavar="FILE",
+        help="Jinja template for --chat, or chatml, llama3, mistral, plain or qwen3 (default: the tokenizer's)",
+    )
+    add("--system", metavar="TEXT", help="system message of the dialogue")
     add("--max-new-tokens", type=int, default=100, help="maximum number of generated tokens (default: 100)")
     add("--temperature", type=float, default=0.8, help="sampling temperature; 0: greedy (default: 0.8)")
     add("--top-k", type=int, default=0, help="sample from the K most likely tokens; 0: all (default: 0)")
@@ -66,6 +77,10 @@ def run(argv: Sequence[str]) -> int:
     violations = Sampling(**sampling).violations() + below_one(options, "--max-new-tokens", "--num-samples", "--tp")
     if options.tp > 1 and options.prompt in (None, "-"):
         violations.append(f"--tp {options.tp} needs --prompt TEXT")
+    if not options.chat and (options.chat_template or options.system):
+        violations.append("--chat-template and --system are for --chat")
+    if options.chat and options.tp > 1:
+        violations.append("--chat is for models that continue a text, and --tp for a T5")
     if violations:
         raise ConfigError(violations)
     if options.tp > 1:
@@ -112,13 +127,31 @@ def _answer_tensor_parallel(options: argparse.Namespace, sampling: dict[str, Any
     return 0
 
 
-def _build_reply(trained: Trained, options: argparse.Namespace, sampling: dict[str, Any]) -> Callable[[str], None]:
+def _build_reply(trained: Trained, options: argparse.Namespace, sampling: dict[str, Any]) -> Callable[[str], object]:
     """Return the function that prints the reply to a prompt, by the objective of the model."""
     if trained.model.config.family.objective == "masked":
         return partial(_fill_masks, trained, options)
     from megalith.text_model import TextModel
 
-    return partial(_write, TextModel(trained), options, sampling)
+    if not options.chat:
+        return partial(_write, TextModel(trained), options, sampling)
+    from megalith.tokenizers.chat_template import find_template
+
+    template = find_template(str(options.chat_template), trained.tokenizer) if options.chat_template else None
+    model = TextModel(trained, chat_template=template)
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    return partial(_answer, model, options, sampling, messages)
+
+
+def _answer(
+    model: TextModel, options: argparse.Namespace, sampling: dict[str, Any], messages: list[dict[str, str]], text: str
+) -> None:
+    """Print the answer to a message, and keep both in the dialogue."""
+    asked = [*messages, {"role": "user", "content": text}]
+    with _naming_flags():
+        rendered = model.render(asked)
+    answer = _write(model, options, sampling, rendered)
+    messages[:] = [*asked, {"role": "assistant", "content": answer}]
 
 
 def _fill_masks(trained: Trained, options: argparse.Namespace, text: str) -> None:
@@ -164,36 +197,51 @@ def _read_prompts(*, shows_prompt: bool) -> Iterator[str]:
 
 def _write(
     model: TextModel, options: argparse.Namespace, sampling: dict[str, Any], text: str, *, follows: bool = False
-) -> None:
-    """Print the continuations of a text, or the answers to it; a rank that `follows` the first prints nothing."""
-    wanted = {"max_new_tokens": options.max_new_tokens, "stop": options.stop, "seed": options.seed, **sampling}
-    try:
+) -> str:
+    """Print the continuations of a text, or the answers to it, and return the first one.
+
+    A rank that `follows` the first prints nothing.
+    """
+    wanted = {name: getattr(options, name) for name in ("max_new_tokens", "stop", "seed", "chat")} | sampling
+    with _naming_flags():
         request = model.request(text, n=options.num_samples, logprobs=0 if options.json else None, **wanted)
         if follows:
             assert not list(model.events([request]))
-        elif options.json and options.stream:
-            _print_tokens(model, request)
-        elif options.json:
-            for completion in model.generate([text] * options.num_samples, **wanted):
+            return ""
+        if options.json and options.stream:
+            return _print_tokens(model, request)
+        if options.json:
+            found = model.generate([text] * options.num_samples, **wanted)
+            for completion in found:
                 _print_json(**dataclasses.asdict(completion))
-        else:
-            _print_samples(model, request)
+            return found[0].text
+        return _print_samples(model, request, shows_prompt=not (model.answers or options.chat))
+
+
+@contextmanager
+def _naming_flags() -> Iterator[None]:
+    """Raise the error of a request with the name of the flag."""
+    try:
+        yield
     except RequestError as error:
         flag = {"n": "num-samples", "stop_texts": "stop"}.get(error.field, error.field.replace("_", "-"))
         raise ConfigError(f"--{flag} {error.message}") from error
 
 
-def _print_tokens(model: TextModel, request: Request) -> None:
+def _print_tokens(model: TextModel, request: Request) -> str:
+    texts = []
     for _, event in model.events([request]):
         if isinstance(event, Token):
+            texts += [event.text] * (event.sample == 0)
             _print_json(sample=event.sample, token_id=event.id, text=event.text, logprob=event.logprob)
         elif isinstance(event, Finished):
             _print_json(sample=event.sample, finish_reason=event.reason)
+    return "".join(texts)
 
 
-def _print_samples(model: TextModel, request: Request) -> None:
+def _print_samples(model: TextModel, request: Request, *, shows_prompt: bool) -> str:
     """Print the prompt and the samples: the first as it is generated, the others when all are complete."""
-    shown = "" if model.answers else model.tokenizer.decode(request.prompt)
+    shown = model.tokenizer.decode(request.prompt) if shows_prompt else ""
     answers, begun, full = [""] * request.n, False, False
     for _, event in model.events([request]):
         if not isinstance(event, Token):
@@ -210,3 +258,4 @@ def _print_samples(model: TextModel, request: Request) -> None:
     room = model.max_output_tokens(request)
     if full and room < request.max_new_tokens:
         warn(f"note: the text ends after {room} tokens, at the context length; --max-new-tokens is larger")
+    return answers[0]

@@ -130,7 +130,8 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
                 "give the data of that run, another --load, --accept-data-change to continue with this data from the "
                 "next sample of that run, or --finetune to start a new run from its weights"
             )
-        head = f"the checkpoint of iteration {found.iteration} in {run.checkpoint.load} is of another run:"
+        where = run.checkpoint.pretrained_checkpoint if found.weights_only else run.checkpoint.load
+        head = f"the checkpoint of iteration {found.iteration} in {where} is of another run:"
         raise CheckpointError("\n  ".join([head, *model, *data, remedy]))
     notes = (f"{change}; --accept-data-change: accepted" for change in data)
     return (*notes, *changed_sources(found.args, run.registry))
