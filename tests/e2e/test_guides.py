@@ -34,7 +34,8 @@ SHORT = {"train": ("--train-iters", "12", "--lr-warmup-iters", "2", "--hidden-si
 def _blocks(page: Path, kind: str) -> list[list[str]]:
     """Return the lines of the blocks of code of a kind; "" for those without."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
-    return [[line.removeprefix("$ ") for line in block.splitlines()] for name, block in found if name == kind]
+    blocks = [re.sub(r"\\\n\s*", "", block) for name, block in found if name == kind]
+    return [[line.removeprefix("$ ") for line in block.splitlines()] for block in blocks]
 
 
 def _lines(page: Path, kind: str) -> list[str]:
