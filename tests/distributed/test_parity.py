@@ -948,7 +948,6 @@ ALWAYS = (
     | set(EXPERTS_BY_QUANTILES[:1])
     | set(WHOLE_SEQUENCES_OF_EXPERTS[:1])
     | set(PREDICTION[:2])
-    | set(COMPILED[:1])
 )
 ALL = [
     *CASES,

@@ -119,6 +119,7 @@ def test_a_finished_ladder_trains_nothing_and_needs_its_folder_alone(
     assert "alpha" in capsys.readouterr().out
 
 
+@pytest.mark.full  # the same with `megalith train` itself: tests/e2e/test_ladder.py
 def test_a_signal_reaches_the_run_and_the_ladder_continues(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     code = f"import sys; from megalith.cli import ladder, main\nladder._TRAIN = (sys.executable, {str(TRAINER)!r})\n"

@@ -126,7 +126,7 @@ def value_of(setting: Setting) -> st.SearchStrategy[Any]:
     return st.lists(one).map(tuple) if setting.many else (st.none() | one) if setting.optional else one
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=20)
 @given(st.fixed_dictionaries({name: value_of(setting) for name, setting in all_settings().items()}))
 def test_to_and_from_dictionaries_and_json(values: dict[str, Any]) -> None:
     run = RunConfig(

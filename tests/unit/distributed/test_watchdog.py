@@ -205,20 +205,22 @@ with watchdog.guard(Board(Path(sys.argv[1]), 0), 0, 1):
 """
 
 
-@pytest.mark.parametrize("at", ["any time", "looking", "starting"])
-def test_time_in_which_the_process_was_stopped_is_no_wait(tmp_path: Path, at: str) -> None:
+def test_time_in_which_the_process_was_stopped_is_no_wait(tmp_path: Path) -> None:
     """A suspended job: the others were stopped too, and could not have answered."""
-    command = [sys.executable, "-c", WAIT, str(tmp_path), at]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
-        assert waiting.stdout and waiting.stdout.readline() == "waiting\n"
-        if at != "any time":
-            time.sleep(0.5)
-        else:
-            waiting.send_signal(signal.SIGSTOP)
-        time.sleep(4.0)
-        waiting.send_signal(signal.SIGCONT)
-        _, errors = waiting.communicate(timeout=60)
-    assert waiting.returncode == 0, errors
+    moments, waiting = ("any time", "looking", "starting"), list[subprocess.Popen[str]]()
+    for at in moments:
+        (tmp_path / at).mkdir()
+        command = [sys.executable, "-c", WAIT, str(tmp_path / at), at]
+        waiting.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    for process in waiting:
+        assert process.stdout and process.stdout.readline() == "waiting\n"
+        if process is waiting[0]:
+            process.send_signal(signal.SIGSTOP)
+    time.sleep(4.5)
+    for at, process in zip(moments, waiting, strict=True):
+        process.send_signal(signal.SIGCONT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, f"{at}: {errors}"
 
 
 NO_ROOM = """
@@ -242,10 +244,14 @@ with looks.guard(Board(Path(sys.argv[1]), 0), 0, 1):
 """
 
 
-@pytest.mark.parametrize("how_often", ["once", "always"])
-def test_the_watch_survives_a_look_that_fails(tmp_path: Path, how_often: str) -> None:
+def test_the_watch_survives_a_look_that_fails(tmp_path: Path) -> None:
     """Nobody else ends a hang: torch's own timeout is far behind."""
-    command = [sys.executable, "-c", NO_ROOM, str(tmp_path), how_often]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
-    assert done.returncode == 6, done.stderr
-    assert "can't start new thread" in done.stderr and "all_reduce" in done.stderr
+    running = []
+    for how_often in ("once", "always"):
+        (tmp_path / how_often).mkdir()
+        command = [sys.executable, "-c", NO_ROOM, str(tmp_path / how_often), how_often]
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    for process in running:
+        _, errors = process.communicate(timeout=50)
+        assert process.returncode == 6, errors
+        assert "can't start new thread" in errors and "all_reduce" in errors
