@@ -52,7 +52,10 @@ for name in sys.argv[1:]:
 import megalith.assemble.training, megalith.data.mock
 from tests.spoil import spoil_runs
 from megalith.cli.main import main
+from megalith.distributed.consistency import source_digest
+from megalith.plan.remember import versions
 
+source_digest(), versions()  # of all sources: once for all commands
 # The peak only scales a figure in the log: it is not worth a quarter of a second in each rank.
 training = megalith.assemble.training
 training.measure_peak = partial(training.measure_peak, budget_seconds=0.01)

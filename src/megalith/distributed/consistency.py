@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ def versions() -> dict[str, str]:
     }
 
 
+@cache  # forked ranks have that of their parent
 def source_digest() -> str:
     """Return a short hash of all sources of the package."""
     root = Path(__file__).parents[1]

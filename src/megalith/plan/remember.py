@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ _OTHERS = {
 }
 
 
+@cache
 def versions() -> list[Any]:
     """Return what a result depends on besides settings: this source and torch."""
     newest = max(file.stat().st_mtime_ns for file in Path(megalith.__file__).parent.rglob("*.py"))
