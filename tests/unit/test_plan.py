@@ -16,7 +16,7 @@ from megalith.errors import ConfigError
 from megalith.plan import experts
 from megalith.plan.devices import DEVICES, GIB, read_devices
 from megalith.plan.memory import RankMemory
-from megalith.plan.plan import Plan, plan_run
+from megalith.plan.plan import Plan, plan_run, search_run
 from megalith.plan.record import Mark, Tensors, replay
 
 from .config.test_recipes import RECIPES, VOCABULARIES, gpus
@@ -27,6 +27,11 @@ SMALL = (
     "--num-layers {} --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
     "--micro-batch-size 2 --global-batch-size {} --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 255 --hidden-dropout 0 --attention-dropout 0 {}"
+)
+
+MASKED = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 --lr 1e-3 "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 1 --data-path x --vocab-file x --padded-vocab-size 512"
 )
 
 
@@ -73,8 +78,10 @@ def test_a_larger_micro_batch_does_not_fit() -> None:
 def test_what_cannot_be_planned_is_said() -> None:
     with pytest.raises(ConfigError, match="--use-torch-fsdp2"):
         _plan(2, 4, "--use-torch-fsdp2", 2)
-    with pytest.raises(ConfigError, match="--optimizer-cpu-offload"):
-        _plan(2, 4, "--optimizer-cpu-offload", 2)
+    with pytest.raises(ConfigError, match="--model-family t5"):
+        plan_run(f"{MASKED} --model-family t5 --vocab-extra-ids 20 --decoder-seq-length 64".split(), DEVICES["H100"], world_size=1)
+    with pytest.raises(ConfigError, match="--search"):
+        search_run(f"{MASKED} --model-family bert".split(), DEVICES["H100"], world_size=2)
 
 
 def test_weights_gradients_and_states_are_counted_to_the_byte_of_a_block() -> None:
@@ -86,6 +93,44 @@ def test_weights_gradients_and_states_are_counted_to_the_byte_of_a_block() -> No
     assert 0 <= alone["gradients"] - 4 * parameters - scratch <= blocks
     assert 0 <= alone["optimizer"] - 12 * parameters <= 3 * blocks
     assert 0 <= divided["optimizer"] - 3 * parameters <= 3 * blocks
+
+
+def test_bert_predicts_hidden_words_alone() -> None:
+    """Of 128 words 20 are hidden (--mask-prob 0.15): their logits, and not those of all words, are computed."""
+    few, all_ = (
+        plan_run(f"{MASKED} --model-family bert {more}".split(), DEVICES["H100"], world_size=2).ranks[0]
+        for more in ("", "--tensor-model-parallel-size 2 --sequence-parallel --padded-vocab-size 1024")
+    )
+    logits = [rank.work["F"] for rank in (few, all_)]
+    rows, every = ({op.flops for op in work.ops if op.kind.startswith("product")} for work in logits)
+    assert 2 * 2 * 20 * 64 * 512 in rows and 2 * 2 * 128 * 64 * 512 in every and 2 * 2 * 128 * 64 * 512 not in rows
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--bf16 --use-distributed-optimizer", ""])
+def test_offloaded_states_are_not_on_the_device(flags: str) -> None:
+    """Weights and gradients stay; of the states the first parameters of a fraction of all elements go."""
+    offload = "--optimizer-cpu-offload --optimizer-offload-fraction {}"
+    none, half, all_ = (
+        _ranks(4, 8, f"{flags} {offload.format(part)}" if part else flags, 2)[0].allocated for part in (0, 0.5, 1.0)
+    )
+    assert all_["optimizer"] == 0 and {none[name] - all_[name] for name in ("weights", "gradients")} == {0}
+    largest = 12 * 256 * 64  # of a parameter, in bytes of states
+    assert 0 <= half["optimizer"] - none["optimizer"] / 2 <= largest + 512 * 3
+    whole, offloaded = (_plan(4, 8, f"{flags} {more}", 2).time for more in ("", offload.format(1.0)))
+    assert offloaded.parts["optimizer"] > whole.parts["optimizer"], "over the bus, and on the host"
+    assert _plan(4, 8, f"{flags} {offload.format(1.0)}", 2, "CPU").ranks == _plan(4, 8, flags, 2, "CPU").ranks
+
+
+def test_frozen_weights_have_neither_gradients_nor_states() -> None:
+    whole, lora = (_plan(4, 8, flags, 2) for flags in ("--bf16", "--bf16 --lora-rank 4 --pretrained-checkpoint base"))
+    one, other = whole.ranks[0].allocated, lora.ranks[0].allocated
+    adapters = (
+        4 * 4 * (3 * 64 + 3 * 64 + 2 * 64 + 2 * (64 + 256))
+    )  # A and B of q, k, v; of the output; of the MLP's two
+    assert 0 <= other["weights"] - one["weights"] - 2 * adapters <= 512 * 4 * 8
+    assert 0 <= other["optimizer"] - 12 * adapters <= 3 * 512 * 4 * 8
+    assert 0 <= other["gradients"] - 4 * adapters <= 2 * 2**24 + 512, "and scratch"
+    assert lora.time.parts["dp"] < whole.time.parts["dp"] and lora.fullest.peak_bytes < whole.fullest.peak_bytes
 
 
 def test_layers_are_added_up_as_if_each_had_been_run() -> None:

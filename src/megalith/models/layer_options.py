@@ -169,7 +169,7 @@ def lora(config: ModelConfig) -> tuple[Lora, Callable[[str], Sequence[int]]] | N
     parts: dict[str, list[int]] = {}
     for name in config.lora_projections:
         module, part = PROJECTIONS[name]
-        parts.setdefault(module, []).append(part if config.gated or module != "mlp.linear_fc1" else 0)
+        parts.setdefault(module, []).append(part if config.gated or name != "up_proj" else 0)
 
     def parts_of(name: str) -> Sequence[int]:
         found = re.fullmatch(r"decoder\.layers\.\d+\.(.+)", name)

@@ -130,10 +130,14 @@ class Device:
 
     @property
     def libraries(self) -> int:
-        """Return the bytes that cuBLAS takes (aten/src/ATen/cuda/CublasHandlePool.cpp), and others that were measured."""
+        """Return the bytes of cuBLAS's workspaces, and others measured in runs.
+
+        torch has a workspace for each handle, and a handle for each thread that multiplies: the one of the forward
+        pass, and autograd's of the backward pass (aten/src/ATen/cuda/CublasHandlePool.cpp).
+        """
         if self.compute is None:
             return 0
-        return self.unplanned + (32 * 2**20 if self.compute >= (9, 0) else 8 * 2**20 + 128 * 2**10)
+        return self.unplanned + 2 * (32 * 2**20 if self.compute >= (9, 0) else 8 * 2**20 + 128 * 2**10)
 
     @property
     def context(self) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,11 @@ from megalith.plan import experts as routing
 from megalith.plan.devices import Device
 from megalith.plan.experts import replaced, routed
 from megalith.plan.memory import Part
-from megalith.plan.record import Mark, Parameter, Record, Segment, Tensors, largest, replay
+from megalith.plan.record import FROZEN, Mark, Parameter, Record, Segment, Tensors, largest, replay
 from megalith.plan.work import Op as Launch
 from megalith.plan.work import Sent, Work, count_op, size_of
 from megalith.schedules.pipeline import Op
+from megalith.train import step as training
 from megalith.train.step import MicroBatchRunner
 
 META = torch.device("meta")
@@ -234,10 +236,12 @@ def measure(run: RunConfig, part: Part, vocab_size: int, device: Device) -> Reco
     Args:
         vocab_size: padded.
     """
+    run = replace(run, optimizer=replace(run.optimizer, optimizer_cpu_offload=False))  # of whole ranks (`memory`)
     if part.recomputed is not None and run.train.recompute_method == "block":
         run = replace(run, train=replace(run.train, recompute_num_layers=part.recomputed))
     stage = Stage(part.layers, is_first=part.is_first, is_last=part.is_last)
-    with planned(device), MemoryTrace(META, device.block) as trace, routed(run, trace.start):
+    moved = replaced(training, to_device=lambda x, device: x.to(device))  # pinned memory is of accelerators
+    with planned(device), MemoryTrace(META, device.block) as trace, routed(run, trace.start), moved:
         context = context_of(run, part.rank, trace.start)
         trace.mark("", "weights")
         chunks = build_chunks(run, vocab_size, context, Stream(1), stages=[stage])
@@ -293,19 +297,26 @@ def _parameters(
     unit_of = {str(layer): str(number) for number, layers in enumerate(units) for layer in layers}
     states: dict[str, list[int]] = {}
     for label, tensor in optimizer.state_tensors().items():
-        if tensor.device == META:  # others are offloaded
-            states.setdefault(label.partition(".")[2], []).append(tensor.numel() * tensor.element_size())
+        states.setdefault(label.partition(".")[2], []).append(tensor.numel() * tensor.element_size())
     found: dict[str, list[Parameter]] = {}
+    groups = {name: number for number, group in enumerate(optimizer.groups) for name in group.names}
     for name, parameter in model.named_parameters():
         words = name.split(".")
         unit = unit_of.get(words[2], "") if words[1:2] == ["layers"] and words[0] != "mtp" else ""
-        kind, own = gradients.layout.bucket_of(name).kind, tuple(states.get(name, ()))
-        found.setdefault(unit, []).append(Parameter(parameter.numel(), parameter.element_size(), kind, own))
+        kind = gradients.layout.bucket_of(name).kind if name in groups else ()
+        sizes = parameter.numel(), parameter.element_size()
+        one = Parameter(*sizes, kind, tuple(states.get(name, ())), groups.get(name, FROZEN))
+        found.setdefault(unit, []).append(one)
     return found
 
 
 def _batch(run: RunConfig) -> dict[str, Tensor]:
     shape = (run.train.micro_batch_size, run.data.seq_length)
+    if run.model.family.objective == "masked":  # values decide: some words are hidden, and there is padding
+        fields = ("text", "types", "labels", "padding_mask", "loss_mask")
+        batch = {name: torch.zeros(shape, dtype=torch.int64, device="cpu") for name in fields}
+        batch["loss_mask"][:, : ceil(run.data.mask_prob * shape[1])] = 1
+        return {**batch, "is_random": batch["text"][:, 0]}
     ids = {name: torch.zeros(shape, dtype=torch.int64, device=META) for name in ("tokens", "labels", "position_ids")}
     return {**ids, "loss_mask": torch.ones(shape, device=META)}
 

@@ -19,7 +19,7 @@ from megalith.errors import ConfigError
 from megalith.flat import FlatLayout, lay_out_gradients
 from megalith.layout import Group
 from megalith.plan.devices import Device
-from megalith.plan.record import Parameter, Record, Segment, Tensors, largest
+from megalith.plan.record import FROZEN, Parameter, Record, Segment, Tensors, largest
 from megalith.plan.work import Work
 from megalith.schedules.pipeline import Action, Op, make_schedule
 
@@ -86,22 +86,15 @@ def plan_memory(run: RunConfig, device: Device, record_of: Callable[[Part], Reco
     """Return the memory of each kind of rank, in the order of the pipeline.
 
     Raises:
-        ConfigError: weights are divided over replicas (FSDP2) or frozen (LoRA), or the family is not gpt.
+        ConfigError: weights are divided over replicas (FSDP2), or the family has two stacks of layers (T5).
     """
     if run.fully_sharded:
         raise ConfigError(
             "--use-torch-fsdp2: the memory of ZeRO-2 and ZeRO-3 is not planned yet; use --use-distributed-optimizer "
             "(ZeRO-1) in the plan, which needs more"
         )
-    if run.model.lora_rank is not None:
-        raise ConfigError(
-            f"--lora-rank {run.model.lora_rank}: the memory of frozen weights is not planned yet; without the flag the "
-            "plan is of training all weights, which needs more"
-        )
-    if run.optimizer.offloaded and device.compute is not None:
-        raise ConfigError("--optimizer-cpu-offload: not planned yet; leave it out of the plan, which then needs more")
-    if run.model.family.objective != "causal":
-        raise ConfigError(f"--model-family {run.model.model_family}: only the memory of gpt is planned yet")
+    if run.model.family.encoder_decoder:
+        raise ConfigError(f"--model-family {run.model.model_family}: only the memory of gpt and bert is planned yet")
     alike: dict[object, list[int]] = {}
     for stage in range(run.layout.pp):
         chunks = [_split(run, stage, number) for number in range(len(run.stages[stage]))]
@@ -124,8 +117,9 @@ def _split(run: RunConfig, stage: int, number: int) -> tuple[Part, list[int]]:
         own = [layers[place] for place in group.layers]
         for unit in [tuple(own)] if group.again else [(layer,) for layer in own]:
             options = [(model.experts[n], model.windows[n], model.rotated_layers[n]) for n in unit]
+            lowest = model.lora_rank is not None and unit[0] == 0  # below it nothing is trained
             units.append(unit)
-            kinds.append(f"{'recomputed ' * group.again}{options}")
+            kinds.append(f"{'recomputed ' * group.again}{options}{' lowest' * lowest}")
     counts: Counter[str] = Counter()
     chosen = [place for place, kind in enumerate(kinds) if (counts.update([kind]) or counts[kind] <= 2)]
     last = {kinds[place]: index for index, place in enumerate(chosen)}
@@ -269,14 +263,18 @@ class _Stage:
 
     def _updated(self, chunk: _Chunk) -> Fraction:
         """Return the parameters that the rank updates over those that were seen to be updated."""
-        watched = sum(one.elements for group in chunk.record.parameters.values() for one in group)
-        ratio = Fraction(sum(one.elements for one in chunk.parameters())) / max(1, watched)
+        watched = (one for group in chunk.record.parameters.values() for one in group)
+        updated, seen = (
+            sum(one.elements for one in all_ if one.group != FROZEN) for all_ in (chunk.parameters(), watched)
+        )
+        ratio = Fraction(updated) / max(1, seen)
         return ratio / (self.run.layout.cp * self.run.layout.dp) if self.run.parallel.shards_optimizer_only else ratio
 
     def _fixed(self) -> Counter[str]:
         """Return the bytes of weights, gradients and optimizer states."""
         layout, block = self.run.layout, self.device.block
-        parameters = dict(enumerate(one for chunk in self.chunks for one in chunk.parameters()))
+        whole = dict(enumerate(one for chunk in self.chunks for one in chunk.parameters()))
+        parameters = {name: one for name, one in whole.items() if one.group != FROZEN}
         experts = layout.tp * layout.cp * layout.dp // (layout.expert_tp * layout.ep)
         has_experts = any(one.kind[:1] == ("experts",) for one in parameters.values())
         dense, sparse = layout.cp * layout.dp, experts if layout.ep > 1 or layout.expert_tp != layout.tp else 0
@@ -289,14 +287,27 @@ class _Stage:
         itemsize = self.chunks[0].record.gradient_itemsize
         zero1 = self.run.parallel.shards_optimizer_only
         shares = {name: self._share(flat, str(name), one, dense, sparse or dense) for name, one in parameters.items()}
+        sizes = {name: int(one.elements * shares[name]) for name, one in parameters.items()}
+        ordered = sorted((name for name, size in sizes.items() if size), key=lambda name: parameters[name].group)
+        left = self._offloaded * sum(sizes.values())
+        on_host = {name for name in ordered if (left := left - sizes[name]) >= -1e-6}  # `optimizer.choose_offloaded`
         states = sum(
-            _rounded(int(size * shares[name]), block) for name, one in parameters.items() for size in one.states
+            _rounded(int(size * shares[name]), block)
+            for name, one in parameters.items()
+            if name not in on_host
+            for size in one.states
         )
-        weights = sum(_rounded(one.elements * one.itemsize, block) for one in parameters.values())
-        if zero1 and replicas > 1:
-            weights = _rounded(flat.size * next(iter(parameters.values())).itemsize, block)
+        flattened = parameters if zero1 and replicas > 1 else {}
+        weights = sum(_rounded(one.elements * one.itemsize, block) for n, one in whole.items() if n not in flattened)
+        if flattened:
+            weights += _rounded(flat.size * next(iter(flattened.values())).itemsize, block)
         gradients = _rounded(flat.size * itemsize, block)
         return Counter(weights=weights, gradients=gradients, optimizer=states)
+
+    @property
+    def _offloaded(self) -> float:
+        """Return the part of the optimizer states that is on the host; of a CPU all are, and none is moved."""
+        return self.run.optimizer.offloaded if self.device.compute else 0.0
 
     def _share(self, flat: FlatLayout, name: str, parameter: Parameter, dense: int, experts: int) -> Fraction:
         """Return the part of a parameter that the first replica updates."""

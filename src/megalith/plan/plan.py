@@ -235,6 +235,8 @@ def search_run(
     device, own = with_measured(device, world_size // nodes), without_settings(list(words), SEARCHED)
     alone = [word for name in ALONE for word in (all_settings()[name].flag, "1")]
     base = load([*own, *alone], {}, files=False)
+    if base.model.family.objective != "causal":
+        raise ConfigError(f"--search: the times of layouts are of gpt, not of {base.model.model_family}; give a layout")
     if base.train.compile:
         base = replace(base, train=replace(base.train, compile=False))
     tokens, notes = _vocabulary(base)

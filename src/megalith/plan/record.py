@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from megalith.plan.work import Work
 
 MOST = 10  # tensors that are named
+FROZEN = -1
 
 Bytes = Mapping[str, int]
 """Category (weights, gradients, optimizer, activations, logits, communication, libraries) -> bytes."""
@@ -62,12 +63,16 @@ class Segment:
 
 
 class Parameter(NamedTuple):
-    """A parameter: elements, bytes of each, the kind of its bucket, and the bytes of its optimizer states."""
+    """A parameter: elements, bytes of each, the kind of its bucket, and the bytes of its optimizer states.
+
+    `group` is the number of its group in the optimizer, `FROZEN` of one that is not trained.
+    """
 
     elements: int
     itemsize: int
     kind: tuple[str, ...]
     states: tuple[int, ...]
+    group: int
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,9 @@ class Record:
         return cls(
             {name: Segment.from_json(one) for name, one in saved["segments"].items()},
             {
-                name: [Parameter(elements, size, tuple(kind), tuple(states)) for elements, size, kind, states in group]
+                name: [
+                    Parameter(count, size, tuple(kind), tuple(states), own) for count, size, kind, states, own in group
+                ]
                 for name, group in saved["parameters"].items()
             },
             saved["gradient_itemsize"],

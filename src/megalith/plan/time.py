@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 
-from megalith.config import RunConfig
+from megalith.config import ModelConfig, RunConfig
 from megalith.config.flops import attention_products, feed_forward_weights, step_flops
 from megalith.plan.devices import Device, Link
 from megalith.plan.work import Op, Sent, Work
@@ -66,6 +66,8 @@ RESTART = 600.0
 """Seconds from a failure to the first step after it: assumed."""
 STORAGE = 2e9
 """Bytes a second that a node writes: assumed."""
+BUS, HOST_MEMORY = 1e10, 1e10
+"""Bytes a second of a rank between device and host, and of an update there (`--optimizer-cpu-offload`): assumed."""
 
 
 def course(run: RunConfig, time: StepTime, device: Device, *, nodes: int = 1) -> Course:
@@ -126,6 +128,14 @@ def bubble(schedule: str, passes: Sequence[tuple[float, float, float]], chunks: 
     idle = [f + b - (2 * w if schedule == "zb-h1" else 0.0) for f, b, w in passes]
     slowest = max(range(len(passes)), key=lambda stage: sum(passes[stage][:2]))
     return sum(max(0.0, one) for stage, one in enumerate(idle) if stage != slowest) / chunks
+
+
+def adapted_features(model: ModelConfig) -> int:
+    """Return the inputs and outputs of the projections of a layer that have an adapter (`--lora-targets`)."""
+    hidden, size = model.hidden_size, model.head_size
+    queries, keys = hidden + model.num_attention_heads * size, hidden + model.query_groups * size
+    own = {"q_proj": queries, "o_proj": queries, "k_proj": keys, "v_proj": keys}
+    return sum(own.get(name, hidden + model.ffn_size) for name in model.lora_projections)
 
 
 class Clock:
@@ -273,14 +283,20 @@ class _Step:
             self._passes[experts, window] = {name: self.clock.parts(work) for name, work in works.items()}
         return self._passes[experts, window]
 
+    @property
+    def _offloaded(self) -> float:
+        return self.run.optimizer.offloaded if self.device.compute else 0.0
+
     def _update(self, stage: int, forward: float, backward: float, parts: dict[str, float]) -> None:
         """Add the communication of gradients and weights between replicas, and the update."""
         run, layout, clock = self.run, self.run.layout, self.clock
         ends = (stage == 0) + (stage == layout.pp - 1)
         if layout.pp == 1 and not run.model.untie_embeddings_and_output_weights:
             ends = 1
-        kinds = (self._experts[layer] for chunk in self.stages[stage] for layer in chunk)
+        kinds = [self._experts[layer] for chunk in self.stages[stage] for layer in chunk]
         dense, sparse = self.layers.parameters(kinds, ends)
+        if run.model.lora_rank is not None:
+            dense, sparse = len(kinds) * run.model.lora_rank * adapted_features(run.model) / layout.tp, 0.0
         itemsize = self.layers.itemsize
         gradient = 4 if run.precision.grads_in_fp32 else itemsize
         zero1, sharded = run.parallel.shards_optimizer_only, run.fully_sharded
@@ -300,13 +316,16 @@ class _Step:
                 hidden = meanwhile * (1 - 1 / buckets) if clock.rates.asynchronous else 0.0
                 times = passes if seconds is gathered else 1
                 parts["dp"] += times * max(seconds / buckets, seconds - hidden)
+        moved = self._offloaded * own
+        parts["optimizer"] += moved * (4 + itemsize) / BUS + moved * (32 if itemsize == 2 else 28) / HOST_MEMORY
         if stage in self.seen:
             update = self.seen[stage]["step"]
-            parts["optimizer"] += clock.ops(update.ops) + sum(one.number * clock.exposed(one) for one in update.sent)
+            here = (1 - self._offloaded) * clock.ops(update.ops)
+            parts["optimizer"] += here + sum(one.number * clock.exposed(one) for one in update.sent)
             return
         # the norm reads gradients; AdamW reads and writes master weights and two moments, and writes the weights
         moved = own * (2 * gradient + 24 + (itemsize if itemsize < 4 else 0))
-        parts["optimizer"] += clock.ops([Op(0, moved / 16, 16)])
+        parts["optimizer"] += (1 - self._offloaded) * clock.ops([Op(0, moved / 16, 16)])
 
 
 def _sum(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
@@ -410,6 +429,8 @@ class Layers:
             columns = sum(one.flops for one in products) / (2 * rows * hidden)  # of all products together
             ops += [self._pass(0.7, 4, rows * columns * self.itemsize)]
         weights = [one._replace(bytes=one.bytes + 8 * one.flops / (2 * rows)) for one in products]
+        if model.lora_rank is not None:
+            weights = []  # adapters' are small
         backward = [op._replace(number=2 * op.number) for op in ops if op.kind == "memory"]
         backward += [core._replace(flops=2.5 * scores, bytes=2 * core.bytes), *products, *weights]
         sent: dict[str, tuple[Sent, ...]] = {"F": (), "B": ()}

@@ -135,7 +135,7 @@ def adapter_tensors(table: Iterable[TheirTensor], model: ModelConfig) -> Iterato
         yield TheirTensor(f"{name}lora_A.weight", (rank, columns), (Part(f"{parameter}lora_A.weight", 0, place, rank),))
         parts = tuple(replace(part, parameter=f"{parameter}lora_B.weight") for part in tensor.parts)
         yield TheirTensor(f"{name}lora_B.weight", (tensor.shape[0], rank), parts)
-    if lacking := [name for name in chosen if name not in found and (model.gated or name != "gate_proj")]:
+    if lacking := [name for name in chosen if name not in found]:
         raise CheckpointError(
             f"PEFT has no adapters of {', '.join(lacking)} for models of this family, whose projections are fused or "
             "have other names; merge the adapters instead: megalith checkpoint merge-lora"

@@ -91,7 +91,7 @@ def _config(model: ModelConfig, base: Path) -> Mapping[str, Any]:
         "lora_alpha": int(model.lora_alpha) if model.lora_alpha.is_integer() else model.lora_alpha,
         "lora_dropout": model.lora_dropout,
         "use_rslora": model.lora_use_rslora,
-        "target_modules": [name for name in model.lora_projections if model.gated or name != "gate_proj"],
+        "target_modules": list(model.lora_projections),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -361,6 +361,11 @@ class ModelConfig(MupSettings, LatentSettings, PredictionSettings, ExpertSetting
         return self.swiglu or self.geglu or self.quick_geglu
 
     @property
+    def lora_projections(self) -> tuple[str, ...]:
+        """Names of `PROJECTIONS` that have an adapter, those of this model."""
+        return tuple(name for name in super().lora_projections if self.gated or name != "gate_proj")
+
+    @property
     def activation(self) -> str:
         """Return the activation of the MLP by Megatron's rule: a name in `nn.feed_forward.ACTIVATIONS`."""
         if self.swiglu:
