@@ -23,6 +23,7 @@ import sys
 import sysconfig
 import tempfile
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def main() -> None:
             times = seconds_in_turns(steps, options.rounds)
     ratios = [theirs / ours for ours, theirs in zip(times["megalith"], times["trl"], strict=True)]
     result = {
-        "machine": describe(),
+        "machine": describe() | {"peers": {name: metadata.version(name) for name in ("trl", "datasets")}},
         "dialogues": options.dialogues,
         "tokens": tokens,
         "bytes": size,

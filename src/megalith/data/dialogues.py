@@ -11,6 +11,7 @@ behind that token is not learnt.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 from unicodedata import is_normalized
 
@@ -22,11 +23,14 @@ from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.chat_template import BUILT_IN, BadDialogue, ChatTemplate
 from megalith.tokenizers.fast_bpe import plain_array_encoder
-from megalith.tokenizers.protocol import character_ranges
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 Span = tuple[int, int]
+Rendered = tuple[str, list[Span]]
+"""A text, and the ranges of its characters that are learnt."""
+Learnt = tuple[NDArray[Any], NDArray[np.uint8]]
+"""Ids and loss mask of a dialogue, [tokens] each."""
 
 
 class DialogueEncoder:
@@ -52,40 +56,70 @@ class DialogueEncoder:
         self._seq_length, self._eod = seq_length, eod
         self._arrays = plain_array_encoder(tokenizer, expected_bytes)
 
-    def encode(self, dialogue: Document | BadDocument) -> tuple[NDArray[Any], NDArray[np.uint8]] | BadDocument:
-        """Return ids and mask of a dialogue, [tokens] each, or why it cannot be learnt from."""
-        if not isinstance(dialogue, Dialogue):
-            plain = BadDocument("it is a text and no dialogue, in which --loss-mask finds the tokens to learn")
-            return dialogue if isinstance(dialogue, BadDocument) else plain
+    def encode(self, documents: Sequence[Document | BadDocument]) -> list[Learnt | BadDocument]:
+        """Return ids and mask of each dialogue, or why it cannot be learnt from."""
+        rendered = [self._try_to_render(document) for document in documents]
+        together = iter(self._encode_together([one for one in rendered if not isinstance(one, BadDocument)]))
+        return [one if isinstance(one, BadDocument) else self._complete(*one, next(together)) for one in rendered]
+
+    def _encode_together(self, rendered: Sequence[Rendered]) -> Sequence[Learnt | None]:
+        """Return ids and masks by the bytes of the tokens; None for a text that those do not make up."""
+        texts, sizes = [text for text, _ in rendered], self._tokenizer.token_sizes
         try:
-            text, spans = self._render(dialogue)
-            ids, offsets = self._tokenize(text)
-        except (BadDialogue, DataError) as error:
+            arrays = self._arrays(texts) if self._arrays is not None and texts else []
+        except DataError:  # one of the texts is at fault
+            arrays = []
+        if not arrays or sizes is None:
+            return [None] * len(texts)
+        bounds = [0, *accumulate(map(len, arrays))]
+        ends = sizes[np.concatenate(arrays)].cumsum()  # in bytes of all texts
+        starts = np.concatenate([[0], ends])[bounds].tolist()
+        begins, finishes, fits = list[int](), list[int](), list[bool]()
+        for (text, spans), start, end in zip(rendered, starts, starts[1:], strict=False):
+            plain = text.isascii()
+            fits.append(end - start == (len(text) if plain else len(text.encode())) and is_normalized("NFC", text))
+            if fits[-1]:
+                edges = spans if plain else [(len(text[:a].encode()), len(text[:b].encode())) for a, b in spans]
+                begins += [start + begin for begin, _ in edges]
+                finishes += [start + finish for _, finish in edges]
+        changes = np.zeros(len(ends) + 1, np.int32)
+        np.add.at(changes, ends.searchsorted(begins, "right"), 1)
+        np.add.at(changes, ends.searchsorted(finishes, "left") + 1, -1)
+        mask = (changes.cumsum() > 0).astype(np.uint8)
+        learnt = (mask[start:end] for start, end in zip(bounds, bounds[1:], strict=False))
+        return [(ids, part) if fit else None for ids, part, fit in zip(arrays, learnt, fits, strict=True)]
+
+    def _complete(self, text: str, spans: list[Span], encoded: Learnt | None) -> Learnt | BadDocument:
+        """Return ids and mask with the end of document; by the offsets of the tokenizer where they are not known."""
+        try:
+            ids, mask = encoded or self._encode_by_offsets(text, spans)
+        except DataError as error:
             return BadDocument(str(error))
-        mask = np.zeros(len(ids), np.uint8)
-        for begin, end in spans:
-            mask[np.searchsorted(offsets[:, 1], begin, "right") : np.searchsorted(offsets[:, 0], end)] = 1
         if self._eod is not None:
             ids = np.append(ids, self._eod)
             mask = np.append(mask, np.uint8(bool(spans) and not text[spans[-1][1] :].strip()))
         if self._seq_length is not None and len(ids) > self._seq_length + 1:
             limit = f"--seq-length {self._seq_length} takes, and one that is only predicted"
             return BadDocument(f"the dialogue has {len(ids)} tokens, more than {limit}")
-        if not mask.any():
-            return BadDocument("no token of the dialogue is to be predicted")
+        return (ids, mask) if mask.any() else BadDocument("no token of the dialogue is to be predicted")
+
+    def _encode_by_offsets(self, text: str, spans: Sequence[Span]) -> Learnt:
+        ids, offsets = self._tokenizer.encode_with_offsets(text)
+        mask = np.zeros(len(ids), np.uint8)
+        for begin, end in spans:
+            mask[offsets[:, 1].searchsorted(begin, "right") : offsets[:, 0].searchsorted(end)] = 1
         return ids, mask
 
-    def _tokenize(self, text: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return ids and ranges of characters, by the bytes of the tokens where those make up the text."""
-        if self._arrays is not None and is_normalized("NFC", text):
-            ((ids,), sizes) = self._arrays((text,)), self._tokenizer.token_sizes
-            assert sizes is not None
-            ranges = character_ranges(text, sizes[ids])
-            if ranges is not None:
-                return ids, ranges
-        return self._tokenizer.encode_with_offsets(text)
+    def _try_to_render(self, document: Document | BadDocument) -> Rendered | BadDocument:
+        if not isinstance(document, Dialogue):
+            plain = BadDocument("it is a text and no dialogue, in which --loss-mask finds the tokens to learn")
+            return document if isinstance(document, BadDocument) else plain
+        try:
+            return self._render(document)
+        except BadDialogue as error:
+            return BadDocument(str(error))
 
-    def _render(self, dialogue: Dialogue) -> tuple[str, list[Span]]:
+    def _render(self, dialogue: Dialogue) -> Rendered:
         """Return the text and the ranges of characters to learn. Raises BadDialogue."""
         turns = self._turns(dialogue)
         if dialogue.tools and not self._template.takes_tools:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -170,19 +171,19 @@ class ChunkEncoder:
         columns = [
             _TokenBuffer(self._encode, None, dtype, part.num_bytes) for dtype in (self._dtype, np.dtype(np.uint8))
         ]
+        numbered = list(part.documents)
         problems: list[tuple[int, str]] = []
-        num_documents = 0
-        for number, document in part.documents:
-            found = encoder.encode(document)
-            if isinstance(found, BadDocument):
-                problems.append((number, found.reason))
-                if not self._settings.skip_bad:
-                    break
+        learnt = []
+        for (number, _), found in zip(numbered, encoder.encode([one for _, one in numbered]), strict=True):
+            if not isinstance(found, BadDocument):
+                learnt.append(found)
                 continue
-            for column, content in zip(columns, found, strict=True):
-                column.add_document(content)
-            num_documents += 1
-        return _encoded(columns, part, num_documents, problems)
+            problems.append((number, found.reason))
+            if not self._settings.skip_bad:
+                break
+        for column, arrays in zip(columns, zip(*learnt, strict=True), strict=False):
+            column.add_arrays(arrays)
+        return _encoded(columns, part, len(learnt), problems)
 
     def _encode_one_by_one(self, part: ChunkDocuments) -> EncodedChunk:
         columns, num_documents = self._new_buffers(part), 0
@@ -263,7 +264,12 @@ class _TokenBuffer:
             (ids,) = self._encode((text,))
             if not len(ids):
                 continue
-            self._append(ids)
+            if ids.dtype != SURE_IDS:
+                _require_fit(ids, self._limits)
+            end = self._grow(len(ids) + 1)
+            self._tokens[self._used : end] = ids
+            self._used = end
+            self._lengths.append(len(ids))
             count += 1
         if count and self._eod is not None:
             self._tokens[self._used] = self._eod
@@ -271,16 +277,14 @@ class _TokenBuffer:
             self._lengths[-1] += 1
         self._sequences.append(count)
 
-    def add_document(self, ids: NDArray[Any]) -> None:
-        """Append a document of one sequence."""
-        self._append(ids)
-        self._sequences.append(1)
-
     def add_all(self, texts: list[str]) -> None:
         """Append documents of one text each. Raises DataError as `add` does; the column is of no use then."""
-        arrays = self._encode(texts)
+        self.add_arrays(self._encode(texts))
+
+    def add_arrays(self, arrays: Sequence[NDArray[Any]]) -> None:
+        """Append documents of one sequence each. Raises DataError as `add_all` does."""
         for ids in arrays:
-            if ids.dtype != SURE_IDS:
+            if ids.dtype not in (SURE_IDS, self._tokens.dtype):
                 _require_fit(ids, self._limits)
         lengths = list(map(len, arrays))
         self._sequences += [1 if length else 0 for length in lengths]
@@ -307,14 +311,6 @@ class _TokenBuffer:
 
     def structure(self) -> DocumentLengths:
         return DocumentLengths(np.array(self._lengths, np.int32), np.array(self._sequences, np.int64))
-
-    def _append(self, ids: NDArray[Any]) -> None:
-        if ids.dtype != SURE_IDS:
-            _require_fit(ids, self._limits)
-        end = self._grow(len(ids) + 1)
-        self._tokens[self._used : end] = ids
-        self._used = end
-        self._lengths.append(len(ids))
 
     def _grow(self, count: int) -> int:
         """Make room for `count` more tokens and return the position after all but the last of them."""

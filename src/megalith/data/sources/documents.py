@@ -171,11 +171,12 @@ def json_value_documents(data: bytes, keys: tuple[str, ...]) -> list[Document | 
 
 def text_of(value: Any, key: str) -> str | list[str] | BadDocument:
     """Return a value that is a text or a list of texts; BadDocument for any other."""
-    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value)):
+    inner = set(map(type, value)) if isinstance(value, list) else None
+    if isinstance(value, str) or inner is not None and inner <= {str}:
         return value
-    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+    if inner == {dict}:
         messages = [_message(message) for message in value]
-        if all(isinstance(message.get("role"), str) for message in messages):
+        if {str}.issuperset(type(message.get("role")) for message in messages):
             reason = f"the value of {json.dumps(key)} is a dialogue; give --chat-template"
             return Dialogue(reason, messages)
     return BadDocument(f"the value of {json.dumps(key)} is not text but {json.dumps(value, default=str)[:_SHOWN]}")
@@ -224,7 +225,8 @@ def _parsed(value: Any) -> Any:
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with role and content, without keys of no value; ShareGPT's have `from` and `value`."""
-    message = {key: value for key, value in message.items() if value is not None}  # as transformers does
+    if None in message.values():
+        message = {key: value for key, value in message.items() if value is not None}  # as transformers does
     if "role" in message or not {"from", "value"} <= message.keys():
         return message
     speaker = message["from"]
