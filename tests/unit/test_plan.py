@@ -79,7 +79,11 @@ def test_what_cannot_be_planned_is_said() -> None:
     with pytest.raises(ConfigError, match="--use-torch-fsdp2"):
         _plan(2, 4, "--use-torch-fsdp2", 2)
     with pytest.raises(ConfigError, match="--model-family t5"):
-        plan_run(f"{MASKED} --model-family t5 --vocab-extra-ids 20 --decoder-seq-length 64".split(), DEVICES["H100"], world_size=1)
+        plan_run(
+            f"{MASKED} --model-family t5 --vocab-extra-ids 20 --decoder-seq-length 64".split(),
+            DEVICES["H100"],
+            world_size=1,
+        )
     with pytest.raises(ConfigError, match="--search"):
         search_run(f"{MASKED} --model-family bert".split(), DEVICES["H100"], world_size=2)
 

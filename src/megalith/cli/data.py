@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _BAR = 40
 _SHOWN_TOKENS = 200
+_SHOWN_OF_DIALOGUE = 2000
 
 
 def run(argv: Sequence[str]) -> int:
@@ -47,6 +48,17 @@ def _add_inspect(commands: Any) -> None:
     parser.add_argument(
         "--first", type=int, default=0, metavar="I", help="first document to print, from 0 (default: 0)"
     )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="of dialogues with a loss mask: what is learnt, the rest in grey (without colours: in [[ ]])",
+    )
+    parser.add_argument(
+        "--seq-length",
+        type=int,
+        metavar="N",
+        help="with --chat: what does not fit rows of N tokens, and how full they get",
+    )
     _add_dataset(parser)
     parser.set_defaults(sample=None)
 
@@ -62,7 +74,7 @@ def _add_stats(commands: Any) -> None:
         "--sample", type=int, default=1000, metavar="N", help="documents for the scripts (default: 1000)"
     )
     _add_dataset(parser)
-    parser.set_defaults(first=None)
+    parser.set_defaults(first=None, chat=False, seq_length=None)
 
 
 def _add_dataset(parser: CommandParser) -> None:
@@ -76,13 +88,17 @@ def _add_dataset(parser: CommandParser) -> None:
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
-    from megalith.data.dataset_tools import dataset_statistics
+    from megalith.data.dataset_tools import dataset_statistics, dialogue_statistics
     from megalith.data.indexed import IndexedDataset
     from megalith.tokenizers import build_tokenizer
     from megalith.tokenizers.fingerprint import read_fingerprint, require_tokenizer_of_data
 
     dataset = IndexedDataset(options.prefix, mmap_bin=False)
     config = tokenizer_of_flags(options)
+    if options.seq_length is not None and (not options.chat or options.seq_length < 1):
+        raise ConfigError(f"--seq-length {options.seq_length}: give a positive number, with --chat")
+    if options.chat and config is None:
+        raise ConfigError("--chat shows dialogues as text: give the flags of the tokenizer (--tokenizer-type ...)")
     tokenizer = None if config is None else build_tokenizer(config)
     if tokenizer is not None:
         note = require_tokenizer_of_data(options.prefix, tokenizer.fingerprint())
@@ -90,15 +106,27 @@ def _run_inspect(options: argparse.Namespace) -> int:
             print(f"note: {note}")
     found, card = dataset_statistics(dataset), read_fingerprint(options.prefix)
     content = {} if options.sample is None else _content(dataset, found, options.sample, tokenizer)
+    mask = None
+    if options.chat and tokenizer is not None:
+        from megalith.data.sft_dataset import open_mask
+
+        mask = open_mask(dataset)
+        content = dialogue_statistics(dataset, mask, tokenizer, options.seq_length)
     if options.json:
         print(json.dumps(_record(dataset, found, card) | content))
         return 0
     _print_counts(dataset, found)
-    _print_content(found, content)
+    if mask is None:
+        _print_content(found, content)
+    else:
+        _print_dialogue_statistics(found, content)
     print("tokenizer " + (json.dumps(card) if card else "unknown: no .card beside the files"))
     shown = range(options.first or 0, min((options.first or 0) + options.documents, found.documents))
     for number in shown if options.first is not None else _spread(found.documents, options.documents):
-        _print_document(dataset, number, tokenizer)
+        if mask is None or tokenizer is None:
+            _print_document(dataset, number, tokenizer)
+        else:
+            _print_dialogue(dataset, mask, number, tokenizer)
     return 0
 
 
@@ -184,6 +212,36 @@ def _print_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer |
     more = f" ... {length - len(ids):,} tokens more" if length > len(ids) else ""
     shown = " ".join(map(str, ids)) if tokenizer is None else repr(tokenizer.decode(ids))
     print(f"document {number}: {length:,} tokens{sentences}\n  {shown}{more}")
+
+
+def _print_dialogue_statistics(found: DatasetStatistics, content: dict[str, Any]) -> None:
+    characters = f"{content['characters_per_token']:.2f} characters a token"
+    print(f"learnt    {content['learnt_tokens']:,} tokens, {content['learnt_share']:.1%}; {characters}")
+    print("longest   " + ", ".join(f"document {number}: {length:,} tokens" for number, length in content["longest"]))
+    if rows := content.get("rows"):
+        cut, tokens = content["cut_documents"], content["cut_tokens"]
+        print(f"cut       {cut:,} documents, {tokens:,} of their tokens ({tokens / max(1, found.tokens):.1%})")
+        print(f"rows      {rows:,} of {content['seq_length']:,} tokens, {content['fill']:.2%} filled by packing")
+
+
+def _print_dialogue(dataset: IndexedDataset, mask: IndexedDataset, number: int, tokenizer: Tokenizer) -> None:
+    """Print a dialogue with what is not learnt in grey; where there are no colours, with marks around what is."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    ids, learnt = dataset.get(number)[:_SHOWN_OF_DIALOGUE], mask.get(number)[:_SHOWN_OF_DIALOGUE]
+    length = int(dataset.lengths[number])
+    text = Text(f"document {number}: {length:,} tokens, {int(mask.get(number).sum()):,} learnt\n")
+    edges = [0, *(1 + (learnt[1:] != learnt[:-1]).nonzero()[0]).tolist(), len(ids)]
+    for begin, end in zip(edges, edges[1:], strict=False):
+        part = tokenizer.decode(ids[begin:end].tolist())
+        if console.color_system is not None and not console.no_color:
+            text.append(part, None if learnt[begin] else "bright_black")
+        else:
+            text.append(f"[[{part}]]" if learnt[begin] else part)
+    text.append(f" ... {length - len(ids):,} tokens more" if length > len(ids) else "")
+    console.print(text)
 
 
 def _add_verify(commands: Any) -> None:

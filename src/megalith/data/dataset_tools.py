@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 from megalith.data.indexed import LOSS_MASK, TEMPLATE, IndexedDataset, IndexedWriter, bin_path, idx_path
 from megalith.errors import ConfigError, DataError
 from megalith.progress import task
+from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.fingerprint import read_fingerprint, require_same, write_fingerprint
 
 _SIDE_FILES = (".card", TEMPLATE)
 _AT_ONCE = 1 << 20  # entries or tokens
+_DECODED, _LONGEST = 1000, 5  # dialogues
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,36 @@ def letters_by_script(texts: Iterable[str]) -> dict[str, int]:
             name = unicodedata.name(character, "unnamed").split()[0].capitalize()
             scripts["Han" if name == "Cjk" else name] += count
     return dict(scripts.most_common())
+
+
+def dialogue_statistics(
+    dataset: IndexedDataset, mask: IndexedDataset, tokenizer: Tokenizer, seq_length: int | None
+) -> dict[str, Any]:
+    """Measure dialogues, one a sequence: what is learnt, the longest, and with a `seq_length` what rows of it hold.
+
+    Characters a token are those of `_DECODED` dialogues from all over the dataset.
+    """
+    lengths = np.asarray(dataset.lengths, np.int64)
+    sample = np.unique(np.linspace(0, len(lengths) - 1, min(len(lengths), _DECODED)).astype(int)).tolist()
+    characters = sum(len(tokenizer.decode(dataset.get(number).tolist())) for number in sample)
+    learnt = sum(int(np.count_nonzero(part)) for part in _tokens(mask))
+    longest = np.argsort(-lengths, kind="stable")[:_LONGEST].tolist()
+    found: dict[str, Any] = {
+        "learnt_tokens": learnt,
+        "learnt_share": learnt / max(1, dataset.num_tokens),
+        "characters_per_token": characters / max(1, int(lengths[sample].sum())),
+        "longest": [[number, int(lengths[number])] for number in longest],
+    }
+    if seq_length is not None:
+        from megalith.data.sft_dataset import pack
+
+        over = lengths[lengths > seq_length + 1]  # the last token of a dialogue is only predicted
+        sizes = np.minimum(lengths - 1, seq_length)
+        rows = pack(sizes, seq_length).num_rows
+        found |= {"seq_length": seq_length, "cut_documents": len(over)}
+        found |= {"cut_tokens": int((over - seq_length - 1).sum()), "rows": rows}
+        found["fill"] = int(sizes.sum()) / max(1, rows * seq_length)
+    return found
 
 
 def verify_tokens(dataset: IndexedDataset, vocab_size: int, on_read: Callable[[int], None] = lambda done: None) -> int:

@@ -19,7 +19,7 @@ from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocess import PreprocessOptions, preprocess
 from megalith.data.preprocess_options import ProgressListener
 from megalith.data.shares import Share
-from megalith.data.sources import BadDocument, Dialogue, SourceOptions
+from megalith.data.sources import Dialogue, SourceOptions
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import build_tokenizer
 from megalith.tokenizers.chat_template import BUILT_IN, ChatTemplate, find_template
@@ -314,7 +314,7 @@ def test_the_fast_encoder_gives_the_ids_and_masks_of_the_library(tmp_path: Path,
         (nfc / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
         tokenizer = HuggingFaceTokenizer(nfc)
         assert tokenizer.token_sizes is not None
-        dialogue = Dialogue("", said)
+        dialogues = [Dialogue("", one) for one in (SAID, said, SAID[1:3])]  # one that NFC changes among others
         for template in (MARKED, PLAIN):
             encoders = [
                 DialogueEncoder(ChatTemplate(template), tokenizer, "assistant", None, None, n) for n in (0, 1 << 40)
@@ -322,11 +322,46 @@ def test_the_fast_encoder_gives_the_ids_and_masks_of_the_library(tmp_path: Path,
             encoders.append(DialogueEncoder(ChatTemplate(template), tokenizer, "assistant", None, None))
             encoders[-1]._arrays = None  # by the offsets of the library
             assert isinstance(encoders[1]._arrays, BytePairArrays) and encoders[1]._arrays._gigatoken is not None
-            found = [encoder.encode(dialogue) for encoder in encoders]
-            assert not any(isinstance(one, BadDocument) for one in found)
-            ids, masks = zip(*((one[0].tolist(), one[1].tolist()) for one in found), strict=True)  # type: ignore[index]
-            assert ids[0] == ids[1] == ids[2]
-            assert masks[0] == masks[1] == masks[2]
+            found = [encoder.encode(dialogues) for encoder in encoders]
+            first, *others = [[[part.tolist() for part in pair] for pair in one] for one in found]  # type: ignore[union-attr]
+            assert others == [first, first]
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
     model.save(str(nfc / "tokenizer.json"))
     assert HuggingFaceTokenizer(nfc).token_sizes is None
+
+
+def test_inspect_shows_what_is_learnt(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"messages": SAID[1:3]}, {"messages": SAID}, {"messages": SAID[1:3]}]
+    (text, *_) = learnt(options_for(folder, tmp_path / "in.jsonl", *rows))
+    prefix = str(tmp_path / "in_messages_document")
+    command = ["data", "inspect", prefix, "--chat", "--documents", "1", "--tokenizer-type", "HuggingFaceTokenizer"]
+    command += ["--tokenizer-model", str(folder)]
+    first, second = IndexedDataset(prefix).lengths.tolist()[:2]
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    assert main(command) == 0
+    plain = capsys.readouterr().out
+    assert text.replace("[", "[[").replace("]", "]]") in plain
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert main(command) == 0
+    coloured = capsys.readouterr().out
+    assert "\x1b[90m<|im_start|>user" in coloured and "\x1b[0m\n The king" in coloured and "[[" not in coloured
+    assert main([*command, "--json", "--seq-length", str(first)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    masks = IndexedDataset(prefix + "_loss_mask")
+    assert found["learnt_tokens"] == sum(int(mask.sum()) for mask in masks[:])
+    assert found["longest"] == [[1, second], [0, first], [2, first]]
+    assert (found["cut_documents"], found["cut_tokens"]) == (1, second - first - 1)
+    assert (found["rows"], found["fill"]) == (3, pytest.approx((3 * first - 2) / (3 * first)))
+    characters = sum(
+        len(build_tokenizer(options_for(folder, tmp_path / "x.jsonl").tokenizer).decode(ids.tolist()))
+        for ids in IndexedDataset(prefix)[:]
+    )
+    assert found["characters_per_token"] == pytest.approx(characters / found["tokens"])
+    for wrong in (["--seq-length", "0"], ["--tokenizer-type", "NullTokenizer"]):
+        assert main([*command, *wrong]) in (ConfigError.exit_code, DataError.exit_code)
+    assert main(["data", "inspect", prefix, "--chat"]) == ConfigError.exit_code
+    Path(f"{prefix}_loss_mask.idx").unlink()
+    assert main(command) == DataError.exit_code
