@@ -341,7 +341,8 @@ class _ChunkWriter:
             self._skipped.add(place, reason)
             run.listener.skipped(place, reason, state.skipped + count)
         pending_chunk.write(self._output.reserve(chunk, state.documents))
-        self.num_tokens += sum(int(structure.lengths.sum(dtype=np.int64)) for structure in chunk.by_key)
+        by_key = chunk.by_key[: len(run.options.source.keys)]  # without the loss mask
+        self.num_tokens += sum(int(structure.lengths.sum(dtype=np.int64)) for structure in by_key)
         self.state = RunState(
             source=located.source,
             place=located.chunk.end,

@@ -15,11 +15,12 @@ from megalith.cli.main import main
 from megalith.cli.preprocess import make_parser
 from megalith.config import TokenizerConfig
 from megalith.data.dialogues import DialogueEncoder
+from megalith.data.encoding import ChunkEncoder, EncodedChunk
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocess import PreprocessOptions, preprocess
-from megalith.data.preprocess_options import ProgressListener
+from megalith.data.preprocess_options import ProgressListener, plan_sources
 from megalith.data.shares import Share
-from megalith.data.sources import Dialogue, SourceOptions
+from megalith.data.sources import Dialogue, Payload, SourceOptions
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import build_tokenizer
 from megalith.tokenizers.chat_template import BUILT_IN, ChatTemplate, find_template
@@ -161,7 +162,8 @@ def test_bad_dialogues_are_named_by_line_and_skipped_on_request(
     assert main([*command, "--bad-lines", "skip"]) == 0
     (length,) = IndexedDataset(str(tmp_path / "out_messages_document")).lengths.tolist()
     fits = options_for(folder, tmp_path / "one.jsonl", {"messages": SAID}, seq_length=length - 1)
-    assert preprocess(fits).num_documents == 1  # the last token is only predicted
+    report = preprocess(fits)  # the last token is only predicted
+    assert (report.num_documents, report.num_new_tokens) == (1, length)
     with pytest.raises(DataError, match=f"--seq-length {length - 2}"):
         preprocess(replace(fits, seq_length=length - 2))
     assert len(IndexedDataset(str(tmp_path / "out_messages_document_loss_mask"))) == 1
@@ -365,3 +367,30 @@ def test_inspect_shows_what_is_learnt(
     assert main(["data", "inspect", prefix, "--chat"]) == ConfigError.exit_code
     Path(f"{prefix}_loss_mask.idx").unlink()
     assert main(command) == DataError.exit_code
+
+
+def test_an_unfinished_run_goes_on_with_its_mask(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"messages": [{"role": "user", "content": str(n)}, SAID[2]]} for n in range(20)]
+    options = options_for(folder, tmp_path / "in.jsonl", *rows)
+    limits = replace(options.source.limits, chunk_bytes=60)
+    options = replace(options, source=replace(options.source, limits=limits), journal_interval=0.0)
+    (source,) = plan_sources(options).sources
+    wanted, chunks = learnt(options), len(list(source.chunks()))
+    ends = (".bin", ".idx", "_loss_mask.bin", "_loss_mask.idx")
+    contents = [Path(f"{options.output_prefix}_messages_document{end}").read_bytes() for end in ends]
+    encode, calls = ChunkEncoder.encode, list[int]()
+
+    def interrupted(self: ChunkEncoder, payload: Payload) -> EncodedChunk:
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return encode(self, payload)
+
+    monkeypatch.setattr(ChunkEncoder, "encode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(options)
+    assert Path(f"{options.output_prefix}.unfinished").is_file()
+    before = len(calls)
+    assert learnt(replace(options, restart=False)) == wanted
+    assert len(calls) - before < chunks
+    assert [Path(f"{options.output_prefix}_messages_document{end}").read_bytes() for end in ends] == contents
