@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megalith.prove.megatron_core import build, forget_losses, join_alone, stub_streams
+from megalith.prove.megatron_core import build, join_alone, stub_streams
 
 VOCABULARY, LENGTH, DECODED, ROWS, PADDED = 96, 32, 12, 2, 3
 
@@ -58,6 +58,17 @@ def compute(case: dict[str, Any], model: Any, generator: torch.Generator) -> tup
     across = (behind[:, :, None] | absent[:, None, :])[:, None]
     losses = model(ids, answer, of_encoder, of_decoder, across, lm_labels=labels) * ~behind
     return losses.mean(), {"ids": ids, "answer": answer, "labels": labels, "losses": losses}
+
+
+def forget_losses() -> None:
+    """Megatron records the balancing losses of a process by layer, for as many as its first model had."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe import moe_utils
+
+    parallel_state._MOE_LAYER_WISE_LOGGING_TRACKER = {}
+    for name, value in vars(moe_utils).items():
+        if name.endswith("TRACKER") and isinstance(value, dict):
+            value.clear()
 
 
 def run(case: dict[str, Any], path: Path) -> None:

@@ -28,6 +28,8 @@ class _Norm(nn.Module):
         of_heads: it is applied to attention heads, of which each tensor-parallel rank has its own.
     """
 
+    _has_bias = False
+
     def __init__(
         self,
         size: int,
@@ -39,6 +41,8 @@ class _Norm(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, **factory))
+        if self._has_bias:
+            self.bias = nn.Parameter(torch.empty(size, **factory))
         self.epsilon, self.around_one, self._of_heads = epsilon, around_one, of_heads
 
     def placements(self) -> dict[str, Placement]:
@@ -51,17 +55,7 @@ class _Norm(nn.Module):
 class LayerNorm(_Norm):
     """y = (x - mean) / sqrt(var + eps) * weight + bias (Ba et al. 2016, arXiv:1607.06450); arguments as of `_Norm`."""
 
-    def __init__(
-        self,
-        size: int,
-        epsilon: float,
-        *,
-        around_one: bool = False,
-        of_heads: bool = False,
-        **factory: Unpack[FactoryKwargs],
-    ) -> None:
-        super().__init__(size, epsilon, around_one=around_one, of_heads=of_heads, **factory)
-        self.bias = nn.Parameter(torch.empty(size, **factory))
+    _has_bias = True
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self._weight()

@@ -202,17 +202,6 @@ def vars_of(config: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(config).items() if name in type(config).__dataclass_fields__}
 
 
-def forget_losses() -> None:
-    """Megatron records the balancing losses of a process by layer, for as many as its first model had."""
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe import moe_utils
-
-    parallel_state._MOE_LAYER_WISE_LOGGING_TRACKER = {}
-    for name, value in vars(moe_utils).items():
-        if name.endswith("TRACKER") and isinstance(value, dict):
-            value.clear()
-
-
 OTHER_NAMES = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
 """Field of TransformerConfig -> Megatron's argument of another name."""
 _OF_GPU = (
