@@ -25,6 +25,8 @@ from megalith.distributed.board import (
 )
 from megalith.distributed.watchdog import RankView, Watchdog
 
+from ...e2e.warm import WarmProcess
+
 
 def view(rank: int, state: str = "running", *, waits: bool = True, phase: str = "bwd", since: float = 0.0) -> RankView:
     return RankView(Identity(rank, "h", 1), Status(7, phase, waits, "all_reduce", "tp", 5, since), state)
@@ -179,15 +181,15 @@ def test_the_rank_that_broke_a_connection_is_blamed(tmp_path: Path, monkeypatch:
 
 
 WAIT = """
-import os, signal, sys, time
+import os, signal, time
 from pathlib import Path
 from megalith.distributed.board import FolderBoard
 from megalith.distributed.context import Axis
 from megalith.distributed.watchdog import Watchdog
 class Board(FolderBoard):
-    stops = sys.argv[2] != "any time"
+    stops = os.environ["AT"] != "any time"
     def read(self, name):
-        if sys.argv[2] == "starting":
+        if os.environ["AT"] == "starting":
             while not watchdog.status().waits:
                 time.sleep(0.01)
         if self.stops and watchdog.status().waits:
@@ -195,7 +197,7 @@ class Board(FolderBoard):
             os.kill(os.getpid(), signal.SIGSTOP)
         return super().read(name)
 watchdog = Watchdog(2.0)
-with watchdog.guard(Board(Path(sys.argv[1]), 0), 0, 1):
+with watchdog.guard(Board(Path("board"), 0), 0, 1):
     watchdog.at("fwd", 1), watchdog.at("fwd", 2)
     watchdog.before("all_reduce", Axis("dp"), None)
     for _ in range(10):
@@ -205,26 +207,23 @@ with watchdog.guard(Board(Path(sys.argv[1]), 0), 0, 1):
 """
 
 
-def test_time_in_which_the_process_was_stopped_is_no_wait(tmp_path: Path) -> None:
+def test_time_in_which_the_process_was_stopped_is_no_wait(warm: WarmProcess, tmp_path: Path) -> None:
     """A suspended job: the others were stopped too, and could not have answered."""
-    moments, waiting = ("any time", "looking", "starting"), list[subprocess.Popen[str]]()
-    for at in moments:
-        (tmp_path / at).mkdir()
-        command = [sys.executable, "-c", WAIT, str(tmp_path / at), at]
-        waiting.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    for process in waiting:
-        assert process.stdout and process.stdout.readline() == "waiting\n"
-        if process is waiting[0]:
-            process.send_signal(signal.SIGSTOP)
+    waiting = {}
+    for at in ("any time", "looking", "starting"):
+        (tmp_path / at / "board").mkdir(parents=True)
+        waiting[at] = warm.start_script(WAIT, tmp_path / at, AT=at)
+    waiting["any time"].wait_for("waiting")
+    waiting["any time"].send(signal.SIGSTOP)
     time.sleep(4.5)
-    for at, process in zip(moments, waiting, strict=True):
-        process.send_signal(signal.SIGCONT)
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, f"{at}: {errors}"
+    for at, process in waiting.items():
+        assert not process.ended, f"{at}: {process.text}"
+        process.send(signal.SIGCONT)
+        assert process.finish().code == 0, f"{at}: {process.text}"
 
 
 NO_ROOM = """
-import sys
+import os
 from pathlib import Path
 from megalith.distributed import watchdog
 from megalith.distributed.board import FolderBoard
@@ -233,25 +232,24 @@ class Board(FolderBoard):
     calls = 0
     def read(self, name):
         self.calls += 1
-        if self.calls == 3 or self.calls > 3 and sys.argv[2] == "always":
+        if self.calls == 3 or self.calls > 3 and os.environ["OFTEN"] == "always":
             raise RuntimeError("can't start new thread")
         return super().read(name)
+os.dup2(1, 2)
 looks = watchdog.Watchdog(1.0)
-with looks.guard(Board(Path(sys.argv[1]), 0), 0, 1):
+with looks.guard(Board(Path("board"), 0), 0, 1):
     looks.at("data", 1), looks.at("data", 2)
     looks.before("all_reduce", Axis("dp"), None)
     watchdog.time.sleep(60)
 """
 
 
-def test_the_watch_survives_a_look_that_fails(tmp_path: Path) -> None:
+def test_the_watch_survives_a_look_that_fails(warm: WarmProcess, tmp_path: Path) -> None:
     """Nobody else ends a hang: torch's own timeout is far behind."""
     running = []
     for how_often in ("once", "always"):
-        (tmp_path / how_often).mkdir()
-        command = [sys.executable, "-c", NO_ROOM, str(tmp_path / how_often), how_often]
-        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        (tmp_path / how_often / "board").mkdir(parents=True)
+        running.append(warm.start_script(NO_ROOM, tmp_path / how_often, OFTEN=how_often))
     for process in running:
-        _, errors = process.communicate(timeout=50)
-        assert process.returncode == 6, errors
-        assert "can't start new thread" in errors and "all_reduce" in errors
+        assert process.finish().code == 6, process.text
+        assert "can't start new thread" in process.text and "all_reduce" in process.text
