@@ -8,8 +8,6 @@ import os
 import pickle
 import resource
 import struct
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +22,8 @@ from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.report.history import read_history
 from megalith.tokenizers.byte_level import read_byte_pair_vocabulary
 from megalith.tokenizers.fingerprint import fingerprint_path, read_fingerprint
+
+from ...e2e.warm import WarmProcess
 
 MakeContent = Callable[..., CheckpointContent]
 DEEP = "[" * 100_000
@@ -103,7 +103,9 @@ def test_deep_nesting_in_other_files(tmp_path: Path, text: str) -> None:
         HuggingFaceSource(tmp_path).common()
 
 
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, make_content: MakeContent) -> None:
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(
+    warm: WarmProcess, tmp_path: Path, make_content: MakeContent
+) -> None:
     names = ["manifest.json", "common.pt", ".metadata", "metadata.json", "../latest_checkpointed_iteration.txt"]
     for number, name in enumerate(names):
         store = DirectoryStore(tmp_path / str(number))
@@ -113,16 +115,11 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, make_co
         path.unlink()
         os.mkfifo(path)
     script = (
-        "import sys; from megalith.checkpoint import DirectoryStore as D\n"
-        "print(*(D(folder).newest_verified()[0] for folder in sys.argv[1:]))"
+        "from megalith.checkpoint import DirectoryStore as D\n"
+        f"print(*(D(str(number)).newest_verified()[0] for number in range({len(names)})))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, *(str(tmp_path / str(number)) for number in range(len(names)))],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.stdout.split() == ["1", "1", "1", "1", "2"], done.stderr
+    done = warm.start_script(script, tmp_path).finish()
+    assert done.text.split() == ["1", "1", "1", "1", "2"], done.text
 
 
 @pytest.mark.parametrize(
