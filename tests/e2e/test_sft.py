@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalith.data.indexed import IndexedWriter
+from megalith.data.indexed import LOSS_MASK, IndexedDataset, IndexedWriter
+from megalith.train.metrics import read_metrics
 
 from .checkpoints import assert_same, curve_of, state_of
 from .warm import WarmProcess
@@ -70,5 +71,41 @@ def test_what_contradicts_conversations_is_refused(warm: WarmProcess, folder: Pa
     for words in (["--reset-attention-mask"], ["--eod-mask-loss"], ["--model-family", "bert"]):
         done = warm.run([*common, *words], folder)
         assert done.code == 2 and "--sft" in done.text and words[0] in done.text, done.text
+    (folder / "talk.jsonl").write_text("{}\n")
+    done = warm.run([*common, "--train-data-path", "talk.jsonl"], folder)
+    assert done.code == 2 and "megalith preprocess --input talk.jsonl" in done.text and "--loss-mask" in done.text
     done = warm.run([*common, "--train-data-path", "talk_loss_mask"], folder)
     assert done.code == 3 and "--sft" in done.text and "megalith preprocess" in done.text, done.text
+
+
+def test_answers_to_held_out_prompts_are_the_same_in_every_layout(warm: WarmProcess, folder: Path) -> None:
+    common = [*RUN, "--micro-batch-size", 2, "--valid-data-path", "talk", "--eval-iters", 1, "--eval-interval", 8]
+    common += ["--sft-sample-prompts", 2, "--padded-vocab-size", 112]  # else it depends on the layout
+    solo = warm.run([*common, "--save", "answers"], folder)
+    assert solo.code == 0, solo.text
+    layout = ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--save", "divided"]
+    divided = warm.run_ranks(2, [*common, *layout], folder)
+    assert all(done.code == 0 for done in divided), divided[0].text
+    records = [read_metrics(folder / save / "run" / "metrics.jsonl") for save in ("answers", "divided")]
+    (found,), (same,) = ([one for one in record if one["event"] == "samples"] for record in records)
+    assert found["samples"] == same["samples"] and found["iteration"] == 8
+    tokens, mask = (IndexedDataset(str(folder / f"talk{ending}")).get(0).tolist() for ending in ("", LOSS_MASK))
+    begin = mask.index(1)
+    assert found["samples"][0]["prompt"] == " ".join(map(str, tokens[:begin]))
+    assert found["samples"][0]["held_out"] == " ".join(map(str, tokens[begin:]))
+    answer = list(map(int, found["samples"][0]["answer"].split()))
+    assert answer[-1] == tokens[-1] or len(tokens[:begin]) + len(answer) == 16, "it ends with its turn or the context"
+    assert f'sample 2 at iteration 8 | prompt: "{found["samples"][1]["prompt"]}"' in solo.text
+    written = warm.run(
+        [
+            "answers",
+            "--prompt",
+            found["samples"][0]["prompt"],
+            "--max-new-tokens",
+            len(answer),
+            "--greedy",
+        ],
+        folder,
+        command="generate",
+    )
+    assert found["samples"][0]["answer"] in written.text

@@ -21,17 +21,21 @@ from megalith.compat.megatron.memory import MemoryReport, theoretical_memory, th
 from megalith.compat.megatron.run_console import MegatronConsole, RunConsole
 from megalith.config import RunConfig
 from megalith.config.saved_args import megatron_args
+from megalith.data.sft_dataset import SFTDataset
 from megalith.device import is_cuda
 from megalith.distributed import comm
 from megalith.distributed.context import Axis
 from megalith.errors import ConfigError
+from megalith.models.language_model import GenerativeModel
 from megalith.plan import cache_folder
 from megalith.progress import in_terminal
+from megalith.tokenizers import build_tokenizer
 from megalith.train.metrics import MetricsWriter, memory_in_use
 from megalith.train.profiler import MemoryHistory, Profile, build_profiler
 from megalith.train.records import ProgressLog, Records
 from megalith.train.results import Hook
 from megalith.train.routing_trace import RoutingTrace
+from megalith.train.sample_answers import SampleAnswers
 from megalith.train.state import TrainState
 from megalith.train.status import StatusLine
 from megalith.train.timers import StragglerReport, WaitClock
@@ -128,6 +132,8 @@ def build_hooks(
     figures = "" if config.model.registered_layers else theory_lines(theoretical_memory(config, state.model.vocab_size))
     hooks: list[Hook] = [metrics := _metrics(config, folder, built)] if first else []
     hooks.append(_console(config, console))
+    if config.data.sft and config.data.sft_sample_prompts:
+        hooks += _sample_answers(config, console, built, metrics.event if first else _record_nothing)
     if first and config.checkpoint.rehearse_resume:
         hooks.append(Rehearsal(config, console.print, console.warn, metrics.event))
     if first and config.log.plan != "off" and cache_folder().is_dir():
@@ -194,6 +200,22 @@ def _console(config: RunConfig, console: RunConsole) -> Hook:
         save_format=config.checkpoint.ckpt_format,
         timing_option=config.log.timing_log_option,
     )
+
+
+def _sample_answers(config: RunConfig, console: RunConsole, built: BuiltRun, record: Callable[..., None]) -> list[Hook]:
+    """Build the answers to held-out prompts; every rank needs it."""
+    valid, model, count = built.loaders.valid, built.run.state.model, config.data.sft_sample_prompts
+    held_out = getattr(valid.dataset, "datasets", [valid.dataset]) if valid is not None else []
+    prompts = [prompt for data in held_out if isinstance(data, SFTDataset) for prompt in data.prompts(count)]
+    if not prompts or not isinstance(model, GenerativeModel):
+        console.warn("--sft-sample-prompts has no effect: there is no held-out conversation with a prompt")
+        return []
+    tokenizer, length = build_tokenizer(config.tokenizer), config.data.seq_length
+    return [SampleAnswers(model, prompts[:count], tokenizer, length, console.print, record)]
+
+
+def _record_nothing(*_: object, **__: object) -> None:
+    """Leave metrics.jsonl to the first rank."""
 
 
 def _records(config: RunConfig, folder: Path, console: RunConsole, built: BuiltRun) -> list[Hook]:

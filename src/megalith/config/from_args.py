@@ -211,7 +211,7 @@ def settings_from(args: Mapping[str, Any], registry: Registry = EMPTY, *, layout
         values["seq_length"] = int(args["seq_length"])
     if tokenizer.tokenizer_type and "tokenizer_type" in args:
         values["tokenizer_type"] = tokenizer.tokenizer_type
-    if tokenizer.tokenizer_type == "HuggingFaceTokenizer" and Path(tokenizer.tokenizer_model or "").is_dir():
+    if tokenizer.is_hugging_face and Path(tokenizer.tokenizer_model or "").is_dir():
         values["tokenizer_model"] = tokenizer.tokenizer_model  # of a Hugging Face folder, the folder itself
     if layout:
         parallel = parallel_from_args(args)

@@ -10,6 +10,7 @@ from megalith.registry import Registered
 _NEEDED = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
     "HuggingFaceTokenizer": ("tokenizer_model",),
+    "SFTTokenizer": ("tokenizer_model",),
     "Llama2Tokenizer": ("tokenizer_model",),
     "GPTSentencePieceTokenizer": ("tokenizer_model",),
     "SentencePieceTokenizer": ("tokenizer_model",),
@@ -23,6 +24,7 @@ _NEEDED = {
 
 _TAKEN = {
     "HuggingFaceTokenizer": ("tokenizer_special_tokens", "tokenizer_hf_no_include_special_tokens"),
+    "SFTTokenizer": ("tokenizer_special_tokens", "tokenizer_hf_no_include_special_tokens"),
     "SentencePieceTokenizer": ("vocab_extra_ids",),
     "TikTokenizer": ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens", "tokenizer_special_tokens"),
     "BertWordPieceLowerCase": ("vocab_extra_ids",),
@@ -41,11 +43,11 @@ class TokenizerConfig:
 
     tokenizer_type: str = setting(
         "GPT2BPETokenizer",
-        help="kind of tokenizer",
+        help="kind of tokenizer; SFTTokenizer is HuggingFaceTokenizer",
         choices=tuple(_NEEDED),
         registers="tokenizer",
-        later=("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer", "ByteLevelTokenizer"),
-        later_with="work on images, instruction tuning and raw bytes, which is not built",
+        later=("MultimodalTokenizer", "NullMultimodalTokenizer", "ByteLevelTokenizer"),
+        later_with="work on images and raw bytes, which is not built",
     )
     vocab_file: str | None = setting(
         None, help="vocab.json of GPT-2 or of characters, or vocab.txt of BERT", aliases=("--vocab",)
@@ -91,6 +93,11 @@ class TokenizerConfig:
         return tuple(_flag(name) for name in _NEEDED.get(self.tokenizer_type, ()) if not getattr(self, name))
 
     @property
+    def is_hugging_face(self) -> bool:
+        """Return whether --tokenizer-model is a folder with tokenizer.json."""
+        return self.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer")
+
+    @property
     def taken(self) -> tuple[str, ...]:
         """Return the settings that this kind of tokenizer uses, apart from itself; all for a registered one."""
         if isinstance(self.tokenizer_type, Registered):
@@ -113,7 +120,7 @@ class TokenizerConfig:
     def named_files(self) -> dict[str, str]:
         """Setting -> the file that it names, as far as it must be one: Hugging Face's may be a folder or a name."""
         names = ["vocab_file", "merge_file"]
-        if self.tokenizer_type != "HuggingFaceTokenizer" and "tokenizer_model" in self.taken:
+        if not self.is_hugging_face and "tokenizer_model" in self.taken:
             names.append("tokenizer_model")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 

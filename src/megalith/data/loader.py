@@ -145,7 +145,7 @@ class BatchLoader:
             num_workers: threads that read ahead; with 0 each micro-batch is read when it is requested.
             order: in which the samples come; that of the dataset, once, by default.
         """
-        self._dataset = dataset
+        self.dataset = dataset
         self._block = micro_batch_size * num_ranks
         self._consumed = consumed_samples
         sampler = sampler or SequentialSampler(len(dataset), micro_batch_size)
@@ -179,19 +179,19 @@ class BatchLoader:
             self._ahead.append(read if self._threads is None else self._threads.submit(read).result)
 
     def _collate(self, samples: Sequence[int | None]) -> Batch:
-        rows = [self._dataset[sample] if sample is not None else self._padding_sample() for sample in samples]
+        rows = [self.dataset[sample] if sample is not None else self._padding_sample() for sample in samples]
         return {field: torch.from_numpy(np.stack([row[field] for row in rows])) for field in rows[0]}
 
     def _padding_sample(self) -> dict[str, NDArray[Any]]:
         """Return a sample that pads a batch: the first sample with its losses (two of them in BERT) masked out."""
-        sample = self._dataset[0]
+        sample = self.dataset[0]
         without = {"loss_mask": np.zeros_like(sample["loss_mask"])}
         if "is_random" in sample:
             without["is_random"] = np.full_like(sample["is_random"], -1)
         return {**sample, **without}
 
     def _exhausted_error(self) -> DataError:
-        dataset = self._dataset
+        dataset = self.dataset
         return DataError(
             f"the {dataset.name} data is used up: {self._consumed} of its {len(dataset)} samples are consumed and the "
             f"next step needs {self._block} more; it was built for {dataset.request_text}: raise --train-iters or "

@@ -83,6 +83,14 @@ class SFTDatasetOptions:
     overlong: str = "refuse"
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens of a conversation up to the first that is to be predicted, and those that are, without a gap."""
+
+    tokens: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
 class SFTDataset:
     """Rows of one split; item i is a dict of arrays of `sequence_length` entries (see the head of this file).
 
@@ -195,6 +203,20 @@ class SFTDataset:
             "position_ids": reset_positions(numbers),
             "document_ids": numbers,
         }
+
+    def prompts(self, count: int) -> list[Prompt]:
+        """Return the first prompts of the split, in the order of the files, that leave room for an answer."""
+        found: list[Prompt] = []
+        for number in map(int, np.unique(self.document_index)):
+            mask = self._mask.get(number)
+            begin = 1 + int(mask[1:].argmax())
+            answer = mask[begin:].astype(bool).cumprod().sum()
+            text = tuple(self._documents.get(number, 0, begin + int(answer)).tolist())
+            if begin < self._options.sequence_length:
+                found.append(Prompt(text[:begin], text[begin:]))
+            if len(found) == count:
+                break
+        return found
 
     @cached_property
     def _split(self) -> range:

@@ -272,13 +272,21 @@ def vocabulary_loss(
 
 
 def whole_logits(
-    hidden: Tensor, weight: nn.Parameter, region: Region, vocab_size: int, bias: nn.Parameter | None = None
+    hidden: Tensor,
+    weight: nn.Parameter,
+    region: Region,
+    vocab_size: int,
+    bias: nn.Parameter | None = None,
+    *,
+    row: int | None = None,
 ) -> Tensor:
     """Return the logits of the whole vocabulary on every rank, with autograd's gradient.
 
-    Shapes: hidden [..., D], a part of the sequence where the region holds parts -> [..., V], of the whole sequence.
+    Shapes: hidden [..., D], a part of the sequence where the region holds parts -> [..., V], of the whole sequence, or
+        of its `row` alone.
     """
-    logits = linear(enter(hidden, region), weight, bias, None)
+    entered = enter(hidden, region)
+    logits = linear(entered if row is None else entered[row], weight, bias, None)
     part = region.shard(vocab_size, even=False)
     if part.size == vocab_size:
         return logits

@@ -86,6 +86,7 @@ class History:
     num_skipped: int = 0
     num_nan: int = 0
     last: Mapping[str, Any] = field(default_factory=dict)
+    answers: Mapping[str, Any] = field(default_factory=dict)  # the last to held-out prompts
     unreadable: int = 0
     config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by group; may be empty
     _row: tuple[str, int] = ("", -2)
@@ -106,6 +107,8 @@ class History:
                 curve.rewind(iteration if kind == "resume" else -1)
         elif kind == "evaluation":
             self._add(f"{record.get('split', '')} loss", iteration, record.get("loss"))
+        elif kind == "samples":
+            self.answers = record
         if kind in _SHOWN_EVENTS:
             self.events.append(Event(kind, iteration, float(record.get("time") or 0.0), record))
 

@@ -42,6 +42,7 @@ def render_page(history: History, name: str) -> str:
             + chart({"train": curve}, marks, log=key == "loss scale")
             for key, curve in others.items()
         ),
+        _answers(history.answers),
         _changes(history.events),
         _events(history),
         _configuration(history.config),
@@ -140,6 +141,19 @@ def _changes(events: Iterable[Event]) -> str:
         return ""
     head = "<tr><th>iteration</th><th>flag</th><th>before</th><th>after</th><th>effect</th></tr>"
     return f"<h2>Changes of the configuration</h2><table>{head}{''.join(rows)}</table>"
+
+
+def _answers(record: Mapping[str, Any]) -> str:
+    rows = [
+        "<tr>"
+        + "".join(f"<td>{html.escape(str(sample.get(key)))}</td>" for key in ("prompt", "answer", "held_out"))
+        + "</tr>"
+        for sample in record.get("samples") or ()
+        if isinstance(sample, Mapping)
+    ]
+    head = "<tr><th>prompt</th><th>answer</th><th>held-out answer</th></tr>"
+    where = f"<h2>Answers at iteration {record.get('iteration', 0):,}</h2>"
+    return f"{where}<table>{head}{''.join(rows)}</table>" if rows else ""
 
 
 def _events(history: History) -> str:

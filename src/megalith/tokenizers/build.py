@@ -62,7 +62,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 def with_files_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
     """Use the tokenizer files of a folder if it has all of them, so that a checkpoint is self-contained."""
-    if config.tokenizer_type == "HuggingFaceTokenizer":
+    if config.is_hugging_face:
         return dataclasses.replace(config, tokenizer_model=str(folder)) if holds_tokenizer(folder) else config
     there = {setting: folder / name for setting, name in _FILES.get(config.tokenizer_type, {}).items()}
     named = all(getattr(config, setting) for setting in there)
@@ -117,6 +117,7 @@ def _null(config: TokenizerConfig) -> Tokenizer:
 _BUILDERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
     "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(_path(config.vocab_file), _path(config.merge_file)),
     "HuggingFaceTokenizer": _hugging_face,
+    "SFTTokenizer": _hugging_face,
     "Llama2Tokenizer": lambda config: Llama2Tokenizer(_path(config.tokenizer_model)),
     "GPTSentencePieceTokenizer": lambda config: GPTSentencePieceTokenizer(_path(config.tokenizer_model)),
     "SentencePieceTokenizer": lambda config: SentencePieceTokenizer(

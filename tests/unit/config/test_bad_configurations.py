@@ -226,7 +226,7 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--ckpt-format torch_dcp", ("--ckpt-format torch_dcp", "torch_dist", "torch")),
     ("--dataloader-type external", ("--dataloader-type external", "cyclic")),
     ("--dataloader-type random", ("--dataloader-type random", "cyclic", "external")),
-    ("--tokenizer-type SFTTokenizer", ("--tokenizer-type", "SFTTokenizer", "GPT2BPETokenizer")),
+    ("--tokenizer-type ByteLevelTokenizer", ("--tokenizer-type", "ByteLevelTokenizer", "GPT2BPETokenizer")),
     ("--tokenizer-type Llama2Tokenizer", ("Llama2Tokenizer", "--tokenizer-model")),
     ("--null-tokenizer-eod-id 100", ("--null-tokenizer-eod-id 100", "--vocab-size 100")),
     ("--tokenizer-special-tokens <a>", ("--tokenizer-type NullTokenizer", "TikTokenizer")),
@@ -453,6 +453,11 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     (
         "-mock-data --train-data-path {data}/real --sft --eod-mask-loss --reset-position-ids",
         ("--eod-mask-loss", "--reset-position-ids", "--sft"),
+    ),
+    (
+        "WORLD_SIZE=2 -mock-data --train-data-path {data}/real --sft --sft-sample-prompts 2 "
+        "--pipeline-model-parallel-size 2",
+        ("--sft-sample-prompts 2",),
     ),
     (f"{_BERT} --sft", ("--sft", "--model-family bert")),
     ("--mid-level-dataset-surplus -0.1", ("--mid-level-dataset-surplus -0.1", "0")),

@@ -23,7 +23,7 @@ OTHER_DEFAULTS = {
     "--data-parallel-sharding-strategy": "that of Megatron since late 2025",
 }
 OTHER_CHOICES = {
-    "--tokenizer-type": {"MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer"},  # images, instructions
+    "--tokenizer-type": {"MultimodalTokenizer", "NullMultimodalTokenizer"},  # images
     "--position-embedding-type": {"mrope"},  # images
     "--ckpt-format": {"zarr", "torch_dcp"},
     "--ckpt-convert-format": {"zarr"},

@@ -11,7 +11,7 @@ import pytest
 
 from megalith.cli.main import main
 from megalith.report import read_history, render_page
-from megalith.report.history import Curve, downsample
+from megalith.report.history import Curve, History, downsample
 from megalith.report.page import WIDTH, chart
 
 
@@ -120,3 +120,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["report", str(tmp_path / "save"), "-o", str(tmp_path / "no/a.html")]) == 2
     assert main(["report", str(tmp_path)]) == 3
     assert "metrics.jsonl" in capsys.readouterr().err
+
+
+def test_the_last_answers_to_held_out_prompts_are_shown() -> None:
+    history = History()
+    for iteration in (10, 20):
+        sample = {"prompt": "a <b>", "answer": f"of {iteration}", "held_out": "c"}
+        history.take({"event": "samples", "iteration": iteration, "samples": [sample]})
+    page = render_page(history, "run")
+    assert "<td>a &lt;b&gt;</td><td>of 20</td><td>c</td>" in page and "of 10" not in page

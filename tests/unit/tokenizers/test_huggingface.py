@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from megalith.config import TokenizerConfig
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import build_tokenizer
+from megalith.tokenizers.build import with_files_in
 from megalith.tokenizers.fingerprint import fingerprint_differences, require_tokenizer_of_data, write_fingerprint
 from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
 from megalith.tokenizers.huggingface import HuggingFaceTokenizer, hub_cache
@@ -48,6 +49,9 @@ def test_text_there_and_back(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == text and tokenizer.encode_batch([text, ""]) == [ids, []]
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (257, 256, None)
     assert 256 in ids  # a special token in a text is its id, as in Megatron
+    of_sft = TokenizerConfig("SFTTokenizer", tokenizer_model=str(tmp_path))
+    assert build_tokenizer(of_sft).fingerprint() == tokenizer.fingerprint()
+    assert with_files_in(tmp_path / "nothing", of_sft) == of_sft
 
 
 def test_what_stands_before_every_text_is_there(tmp_path: Path) -> None:

@@ -81,6 +81,14 @@ class DataConfig:
         choices=("refuse", "truncate", "drop"),
         ours=True,
     )
+    sft_sample_prompts: int = setting(
+        0,
+        help="with --sft: held-out prompts that are answered at each evaluation, in log and report (greedy, at most 64 "
+        "tokens); not with pipeline or context parallelism or FSDP2",
+        unit="prompts",
+        at_least=0,
+        ours=True,
+    )
     full_validation: bool = setting(False, help="evaluate the whole validation split once in each evaluation")
     multiple_validation_sets: bool = setting(
         False, help="evaluate the datasets of --valid-data-path separately instead of blended"

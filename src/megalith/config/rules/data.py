@@ -221,7 +221,15 @@ loss_of_conversations_is_per_token = note(
     lambda run: run.data.sft and not run.model.calculate_per_token_loss,
     "--sft with {calculate_per_token_loss}: a token weighs the more the fewer tokens are predicted in its micro-batch",
 )
-settings_of_conversations = idle_without("sft", "sft_packing", "sft_overlong")
+prompts_are_answered_by_whole_models = forbid(
+    lambda run: (
+        run.data.sft and run.data.sft_sample_prompts and (run.layout.pp > 1 or run.layout.cp > 1 or run.fully_sharded)
+    ),
+    "{sft_sample_prompts}: answers are computed by ranks that have all layers and positions: not with "
+    "--pipeline-model-parallel-size or --context-parallel-size above 1, or FSDP2; leave it out, and ask a checkpoint "
+    "with megalith generate",
+)
+settings_of_conversations = idle_without("sft", "sft_packing", "sft_overlong", "sft_sample_prompts")
 
 weights_of_validation_sets_do_nothing = note(
     lambda run: run.data.multiple_validation_sets and _weights(run.data.valid_data_path) is not None,
@@ -274,7 +282,7 @@ def tokenizer_has_what_it_needs(draft: Draft) -> str:
     if missing_flags == ("--vocab-size",):
         return "--tokenizer-type NullTokenizer requires --vocab-size N"
     if missing_flags == ("--tokenizer-model",):
-        what = "DIR, a folder with tokenizer.json" if tokenizer.tokenizer_type == "HuggingFaceTokenizer" else "FILE"
+        what = "DIR, a folder with tokenizer.json" if tokenizer.is_hugging_face else "FILE"
         return f"--tokenizer-type {tokenizer.tokenizer_type} requires --tokenizer-model {what}"
     verb = "is" if len(missing_flags) == 1 else "are"
     mock = " (or, with --mock-data, --tokenizer-type NullTokenizer --vocab-size N)" if draft.run.data.mock_data else ""

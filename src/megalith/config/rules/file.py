@@ -66,7 +66,8 @@ def _missing_dataset(flag: str, prefix: str) -> str:
     if not missing or remote(prefix):
         return ""
     found = _prefix_that_was_meant(prefix)
-    hint = f"; did you mean {flag} {found}?" if found else "; make them with `megalith preprocess`"
+    make = f"`megalith preprocess --input {prefix}`, with --loss-mask for --sft" if Path(prefix).is_file() else ""
+    hint = f"; did you mean {flag} {found}?" if found else f"; make them with {make or '`megalith preprocess`'}"
     verb = "does" if len(missing) == 1 else "do"
     return f"{flag} {prefix}: {' and '.join(missing)} {verb} not exist{_from_here(prefix)}{hint}"
 
