@@ -14,9 +14,10 @@ from megalith.schedules.batch_size import BatchSizeSchedule
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
 MILLIONS = {"124m": 124, "345m": 355, "857m": 355, "1.1b": 1100, "1.3b": 1316, "8b": 8030, "175b": 174_600}
 MILLIONS |= {"8x124m": 549, "8x7b": 46_700, "shakespeare-char": 10.74, "shakespeare-char-cpu": 0.803}
+MILLIONS |= {"qwen3-0.6b": 596, "qwen3-8b": 8190}
 MILLIONS |= {"shakespeare-speedrun": 2.92, "d20": 561, "machine-text-1m": 0.835, "machine-text-12m": 12.19}
 VOCABULARIES = {"llama2": 32_000, "llama3": 128_256, "mixtral": 32_000, "shakespeare": 65, "nanochat": 65_536}
-VOCABULARIES |= {"machine": 4096}
+VOCABULARIES |= {"machine": 4096, "qwen3": 151_936, "llama3.1": 128_256}
 
 
 def parameters(run: RunConfig, vocab_size: int) -> float:
@@ -46,7 +47,7 @@ def test_a_recipe_is_sound_and_of_its_size(path: Path) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": str(max(1, gpus(path)))}
     run = load(["--config", str(path)], environ, files=False)
     assert note_lines(run) == []
-    (size,) = [number for name, number in MILLIONS.items() if f"-{name}-" in path.name or name == path.stem]
+    size = MILLIONS[max((name for name in MILLIONS if f"-{name}-" in f"-{path.stem}-"), key=len)]
     assert parameters(run, VOCABULARIES.get(path.name.partition("-")[0], 50_304)) / 1e6 == pytest.approx(size, rel=0.01)
     assert run.checkpoint.save == f"checkpoints/{path.stem}" == run.checkpoint.load
     assert f"recipes/{path.name}" in path.read_text(encoding="utf-8")
