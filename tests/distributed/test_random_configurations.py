@@ -1,10 +1,10 @@
-"""Random accepted command lines, in miniature: their layouts equal one process in fp64."""
+"""Random accepted command lines and those of fine-tuning, in miniature: their layouts equal one process in fp64."""
 
 from __future__ import annotations
 
 import pytest
 
-from ..campaigns.configurations import drawn, proven
+from ..campaigns.configurations import Configuration, drawn, proven
 
 SEEDS = tuple(range(1_000_000, 1_000_010))  # not those of the campaign's record
 EACH = 3
@@ -19,3 +19,27 @@ def test_random_configurations_equal_one_process(seed: int) -> None:
         found = proven(configuration)
         assert not found["differences"], (configuration, found["differences"])
         assert found["compared"] > 20
+
+
+LLAMA = (
+    "--tokenizer-type NullTokenizer --vocab-size 1000 --position-embedding-type rope --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --ffn-hidden-size 192 --group-query-attention --num-query-groups 2 --sft"
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--context-parallel-size 2",
+        "--context-parallel-size 2 --cp-comm-type a2a --no-sft-packing",
+        "--use-distributed-optimizer",
+        "--use-torch-fsdp2",
+    ],
+)
+def test_fine_tuning_equals_one_process(layout: str) -> None:
+    found = proven(Configuration(f"{LLAMA} {layout}", 2))
+    assert not found["differences"], found["differences"]
+    assert found["compared"] > 20 and found["worst"] < 1e-10
