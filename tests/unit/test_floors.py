@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,7 @@ def all_files() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
+@cache
 def imports_in_file(file: Path) -> list[Import]:
     package = ("megalith", *file.relative_to(SOURCE).parent.parts)
     return list(imports_of(file.read_text(encoding="utf-8"), file, package))

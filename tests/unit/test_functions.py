@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "megalith"
@@ -30,13 +31,14 @@ MANY_PARAMETERS = {
 }
 
 
-def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Yield `file:qualified name` and node of all functions."""
-    for file in sorted(SOURCE.rglob("*.py")):
-        place = file.relative_to(SOURCE).as_posix()
-        yield from (
-            (f"{place}:{name}", node) for name, node in _within(ast.parse(file.read_text(encoding="utf-8")), "")
-        )
+@cache
+def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Return `file:qualified name` and node of all functions."""
+    return [
+        (f"{file.relative_to(SOURCE).as_posix()}:{name}", node)
+        for file in sorted(SOURCE.rglob("*.py"))
+        for name, node in _within(ast.parse(file.read_text(encoding="utf-8")), "")
+    ]
 
 
 def _within(parent: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
