@@ -20,7 +20,7 @@ import megalith
 from megalith.distributed.machine import processor
 from megalith.errors import ConfigError
 from megalith.plan import cache_folder
-from megalith.plan.devices import DEVICES, GIB, Device
+from megalith.plan.devices import DEVICES, GIB, Device, find_device
 from megalith.plan.remember import remember
 
 _LEARNED = ("efficiency", "unplanned", "context")
@@ -64,7 +64,7 @@ def calibrate(record: Mapping[str, Any] | None, run: Path) -> str:
             "before it starts, on the machine that trains"
         )
     name = record["device"]
-    device = next((one for one in DEVICES.values() if one.name == name), DEVICES["CPU"])
+    device = find_device(name) or DEVICES["CPU"]
     if device.compute is None and name != processor():
         raise ConfigError(
             f"--calibrate {run}: it ran on {name}, which is neither this machine's {processor()} nor a device of plans"

@@ -232,6 +232,11 @@ DEVICES = {
 """Name in `--gpus` -> device. Memory is what drivers report, in whole GiB."""
 
 
+def find_device(name: str) -> Device | None:
+    """Return the device whose product has a name, as its driver says it."""
+    return next((device for device in DEVICES.values() if device.name == name), None)
+
+
 def read_devices(text: str) -> tuple[int, Device]:
     """Read NxDEVICE, such as 8xH100; ConfigError if it is not one of these."""
     found = re.fullmatch(r"(?:(\d+)x)?([A-Za-z][\w-]*)", text.strip().replace(" ", ""), re.ASCII)

@@ -11,7 +11,7 @@ from functools import partial
 from megalith.config import RunConfig, all_settings, load
 from megalith.config.command_line import without_settings
 from megalith.errors import ConfigError, MegalithError
-from megalith.plan.devices import DEVICES, GIB, Device, read_devices
+from megalith.plan.devices import DEVICES, GIB, Device, find_device, read_devices
 from megalith.plan.memory import CATEGORIES, Part, RankMemory, plan_memory
 from megalith.plan.rates import with_measured
 from megalith.plan.record import Record
@@ -279,8 +279,7 @@ def device_here(name: str, compute: tuple[int, int] | None, memory: int) -> Devi
     Args:
         name, compute, memory: of the device; 0 bytes if that is not known.
     """
-    known = next((one for one in DEVICES.values() if one.name == name), DEVICES["CPU"])
-    return replace(known, name=name, compute=compute, gib=round(memory / GIB))
+    return replace(find_device(name) or DEVICES["CPU"], name=name, compute=compute, gib=round(memory / GIB))
 
 
 def time_of(run: RunConfig, vocab_size: int, device: Device, ranks: Sequence[RankMemory], nodes: int) -> StepTime:

@@ -22,7 +22,7 @@ from typing import Any
 from megalith.errors import ConfigError
 from megalith.layout import Layout
 from megalith.plan.calibration import calibrated
-from megalith.plan.devices import DEVICES, Device, Link, Rates
+from megalith.plan.devices import DEVICES, Device, Link, Rates, find_device
 from megalith.plan.remember import cache_folder
 
 _SAMPLES, _SECONDS = 5, 0.02
@@ -113,9 +113,8 @@ def this_device() -> Device:
     if accelerator is None or not is_cuda(accelerator):
         return DEVICES["CPU"]
     name = capability_of(torch.device(accelerator.type, 0)).name
-    for device in DEVICES.values():
-        if device.name == name:
-            return device
+    if device := find_device(name):
+        return device
     raise ConfigError(f"--measure: {name} is no device of megalith plan, which knows {', '.join(DEVICES)}")
 
 
