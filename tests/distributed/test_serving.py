@@ -17,8 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.api import Attend, Linear, Region, Split, column, row
+from megalith.assemble.adapters import adapter_reader
 from megalith.assemble.model import copy_shared_weight
+from megalith.assemble.trained import load_trained
 from megalith.config import ModelConfig
+from megalith.config.groups import TokenizerConfig
 from megalith.distributed.context import ParallelContext
 from megalith.errors import LayoutError, PeerError
 from megalith.layout import Layout, shard_range
@@ -161,6 +164,50 @@ def test_every_layout_gives_the_same_answers(ranks: Ranks, style: str, tp: int, 
     found, *others = ranks.run(tp * pp, serve_on_rank, style, tp, pp)
     assert found == _alone(style)
     assert not any(others)
+
+
+LORA = Path(__file__).parents[1] / "parity" / "fixtures" / "lora" / "llama"
+
+
+def _adapted(context: ParallelContext) -> tuple[GPT, dict[str, Any]]:
+    """The model of a fixture on this rank in fp64, and its adapters."""
+    trained = load_trained(
+        LORA / "base",
+        torch.device("cpu"),
+        tokenizer=TokenizerConfig("NullTokenizer", vocab_size=47),
+        context=context,
+        dtype=torch.float64,
+    )
+    assert isinstance(trained.model, GPT)
+    return trained.model, dict(adapter_reader(trained, LORA / "base", context)(LORA / "adapter"))
+
+
+def _adapted_answers(runner: ModelRunner, adapters: dict[str, Any]) -> list[Any]:
+    engine = Engine(runner, cast("Any", Numbers()))
+    engine.add_adapters(1, adapters)
+    requests = [Request((5, 6, 7, 8), 10, Sampling(0.0), stop_ids=(), logprobs=1, adapter=n) for n in (0, 1, 0, 1)]
+    found = [[event for event in events if isinstance(event, Token)] for events in models.collect(engine, requests)]
+    engine.close()
+    return [[(token.id, round(token.logprob or 0.0, 9)) for token in tokens] for tokens in found]
+
+
+def serve_adapters_on_rank(tp: int, pp: int) -> list[Any]:
+    context = ParallelContext.create(Layout(tp=tp, pp=pp), torch.device("cpu"))
+    model, adapters = _adapted(context)
+    runner = RankRunner(model, context, num_blocks=14, adapts=True)
+    if context.rank:
+        runner.add_adapters(1, adapters)
+        runner.follow()
+        return []
+    return _adapted_answers(runner, adapters)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_adapters_of_a_request_are_those_of_every_layout(ranks: Ranks, tp: int, pp: int) -> None:
+    model, adapters = _adapted(ParallelContext.solo())
+    alone = _adapted_answers(ModelRunner(model, num_blocks=14, adapts=True), adapters)
+    assert alone[0] == alone[2] != alone[1] == alone[3]
+    assert ranks.run(2, serve_adapters_on_rank, tp, pp)[0] == alone
 
 
 def replicas_on_rank() -> str:

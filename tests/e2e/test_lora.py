@@ -16,6 +16,7 @@ from megalith.checkpoint.base import BASE
 from megalith.cli.main import main
 
 from .small_run import MODEL, write_text
+from .test_serve import started
 from .warm import WarmProcess
 
 PLAIN = ["--swiglu", "--ffn-hidden-size", 24, "--normalization", "RMSNorm", "--position-embedding-type", "rope"]
@@ -104,6 +105,30 @@ def test_another_base_is_refused(warm: WarmProcess, folder: Path) -> None:
     assert done.code == 4 and "--lora-alpha: 32.0" in done.text and "7.0 here" in done.text
     done = warm.run([*LLAMA, "--data-path", "text", "--train-iters", 4, "--load", "whole"], folder)
     assert done.code == 4 and "--lora-rank 2" in done.text and "merge-lora" in done.text
+
+
+def test_a_server_has_them_beside_their_model(
+    warm: WarmProcess, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = {name: load(str(folder / name)).generate("3 5 7", max_new_tokens=4, temperature=0).token_ids
+              for name in ("base", "whole")}  # fmt: skip
+    flags = ["--lora", f"tuned={folder / 'whole'}", "--lora-dir", folder]
+    with started(warm, [folder / "base", "--port", 0, *flags]) as server:
+        loaded = {"lora_name": "again", "lora_path": "whole"}
+        assert server.ask("POST", "/v1/load_lora_adapter", loaded)[0] == 200
+        for name, model in (("base", "base"), ("whole", "base:tuned"), ("whole", "base:again")):
+            body = {"model": model, "prompt": [3, 5, 7], "max_tokens": 4, "temperature": 0}
+            status, answer = server.ask("POST", "/v1/completions", body)
+            assert status == 200, answer
+            found = json.loads(answer)
+            ids = [int(text) for text in found["choices"][0]["text"].split()]
+            assert ids == [one for one in wanted[name] if one < 99], model
+        assert "adapter tuned: " in server.text
+    assert main(["serve", str(folder / "whole"), "--port", "0", "--lora", f"a={folder / 'whole'}"]) == 2
+    assert "--lora" in capsys.readouterr().err
+    other = ["serve", str(folder / "second"), "--port", "0", "--lora", f"a={folder / 'whole'}"]
+    assert main(other) == 4, "not the model that they were trained with"
+    assert "hash" in capsys.readouterr().err
 
 
 def test_merged_exported_and_beside_write_the_same(

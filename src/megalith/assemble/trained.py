@@ -105,10 +105,12 @@ def load_trained(
     folder, named = split_path(Path(fetched(str(path), MODEL_FILES)))
     store, iteration = DirectoryStore(folder, context), named if iteration is None else iteration
     try:
-        return _trained(store, *_find(store, iteration), device, tokenizer, context, dtype, registry)
+        return _trained(store, *find_checkpoint(store, iteration), device, tokenizer, context, dtype, registry)
     except DamagedCheckpointError:
         pass  # the thorough search below verifies all files and reports the damage
-    return _trained(store, *_find(store, iteration, thorough=True), device, tokenizer, context, dtype, registry)
+    return _trained(
+        store, *find_checkpoint(store, iteration, thorough=True), device, tokenizer, context, dtype, registry
+    )
 
 
 def _trained(
@@ -160,11 +162,11 @@ def _fill(model: LanguageModel, store: DirectoryStore, found: int, context: Para
         )
 
     if model.config.lora_rank is None:
-        store.load(found, content(_stored(model)))
+        store.load(found, content(stored_tensors(model)))
         return
     base, iteration, _ = open_base(store, found, context)
-    base.load(iteration, content(item for item in _stored(model) if not item[1].requires_grad))
-    store.load(found, content(item for item in _stored(model) if item[1].requires_grad))
+    base.load(iteration, content(item for item in stored_tensors(model) if not item[1].requires_grad))
+    store.load(found, content(item for item in stored_tensors(model) if item[1].requires_grad))
     merge(model)
     model.config = replace(model.config, lora_rank=None)
 
@@ -217,7 +219,7 @@ def _stage(num_layers: int, context: ParallelContext) -> Stage:
     return Stage(part, is_first=pipeline.is_first, is_last=pipeline.is_last)
 
 
-def _stored(model: LanguageModel) -> Iterator[tuple[str, Tensor, Placement]]:
+def stored_tensors(model: LanguageModel) -> Iterator[tuple[str, Tensor, Placement]]:
     """Yield each parameter under its stored name: the second copy of a tied embedding is stored as the first."""
     for name, tensor, placement in saved_tensors(model):
         yield WORD_EMBEDDINGS if name == model.copied_weight else name, tensor, placement
@@ -229,7 +231,7 @@ def _vocab_size(args: Mapping[str, Any], folder: Path) -> int:
     return int(args["padded_vocab_size"])
 
 
-def _find(store: DirectoryStore, iteration: int | None, *, thorough: bool = False) -> tuple[int, list[str]]:
+def find_checkpoint(store: DirectoryStore, iteration: int | None, *, thorough: bool = False) -> tuple[int, list[str]]:
     if iteration is not None:
         if problems := store.verify(iteration, deferred=not thorough):
             raise CheckpointError(listing(f"{store.folder(iteration)} is damaged", with_remedy(problems)))

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from megalith.compat.megatron.text_generation import ServerFlags
     from megalith.distributed.context import ParallelContext
     from megalith.distributed.watchdog import Watchdog
+    from megalith.nn.lora import Adapter
     from megalith.serve.engine import Engine
+    from megalith.serve.http.service import Service
     from megalith.serve.model_runner import DecoderPrompt, ModelRunner
     from megalith.serve.worker import Worker
 
@@ -69,6 +71,20 @@ def _server_parser() -> argparse.ArgumentParser:
         type=local_path,
         metavar="FILE",
         help="Jinja chat template, or chatml, llama3, mistral, plain or qwen3 (default: the tokenizer's)",
+    )
+    add(
+        "--lora",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="serve LoRA adapters beside the model, as model:NAME in the API: a save folder, or one of PEFT",
+    )
+    add(
+        "--lora-dir",
+        type=local_path,
+        metavar="DIR",
+        help="let clients load and unload adapters in DIR, by /v1/load_lora_adapter (default: they cannot)",
     )
     add("--max-batch", type=int, metavar="N", help="maximum number of sequences in one step (default: 64)")
     add("--max-queue", type=int, default=limits.waiting, metavar="N", help="waiting sequences (default: %(default)s)")
@@ -113,12 +129,13 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@dataclass(frozen=True)
+@dataclass
 class _ServerOptions:
-    """Parsed flags of a server and its settings."""
+    """Parsed flags of a server and its settings, and what reads adapters beside its model."""
 
     flags: ServerFlags
     server: ServerSettings
+    read_adapters: Callable[[Path], Mapping[str, Adapter]] | None = None
 
     @property
     def max_batch(self) -> int:
@@ -170,6 +187,8 @@ def _server_settings(options: argparse.Namespace, checkpoint: Path) -> ServerSet
         allowed_hosts=tuple(options.allowed_host),
         allowed_origins=tuple(origin.rstrip("/") for origin in options.allowed_origin),
         open_to_all=options.i_know_it_is_open,
+        adapters=tuple(options.lora),
+        adapter_folder=options.lora_dir,
         log_prompts=not options.no_request_log,
         limits=Limits(
             body_bytes=options.max_body_bytes,
@@ -337,18 +356,41 @@ def _load_engine(launch: _ServerOptions, context: ParallelContext) -> tuple[Trai
         flags.checkpoint, context.device, flags.iteration, flags.tokenizer, context, flags.dtype, flags.registry
     )
     blocks = _num_blocks(launch, trained, context)
-    model = trained.writer
-    runner = (
-        runner_of(model, blocks, packs_weights=True) if context.world.size == 1 else RankRunner(model, context, blocks)
-    )
-    if context.rank != 0:
-        return trained, None, runner
+    model, adapters = trained.writer, _read_adapters(launch, trained, context)
+    adapts = bool(adapters) or launch.server.adapter_folder is not None
+    if context.world.size == 1:
+        runner = runner_of(model, blocks, packs_weights=True, adapts=adapts)
+    else:
+        runner = RankRunner(model, context, blocks, adapts=adapts)
     limits = EngineLimits(max_num_seqs=launch.max_batch, max_waiting=launch.server.limits.waiting)
-    return (
-        trained,
-        Engine(runner, trained.tokenizer, limits, decoder_prompt=decoder_prompt_of(model, trained.tokenizer)),
-        runner,
-    )
+    decoder_prompt = decoder_prompt_of(model, trained.tokenizer)
+    engine = None
+    if context.rank == 0:
+        engine = Engine(runner, trained.tokenizer, limits, decoder_prompt=decoder_prompt)
+    for number, each in enumerate(adapters, 1):
+        if engine is not None:
+            engine.add_adapters(number, each)
+        elif isinstance(runner, RankRunner):
+            runner.add_adapters(number, each)
+    return trained, engine, runner
+
+
+def _read_adapters(launch: _ServerOptions, trained: Trained, context: ParallelContext) -> list[Mapping[str, Adapter]]:
+    """Return the adapters of --lora, in its order; the first rank prints what they take."""
+    settings = launch.server
+    if settings.adapter_folder is not None and context.world.size > 1:
+        raise ConfigError("--lora-dir with several processes: they load adapters at the start alone; give --lora")
+    if not settings.adapters and settings.adapter_folder is None:
+        return []
+    from megalith.assemble.adapters import adapter_reader, bytes_of
+
+    launch.read_adapters = read = adapter_reader(trained, launch.flags.checkpoint, context)
+    found = []
+    for name, folder in settings.adapter_paths.items():
+        found.append(read(folder))
+        if context.rank == 0:
+            _say(f"adapter {name}: {folder}, {bytes_of(found[-1]) / 2**20:.1f} MiB")
+    return found
 
 
 def _num_blocks(launch: _ServerOptions, trained: Trained, context: ParallelContext) -> int:
@@ -405,6 +447,41 @@ def _run_engine(
         return asyncio.run(serving())
 
 
+def _make_service(launch: _ServerOptions, trained: Trained, engine: Engine, worker: Worker) -> Service:
+    from megalith.serve.http.adapters import AdapterNames
+    from megalith.serve.http.metrics import RequestLog
+    from megalith.serve.http.service import EncoderInput, Service
+    from megalith.serve.model_runner import text_ids
+    from megalith.tokenizers.chat_template import (
+        find_template,
+        stop_ids_beside,
+        stop_texts_beside,
+        template_beside,
+    )
+
+    tokenizer, given = trained.tokenizer, launch.flags.server.chat_template
+    template = template_beside(tokenizer) if given is None else find_template(str(given), tokenizer)
+    return Service(
+        worker,
+        tokenizer,
+        engine.context_length,
+        launch.server,
+        RequestLog(_say, prompts=launch.server.log_prompts),
+        template=template,
+        stop_ids=stop_ids_beside(tokenizer, template),
+        stop_texts=stop_texts_beside(tokenizer, template),
+        first_seed=launch.flags.seed,
+        encoder_input=None
+        if engine.decoder_prompt is None
+        else EncoderInput(partial(text_ids, tokenizer), engine.max_output_tokens),
+        adapters=AdapterNames(
+            {name: number for number, name in enumerate(launch.server.adapter_paths, 1)},
+            launch.server.adapter_folder,
+            launch.read_adapters,
+        ),
+    )
+
+
 async def _run_server(
     launch: _ServerOptions,
     trained: Trained,
@@ -417,28 +494,10 @@ async def _run_server(
 ) -> int:
     """Run the HTTP server on a loaded model; return the exit code."""
     from megalith.serve.http.app import build_app
-    from megalith.serve.http.metrics import RequestLog
     from megalith.serve.http.server import serve, url_of
-    from megalith.serve.http.service import EncoderInput, Service
-    from megalith.serve.model_runner import text_ids
     from megalith.serve.worker import look_after
-    from megalith.tokenizers.chat_template import find_template, stop_ids_beside, template_beside
 
-    tokenizer, given = trained.tokenizer, launch.flags.server.chat_template
-    template = template_beside(tokenizer) if given is None else find_template(str(given), tokenizer)
-    service = Service(
-        worker,
-        tokenizer,
-        engine.context_length,
-        launch.server,
-        RequestLog(_say, prompts=launch.server.log_prompts),
-        template=template,
-        stop_ids=stop_ids_beside(tokenizer, template),
-        first_seed=launch.flags.seed,
-        encoder_input=None
-        if engine.decoder_prompt is None
-        else EncoderInput(partial(text_ids, tokenizer), engine.max_output_tokens),
-    )
+    service = _make_service(launch, trained, engine, worker)
     app = build_app(service, launch.flags.defaults)
     peers = asyncio.ensure_future(look_after(watchdog, worker)) if watchdog is not None else None
     try:

@@ -27,6 +27,7 @@ from megalith.nn.feed_forward import ACTIVATIONS, FeedForward
 from megalith.nn.linear import Linear, linear
 from megalith.nn.norm import LayerNorm
 from megalith.nn.precision import product_dtype
+from megalith.nn.region import SOLO
 from megalith.nn.rope import Rotation, rotate
 
 _Map = Callable[[Tensor], Tensor]
@@ -72,6 +73,11 @@ def _layer(block: Block, packs: bool) -> _Step:
 
 
 def _linear(layer: Linear, packs: bool) -> _Map:
+    product, beside = _product(layer, packs), layer.adapter
+    return product if beside is None else lambda x: beside.row(product(x), x, SOLO)
+
+
+def _product(layer: Linear, packs: bool) -> _Map:
     weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
     packed = packed_product(weight, bias, product_dtype(weight)) if packs else None
     if packed is not None:

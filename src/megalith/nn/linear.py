@@ -42,7 +42,7 @@ from megalith.nn.region import SOLO, Region
 from megalith.nn.sink import GradientSink
 
 if TYPE_CHECKING:
-    from megalith.nn.lora import Adapter
+    from megalith.nn.lora import Adapter, AdapterBank
 
 _FEW_ROWS = 64  # of a product in which widening the weight costs more than multiplying with it
 _WIDENED_AT_ONCE = 1 << 18  # elements
@@ -239,7 +239,7 @@ def column(x: Tensor, region: Region, *linears: Linear) -> tuple[Tensor, ...]:
         outputs += _Column.apply(x, region, tuple(layer.sink for layer in linears), *tensors)
     for number, layer in enumerate(linears):
         if layer.adapter is not None:
-            outputs[number] = outputs[number] + layer.adapter.column(x, region)
+            outputs[number] = layer.adapter.column(outputs[number], x, region)
     return tuple(outputs)
 
 
@@ -254,7 +254,7 @@ def row(x: Tensor, region: Region, layer: Linear) -> Tensor:
         y = linear(x, layer.weight, layer.bias, layer.sink)
     else:
         y = _Row.apply(x, layer.weight, layer.bias, region, layer.sink)
-    return y if layer.adapter is None else y + layer.adapter.row(x, region)
+    return y if layer.adapter is None else layer.adapter.row(y, x, region)
 
 
 class Linear(nn.Module):
@@ -267,7 +267,7 @@ class Linear(nn.Module):
     Attributes:
         bias_placement: of the bias.
         number: int64 [1], by which the operators of compiled layers find this one (nn.operators); None without them.
-        adapter: added to the output of `column` and `row`; None without LoRA.
+        adapter: added to the output of `column` and `row`; None without LoRA. A server has several beside a layer.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class Linear(nn.Module):
         self.bias_placement: Placement = Replicated() if placement == Split(1) else placement
         self.sink: GradientSink | None = None
         self.number: Tensor | None = None
-        self.adapter: Adapter | None = None
+        self.adapter: Adapter | AdapterBank | None = None
 
     def placements(self) -> dict[str, Placement]:
         """Return the placement of each parameter of this layer by its local name."""

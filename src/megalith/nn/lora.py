@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -54,12 +55,15 @@ class Adapter(nn.Module):
 
     Args:
         parts: Those of a fused projection that have an adapter, ascending; the rows of B of the others stay zero.
+        device: Of the adapter, by default that of the layer.
     """
 
-    def __init__(self, layer: Linear, lora: Lora, region: Region, parts: Sequence[int]) -> None:
+    def __init__(
+        self, layer: Linear, lora: Lora, region: Region, parts: Sequence[int], device: torch.device | None = None
+    ) -> None:
         super().__init__()
         out_size, in_size = layer.weight.shape
-        factory: FactoryKwargs = {"dtype": layer.weight.dtype, "device": layer.weight.device}
+        factory: FactoryKwargs = {"dtype": layer.weight.dtype, "device": device or layer.weight.device}
         self.scale, self.parts, divides_inputs = lora.scale, tuple(parts), layer.placement == Split(1)
         below: Placement = layer.placement if divides_inputs else Replicated()
         above: Placement = Replicated() if divides_inputs else layer.placement
@@ -73,20 +77,26 @@ class Adapter(nn.Module):
             rows = of_rows[:, None] == torch.tensor(self.parts, device=factory["device"])
         self.register_buffer("chosen", rows, persistent=False)
 
-    def column(self, x: Tensor, region: Region) -> Tensor:
-        """Return what is added to the layer's output in `nn.linear.column`; shapes as there."""
-        return self._up(enter(self._down(x), region))
+    def column(self, y: Tensor, x: Tensor, region: Region) -> Tensor:
+        """Add the adapter's output to that of the layer in `nn.linear.column`; shapes as there."""
+        return y + self._up(enter(self._down(x), region))
 
-    def row(self, x: Tensor, region: Region) -> Tensor:
-        """Return what is added to the layer's output in `nn.linear.row`; shapes as there."""
-        return self._up(leave(self._down(x), region))
+    def row(self, y: Tensor, x: Tensor, region: Region) -> Tensor:
+        """Add the adapter's output to that of the layer in `nn.linear.row`; shapes as there."""
+        return y + self._up(leave(self._down(x), region))
 
     @torch.no_grad()
     def product(self) -> Tensor:
         """Return s B A, [O, I], in at least fp32: what the layer's weight is without its adapter."""
-        up = self.lora_B.weight if self.chosen is None else self._wide_B(self.chosen)
+        down, up, scale = self.factors()
         dtype = at_least_fp32(up.dtype)
-        return self.scale * up.to(dtype) @ self.lora_A.weight.to(dtype)
+        return scale * up.to(dtype) @ down.to(dtype)
+
+    @torch.no_grad()
+    def factors(self) -> tuple[Tensor, Tensor, float]:
+        """Return A [P r, I], B [O, P r], and s."""
+        up = self.lora_B.weight.detach() if self.chosen is None else self._wide_B(self.chosen)
+        return self.lora_A.weight.detach(), up, self.scale
 
     def _down(self, x: Tensor) -> Tensor:
         return self.lora_A(self.dropout(x)) * self.scale
@@ -99,20 +109,58 @@ class Adapter(nn.Module):
         return (self.lora_B.weight[:, None] * chosen[..., None]).flatten(1)
 
 
-def adapt(module: nn.Module, lora: Lora, parts_of: Callable[[str], Sequence[int]], region: Region) -> None:
+Rows = Sequence[tuple[int, slice | Tensor]]
+"""Numbers of adapters, and the rows of a batch that each is for."""
+
+
+class AdapterBank:
+    """The adapters of several fine-tunings beside one linear layer, of which each row of a batch has one or none.
+
+    Only for inference: outputs are added in place.
+
+    Attributes:
+        factors: number of an adapter -> A, B and s; a layer may have fewer adapters than others.
+    """
+
+    def __init__(self, rows: Callable[[], Rows]) -> None:
+        self._rows, self.factors = rows, dict[int, tuple[Tensor, Tensor, float]]()
+
+    def column(self, y: Tensor, x: Tensor, region: Region) -> Tensor:
+        """Add to the outputs of `nn.linear.column`; the first dimension is that of the rows."""
+        return self._added(y, x, partial(enter, region=region))
+
+    def row(self, y: Tensor, x: Tensor, region: Region) -> Tensor:
+        """Add to the outputs of `nn.linear.row`; the first dimension is that of the rows."""
+        return self._added(y, x, partial(leave, region=region))
+
+    def _added(self, y: Tensor, x: Tensor, exchange: Callable[[Tensor], Tensor]) -> Tensor:
+        for number, rows in self._rows():
+            if number in self.factors:
+                down, up, scale = self.factors[number]
+                y[rows] += linear(exchange(linear(x[rows], down, None, None) * scale), up, None, None)
+        return y
+
+
+def adapt(
+    module: nn.Module,
+    lora: Lora,
+    parts_of: Callable[[str], Sequence[int]],
+    region: Region,
+    device: torch.device | None = None,
+) -> None:
     """Freeze a model, and give an adapter to each linear layer for whose name `parts_of` returns parts."""
     module.requires_grad_(False)
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, Linear)}
     for name, layer in layers.items():
         if parts := parts_of(name):
-            layer.adapter = Adapter(layer, lora, region, parts)
+            layer.adapter = Adapter(layer, lora, region, parts, device)
 
 
 @torch.no_grad()
 def merge(module: nn.Module) -> None:
     """Add the products of all adapters to the weights of their layers, and remove them."""
     for layer in [layer for layer in module.modules() if isinstance(layer, Linear)]:
-        if layer.adapter is not None:
+        if isinstance(layer.adapter, Adapter):
             product = layer.adapter.product()
             layer.weight.copy_(layer.weight.to(product.dtype) + product)
             layer.adapter = None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random, SystemRandom
 
 import torch
 from torch import Tensor
 
-from megalith.serve.model_runner import DecoderPrompt
+from megalith.nn.lora import Adapter
+from megalith.serve.model_runner import DecoderPrompt, ModelRunner
 from megalith.serve.request import (
     Beams,
     Event,
@@ -121,7 +122,8 @@ Events = list[tuple[RequestHandle, Event]]
 class Engine:
     """Serves requests with a runner. Not thread-safe: one thread calls all methods (`serve.worker`).
 
-    `decoder_prompt` holds the start and end tokens of the decoder; None for decoder-only models.
+    `decoder_prompt` holds the start and end tokens of the decoder; None for decoder-only models. `adapters` are the
+    numbers of the LoRA adapters that requests may have.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class Engine:
         self._requests: dict[RequestHandle, _RequestState] = {}
         self._events: Events = []
         self._last_request_id = self._prompt_tokens = self._generated_tokens = 0
+        self.adapters, self._unloaded = set[int](), set[int]()
 
     @property
     def context_length(self) -> int:
@@ -163,6 +166,24 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._requests or self._events)
+
+    def add_adapters(self, number: int, adapters: Mapping[str, Adapter]) -> None:
+        """Add LoRA adapters (`ModelRunner.add_adapters`), all others of this engine having had other numbers."""
+        assert isinstance(self.runner, ModelRunner) and number not in (0, *self.adapters)
+        self.runner.add_adapters(number, adapters)
+        self.adapters.add(number)
+
+    def remove_adapters(self, number: int) -> None:
+        """Refuse further requests with these adapters, and free them after the last that runs."""
+        self.adapters.discard(number)
+        self._unloaded.add(number)
+
+    def _free_adapters(self) -> None:
+        used = {handle.request.adapter for handle in self._requests}
+        for number in self._unloaded - used:
+            assert isinstance(self.runner, ModelRunner)
+            self.runner.remove_adapters(number)
+        self._unloaded &= used
 
     def submit(self, request: Request) -> RequestHandle:
         """Queue a request. `RequestError` if it can never be served, `QueueFullError` if the queue is full."""
@@ -198,7 +219,10 @@ class Engine:
         length, tokens = len(request.prompt), list(request.prompt)
         new = min(request.max_new_tokens, self.max_output_tokens(length))
         if self.decoder_prompt is None:
-            return Sequence(tokens, length + new, 0 if request.prompt_logprobs else length - 1, num_branches)
+            # Adapters have other keys and values; no number is given twice, so blocks of others are never found.
+            table = BlockTable(cache_salt=b"adapter %d" % request.adapter if request.adapter else b"")
+            start = 0 if request.prompt_logprobs else length - 1
+            return Sequence(tokens, length + new, start, num_branches, block_table=table)
         tokens += [0] * (padded_to_blocks(length, self.runner.block_size) - length) + [self.decoder_prompt.start]
         table = BlockTable(cache_salt=block_hash(b"text", request.prompt))
         return Sequence(
@@ -231,6 +255,8 @@ class Engine:
 
         Without work it sends the other ranks a heartbeat: call it at least once a second.
         """
+        if self._unloaded:
+            self._free_adapters()
         scheduled = self._scheduler.schedule()
         if scheduled.chunks:
             size = self.runner.block_size
@@ -272,6 +298,8 @@ class Engine:
         limits, length = self.limits, len(request.prompt)
         for name, message in request.sampling.problems():
             raise RequestError(name, message)
+        if request.adapter not in (0, *self.adapters):
+            raise RequestError("adapter", "is not loaded any more")
         if not request.prompt:
             raise RequestError("prompt", "is empty: generation continues a text of at least one token")
         if bad := [token for token in request.prompt if not 0 <= token < self.vocab_size]:
@@ -438,7 +466,8 @@ def _batch_chunk(chunk: ScheduledChunk, block_size: int) -> Chunk:
     sequence = chunk.sequence
     blocks = sequence.block_table.blocks[: -(-chunk.stop // block_size)]
     tokens = sequence.tokens[chunk.start : chunk.stop]
-    return Chunk(tokens, chunk.start, blocks, chunk.num_logits, sequence.encoder_length)
+    adapter = sequence.owner.handle.request.adapter
+    return Chunk(tokens, chunk.start, blocks, chunk.num_logits, sequence.encoder_length, adapter)
 
 
 def _sampling_input(sample: _Sample) -> SamplingInput:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalith.config.groups.lora import PROJECTIONS
 from megalith.data.masked.t5 import decoder_start_token
 from megalith.distributed import comm, p2p
 from megalith.distributed.context import ParallelContext
@@ -20,6 +21,8 @@ from megalith.models.frozen import frozen
 from megalith.models.language_model import GenerativeModel, LanguageModel
 from megalith.models.plain import PlainModel
 from megalith.models.transformer import Block
+from megalith.nn.linear import Linear
+from megalith.nn.lora import Adapter, AdapterBank, Rows
 from megalith.nn.loss import whole_logits
 from megalith.nn.precision import product_dtype
 from megalith.serve.cache import CacheView, EncoderCacheView, PagedKVCache
@@ -52,6 +55,7 @@ class ModelRunner(Runner):
         context_length: Maximum number of positions, for models without a position table; as in training if None.
         packs_weights: Whether to move weights into the layout of faster products; the model has them no more then. A
             half-precision output weight that is the word embedding too is copied.
+        adapts: Whether LoRA adapters may be added.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class ModelRunner(Runner):
         *,
         context_length: int | None = None,
         packs_weights: bool = False,
+        adapts: bool = False,
     ) -> None:
         self.model: GenerativeModel = model.eval()
         self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -77,6 +82,8 @@ class ModelRunner(Runner):
             dtype=model.dtype,
             device=model.device,
         )
+        self._rows: Rows = ()
+        self._banks = _add_banks(model, lambda: self._rows) if adapts else {}
         self._cross_attentions = model.cross_attentions()
         self._layers = None if self._cross_attentions else frozen(model.decoder, packs_weights)
         self._output = self._pack_output() if packs_weights and model.region.size == 1 else None
@@ -96,6 +103,15 @@ class ModelRunner(Runner):
                 model.output_weight.data = weight.new_empty(0)
         return packed
 
+    def add_adapters(self, number: int, adapters: Mapping[str, Adapter]) -> None:
+        """Add adapters, by the name of their layer, for the chunks that have this number."""
+        for name, adapter in adapters.items():
+            self._banks[name].factors[number] = adapter.factors()
+
+    def remove_adapters(self, number: int) -> None:
+        for bank in self._banks.values():
+            bank.factors.pop(number, None)
+
     def run(self, batch: Batch) -> Tensor:
         return self.logits(self.hidden_states(batch), batch)
 
@@ -107,6 +123,7 @@ class ModelRunner(Runner):
         with torch.inference_mode():
             tokens = [token for chunk in batch.chunks for token in decoder_tokens(chunk, self.block_size)]
             tokens_1S, view = to_device(torch.tensor([tokens]), self.model.device), self.cache.begin(batch)
+            self._rows = rows_of_adapters(batch.chunks, self.model.device) if self._banks else ()
             options: dict[str, Any] = {"layers": self._layers} if self._layers is not None else {}
             if self._cross_attentions:
                 options = {"encoded": self._encode_new(batch, view)}
@@ -183,11 +200,34 @@ def runner_of(
     *,
     context_length: int | None = None,
     packs_weights: bool = False,
+    adapts: bool = False,
 ) -> ModelRunner | PlainRunner:
     """Return the runner of an unsharded model; arguments as of `ModelRunner`."""
     if isinstance(model, PlainModel):
         return PlainRunner(model, num_blocks)
-    return ModelRunner(model, num_blocks, context_length=context_length, packs_weights=packs_weights)
+    return ModelRunner(model, num_blocks, context_length=context_length, packs_weights=packs_weights, adapts=adapts)
+
+
+def _add_banks(model: GenerativeModel, rows: Callable[[], Rows]) -> dict[str, AdapterBank]:
+    """Give each linear layer that may have adapters a bank of them; return the banks by the name of the layer."""
+    found, modules = dict[str, AdapterBank](), tuple(f".{module}" for module, _ in PROJECTIONS.values())
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear) and name.endswith(modules):
+            found[name] = layer.adapter = AdapterBank(rows)
+    return found
+
+
+def rows_of_adapters(chunks: Sequence[Chunk], device: torch.device) -> Rows:
+    """Return the rows of the new tokens that each adapter of a batch is for, tokens of one after another as slice."""
+    rows, end = dict[int, list[int]](), 0
+    for chunk in chunks:
+        start, end = end, end + len(chunk.tokens)
+        if chunk.adapter:
+            rows.setdefault(chunk.adapter, []).extend(range(start, end))
+    return [
+        (number, slice(own[0], own[-1] + 1) if own[-1] - own[0] < len(own) else to_device(torch.tensor(own), device))
+        for number, own in rows.items()
+    ]
 
 
 def decoder_tokens(chunk: Chunk, block_size: int) -> Sequence[int]:
@@ -217,8 +257,8 @@ def pack(batch: Batch) -> list[int]:
     for copy in batch.copies:
         message += copy
     for chunk in batch.chunks:
-        message += (len(chunk.tokens), chunk.start, len(chunk.blocks), chunk.num_logits, chunk.encoder_length)
-        message += (*chunk.tokens, *chunk.blocks)
+        message += (len(chunk.tokens), len(chunk.blocks), chunk.start, chunk.num_logits, chunk.encoder_length)
+        message += (chunk.adapter, *chunk.tokens, *chunk.blocks)
     return message
 
 
@@ -229,10 +269,10 @@ def unpack(message: Sequence[int]) -> Batch:
     copies = [(message[i], message[i + 1]) for i in range(2, at, 2)]
     chunks = []
     for _ in range(num_chunks):
-        num_tokens, start, num_blocks, num_logits, encoder_length = message[at : at + 5]
-        tokens = message[at + 5 : at + 5 + num_tokens]
-        at += 5 + num_tokens + num_blocks
-        chunks.append(Chunk(tokens, start, message[at - num_blocks : at], num_logits, encoder_length))
+        num_tokens, num_blocks, start, *others = message[at : at + 6]
+        tokens = message[at + 6 : at + 6 + num_tokens]
+        at += 6 + num_tokens + num_blocks
+        chunks.append(Chunk(tokens, start, message[at - num_blocks : at], *others))
     return Batch(chunks, copies)
 
 
@@ -254,6 +294,7 @@ class RankRunner(ModelRunner):
         block_size: int = BLOCK_SIZE,
         *,
         context_length: int | None = None,
+        adapts: bool = False,
     ) -> None:
         if context.world.size != context.tp.size * context.pp.size:
             raise LayoutError(
@@ -262,7 +303,7 @@ class RankRunner(ModelRunner):
                 "replica of the model"
             )
         assert not isinstance(model, PlainModel), "a plain module is whole on one rank"
-        super().__init__(model, num_blocks, block_size, context_length=context_length)
+        super().__init__(model, num_blocks, block_size, context_length=context_length, adapts=adapts)
         self._context, self._closed = context, False
 
     def run(self, batch: Batch) -> Tensor:

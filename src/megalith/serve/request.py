@@ -112,6 +112,7 @@ class Request:
     prompt_logprobs: bool = False  # whether the tokens of the prompt are scored too
     beam_width: int | None = None  # beam search instead of samples; of `sampling` only the bans hold
     length_penalty: float = 1.0  # the score of a beam is the sum of its log-probabilities / length ** length_penalty
+    adapter: int = 0  # number of the LoRA adapters to use (`Engine.add_adapters`); 0 for the model alone
 
 
 TopLogprobs = tuple[tuple[int, float], ...]

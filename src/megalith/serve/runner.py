@@ -18,6 +18,7 @@ class Chunk:
     blocks: Sequence[int]  # block table: position p is in row p % block_size of blocks[p // block_size]
     num_logits: int = 1  # logits are returned of this many last tokens
     encoder_length: int = 0  # encoder tokens; they come first, padded to whole blocks
+    adapter: int = 0  # number of the LoRA adapters that the tokens pass through; 0 for none
 
 
 @dataclass(frozen=True, slots=True)

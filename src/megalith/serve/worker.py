@@ -107,30 +107,38 @@ class Worker:
 
     async def submit(self, request: Request) -> Answer:
         """Submit a request. Raise RequestError, QueueFullError, or WorkerFailed if the engine has failed."""
-        if self.failure is not None:
-            raise WorkerFailed(self.failure)
-        accepted: asyncio.Future[None] = self._loop.create_future()
         answer = Answer(request, self._request_cancel)
 
-        def submit() -> None:
-            try:
-                handle = self._engine.submit(request)
-            except MegalithError as error:
-                self._post(_settle, accepted, error)
-            else:
-                self._answers[handle], self._handles[answer] = answer, handle
-                self._post(_settle, accepted, None)
+        def submit(engine: Engine) -> None:
+            handle = engine.submit(request)
+            self._answers[handle], self._handles[answer] = answer, handle
 
-        self._inbox.put(submit)
         try:
-            await asyncio.wait({accepted, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            await self.call(submit)
         except asyncio.CancelledError:
             self._request_cancel(answer)
             raise
-        if not accepted.done():
-            raise WorkerFailed(self._failure.result())
-        accepted.result()
         return answer
+
+    async def call(self, command: Callable[[Engine], None]) -> None:
+        """Execute a command between two steps; raise its MegalithError, or WorkerFailed if the engine has failed."""
+        if self.failure is not None:
+            raise WorkerFailed(self.failure)
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def execute() -> None:
+            try:
+                command(self._engine)
+            except MegalithError as error:
+                self._post(_settle, done, error)
+            else:
+                self._post(_settle, done, None)
+
+        self._inbox.put(execute)
+        await asyncio.wait({done, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            raise WorkerFailed(self._failure.result())
+        done.result()
 
     def stats(self) -> Stats:
         """Return the engine's counters after its last step."""

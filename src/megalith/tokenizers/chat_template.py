@@ -100,9 +100,10 @@ class ChatTemplate:
         """Return what the template writes after an assistant's message; empty if it requires other messages."""
         dialogue = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARK}]
         try:
-            return self.render(dialogue, add_generation_prompt=False).rpartition(_MARK)[2]
+            _, marked, after = self.render(dialogue, add_generation_prompt=False).rpartition(_MARK)
         except BadDialogue:
             return ""
+        return after if marked else ""
 
 
 class _Answers(Extension):
@@ -147,6 +148,13 @@ def stop_ids_beside(tokenizer: Tokenizer, template: ChatTemplate | None = None) 
         ends = []
     found = tuple(dict.fromkeys([*end_ids(tokenizer), *ends, *ends_of_turn(tokenizer, template)]))
     return None if found == end_ids(tokenizer) else found
+
+
+def stop_texts_beside(tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[str, ...]:
+    """Return the text that a template writes after an answer if none of its tokens is special, as with a template that
+    was given to a tokenizer without such tokens."""
+    text = "" if template is None else template.after_answer.strip()
+    return (text,) if text and not ends_of_turn(tokenizer, template) else ()
 
 
 def ends_of_turn(tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Mapping
@@ -10,10 +11,19 @@ from typing import Any
 
 import pytest
 
+from megalith.config.groups import TokenizerConfig
 from megalith.errors import DataError
-from megalith.tokenizers.chat_template import BadDialogue, ChatTemplate, read_template, stop_ids_beside, template_beside
+from megalith.tokenizers import build_tokenizer
+from megalith.tokenizers.chat_template import (
+    BadDialogue,
+    ChatTemplate,
+    read_template,
+    stop_ids_beside,
+    stop_texts_beside,
+    template_beside,
+)
 
-from .http_client import LetterTokenizer
+from .http_client import LetterTokenizer, served
 
 SAID = [{"role": "user", "content": "a"}]
 
@@ -79,6 +89,57 @@ def test_a_model_that_chats_may_end_its_answers_in_several_ways(tmp_path: Path) 
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
     assert stop_ids_beside(tokenizer) == (LetterTokenizer.eod, 3), "one that is not the tokenizer's"
     assert stop_ids_beside(LetterTokenizer()) is None
+
+
+TURNS = {
+    "chatml": ("<|endoftext|>", "<|im_end|>", "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"),
+    "llama": ("<|begin_of_text|>", "<|eot_id|>", "<|start|>{{ m.role }}<|end|>\n\n{{ m.content }}<|eot_id|>"),
+    "plain": ("<|endoftext|>", None, "[{{ m.role }}]\n{{ m.content }} [end]\n"),
+}
+"""First special token, the one that ends a turn, and a message by the template; `plain` ends turns by a text."""
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["template", "generation_config.json"])
+@pytest.mark.parametrize("kind", TURNS)
+def test_an_answer_ends_with_its_turn_which_is_not_shown(tmp_path: Path, kind: str, given: bool) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="the hf extra is not installed")
+    begin, end, message = TURNS[kind]
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    special = [begin, *([end] if end else []), "<|im_start|>", "<|start|>", "<|end|>"]
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator([], tokenizers.trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet))
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    source = f"{{% for m in messages %}}{message}{{% endfor %}}"
+    config = {"eos_token": begin, "chat_template": source}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+    template = template_beside(tokenizer)
+    assert template is not None
+    stop_ids, stop_texts = stop_ids_beside(tokenizer, template), stop_texts_beside(tokenizer, template)
+    if not given and end is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [bpe.token_to_id(end)]}))
+        stop_ids, stop_texts = stop_ids_beside(tokenizer), ()
+    written = tokenizer.encode(f"Yes, I am.{end or ' [end]'}\nno part of it")
+    asked = tokenizer.encode(template.render(SAID))
+    body = {"messages": SAID, "max_tokens": 40, "temperature": 0}
+
+    async def ask() -> tuple[Any, str]:
+        follow = {"follow": lambda tokens: written[len(tokens) - len(asked)], "context_length": 128}
+        async with served(template=template, tokenizer=tokenizer, **follow) as server:
+            server.service.stop_ids, server.service.stop_texts = stop_ids, stop_texts
+            whole = await server.client.post("/v1/chat/completions", json=body)
+            stream = await server.client.post("/v1/chat/completions", json={**body, "stream": True})
+            return whole.json()["choices"][0], stream.text
+
+    choice, stream = asyncio.run(ask())
+    assert choice["message"]["content"] == ("Yes, I am." if end else "Yes, I am. ")
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] == (bpe.token_to_id(end) if end else "[end]")
+    pieces = [json.loads(line)["choices"][0]["delta"].get("content", "")
+              for line in re.findall(r"^data: (\{.*)$", stream, re.MULTILINE)]  # fmt: skip
+    assert "".join(pieces) == choice["message"]["content"]
 
 
 class _Brackets(LetterTokenizer):

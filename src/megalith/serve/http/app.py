@@ -19,7 +19,7 @@ from megalith.errors import MegalithError
 from megalith.serve.http import megatron_api, openai
 from megalith.serve.http.errors import ApiError, BadJson, printable, read_json, refusal
 from megalith.serve.http.guard import PAGE, App, Guard
-from megalith.serve.http.schemas import ChatRequest, CompletionRequest, validated
+from megalith.serve.http.schemas import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter, validated
 from megalith.serve.http.service import EventStream, Service, merged
 from megalith.serve.http.settings import Defaults
 
@@ -64,7 +64,7 @@ def _add_megatron(api: FastAPI, service: Service, defaults: Defaults) -> None:
 
 def _add_openai(api: FastAPI, service: Service) -> None:
     async def answer(body: CompletionRequest | ChatRequest, request: Request) -> Response:
-        _check_model(service, body.model)
+        service.number_of(body.model)
         if body.stream_options is not None and not body.stream:
             raise refusal("stream_options", "needs stream: true")
         plan = await openai.plan(service, body)
@@ -87,24 +87,37 @@ def _add_openai(api: FastAPI, service: Service) -> None:
         api.add_api_route(f"/v1{path}", endpoint, methods=["POST"], openapi_extra=extra, responses=_ERRORS)
         api.add_api_route(path, endpoint, methods=["POST"], include_in_schema=False)
 
-    model = {
-        "id": service.settings.model_name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "megalith",
-        "max_model_len": service.context_length,
-        "chat_template": service.template is not None,
-        "continues_prompts": service.encoder_input is None,
-    }
+    def described(name: str, number: int) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "megalith",
+            "max_model_len": service.context_length,
+            "chat_template": service.template is not None,
+            "continues_prompts": service.encoder_input is None,
+            **({"parent": service.settings.model_name} if number else {}),
+        }
 
     @api.get("/v1/models", responses=_ERRORS)
     async def models() -> Response:
-        return _Json({"object": "list", "data": [model]})
+        return _Json({"object": "list", "data": [described(*item) for item in service.models().items()]})
 
     @api.get("/v1/models/{name:path}", responses=_ERRORS)
     async def one_model(name: str) -> Response:
-        _check_model(service, name)
-        return _Json(model)
+        return _Json(described(name, service.number_of(name)))
+
+    @api.post("/v1/load_lora_adapter", openapi_extra=_body(_schema(LoadAdapter)), responses=_ERRORS)
+    async def load(request: Request) -> Response:
+        body = validated(LoadAdapter, await _json(request))
+        await service.adapters.load(service.worker, body.lora_name, body.lora_path, replace=body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @api.post("/v1/unload_lora_adapter", openapi_extra=_body(_schema(UnloadAdapter)), responses=_ERRORS)
+    async def unload(request: Request) -> Response:
+        body = validated(UnloadAdapter, await _json(request))
+        await service.adapters.unload(service.worker, body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 def _add_status(api: FastAPI, service: Service) -> None:
@@ -176,13 +189,6 @@ async def _json(request: Request) -> Any:
         return read_json(body) if len(body) < 65536 else await asyncio.to_thread(read_json, body)
     except BadJson as error:
         raise ApiError(400, str(error), error.field or "body", "invalid_json") from None
-
-
-def _check_model(service: Service, name: str | None) -> None:
-    served = service.settings.model_name
-    if name is not None and name != served:
-        said = f"model: there is no {printable(name)}; this server has {served}"
-        raise ApiError(404, said, "model", "model_not_found")
 
 
 async def _error_response(request: Request, error: Exception) -> Response:

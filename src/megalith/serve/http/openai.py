@@ -116,8 +116,8 @@ def _samples(collected: Collected, n: int) -> list[Sample]:
     return collected.samples + [Sample(finished=Finished("length")) for _ in range(n - len(collected.samples))]
 
 
-def _head(service: Service, prefix: str, kind: str) -> dict[str, Any]:
-    created, model = int(time.time()), service.settings.model_name
+def _head(service: Service, body: CompletionRequest | ChatRequest, prefix: str, kind: str) -> dict[str, Any]:
+    created, model = int(time.time()), body.model or service.settings.model_name
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": created, "model": model}
 
 
@@ -151,7 +151,7 @@ async def _plan_completion(service: Service, body: CompletionRequest) -> Plan:
         )
         for ids, _ in prompts
     ]
-    head = _head(service, "cmpl", "text_completion")
+    head = _head(service, body, "cmpl", "text_completion")
     return _Completion(service, body, requests, head, {}, [text for _, text in prompts])
 
 
@@ -301,7 +301,7 @@ async def _plan_chat(service: Service, body: ChatRequest) -> Plan:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         **text_fields_of(body, service),
     )
-    head, chunk_head = _head(service, "chatcmpl", "chat.completion"), {"object": "chat.completion.chunk"}
+    head, chunk_head = _head(service, body, "chatcmpl", "chat.completion"), {"object": "chat.completion.chunk"}
     return _Chat(service, body, [request], head, chunk_head)
 
 

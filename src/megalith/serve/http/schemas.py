@@ -200,6 +200,21 @@ class ResponseFormat(_Strict):
     type: Literal["text"]
 
 
+class LoadAdapter(_Strict):
+    """`POST /v1/load_lora_adapter`."""
+
+    lora_name: Name
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)] = Field(description="in the folder of --lora-dir")
+    load_inplace: bool = Field(False, description="replace adapters of the same name")
+
+
+class UnloadAdapter(_Strict):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: Name
+    lora_int_id: int | None = Field(None, description=_NO_EFFECT)
+
+
 class ChatRequest(_Generation):
     """`POST /v1/chat/completions`."""
 
@@ -316,17 +331,19 @@ def sampling_of(body: CompletionRequest | ChatRequest, vocab_size: int) -> Sampl
 
 
 def text_fields_of(body: CompletionRequest | ChatRequest, service: Service) -> dict[str, Any]:
-    """Return the fields of `Request` that end the text and hide tokens."""
+    """Return the fields of `Request` that end the text, hide tokens and name the adapters."""
     stop_ids, size = list(body.stop_token_ids or ()), service.tokenizer.vocab_size
     if bad := [number for number in stop_ids if number >= size]:
         raise refusal("stop_token_ids", f"{bad[0]} is not a token id below {size}")
+    ends = service.stop_texts if isinstance(body, ChatRequest) else ()
     if body.skip_special_tokens:  # a special token that is not shown is never found in the text
         stop_ids += [number for text in body.stops if (number := service.special_texts.get(text)) is not None]
     return {
         "stop_ids": () if body.ignore_eos else service.stop_ids,
         "extra_stop_ids": tuple(stop_ids),
         "skip_token_ids": service.tokenizer.special_ids if body.skip_special_tokens else frozenset(),
-        "stop_texts": body.stops,
+        "stop_texts": body.stops if body.ignore_eos else (*body.stops, *ends),
+        "adapter": service.number_of(body.model),
     }
 
 

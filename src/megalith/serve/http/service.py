@@ -16,7 +16,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from megalith.errors import DataError
-from megalith.serve.http.errors import ApiError, refusal
+from megalith.serve.http.adapters import AdapterNames
+from megalith.serve.http.errors import ApiError, printable, refusal
 from megalith.serve.http.metrics import Metrics, RequestLog
 from megalith.serve.http.settings import ServerSettings
 from megalith.serve.request import Beams, Event, Finished, PromptLogprobs, QueueFullError, Request, RequestError, Token
@@ -64,10 +65,12 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     template: ChatTemplate | None = None
     stop_ids: tuple[int, ...] | None = None  # tokens that end an answer; None: the tokenizer's end-of-document token
+    stop_texts: tuple[str, ...] = ()  # texts that end an answer of a dialogue
     first_seed: int | None = None  # of the first request without a seed, counted up from there; None: random seeds
     draining: bool = False  # whether new requests are refused
     encoder_input: EncoderInput | None = None  # None: the model continues its prompt (decoder only)
     created: int = field(default_factory=lambda: int(time.time()))
+    adapters: AdapterNames = field(default_factory=AdapterNames)
 
     def __post_init__(self) -> None:
         self._encoders = ThreadPoolExecutor(2, "encode")
@@ -83,6 +86,22 @@ class Service:
     def special_texts(self) -> dict[str, int]:
         """Special tokens: text -> id."""
         return {self.tokenizer.decode([number]): number for number in sorted(self.tokenizer.special_ids)}
+
+    def models(self) -> dict[str, int]:
+        """Return the names of models, the model alone first -> numbers of adapters, 0 for none."""
+        base = self.settings.model_name
+        return {base: 0, **{f"{base}:{name}": number for name, number in self.adapters.numbers.items()}}
+
+    def number_of(self, name: str | None) -> int:
+        """Return the number of the adapters that a request names, as `base:adapter` or `adapter`; 0 for none.
+
+        Raises `ApiError` 404 for an unknown name.
+        """
+        known = {**self.adapters.numbers, **self.models()}
+        if name is None or name in known:
+            return 0 if name is None else known[name]
+        said = f"model: there is no {printable(name)}; this server has {', '.join(self.models())}"
+        raise ApiError(404, said, "model", "model_not_found")
 
     def next_seed(self) -> int | None:
         return None if self.first_seed is None else self.first_seed + next(self._seed_numbers)
@@ -121,6 +140,8 @@ class Service:
             answer = await self.worker.submit(request)
         except RequestError as error:
             name = field_of(error.field)
+            if name == "adapter":  # unloaded since the request came
+                raise ApiError(404, f"model: {error.message}", "model", "model_not_found") from None
             raise refusal(name, error.message) from None
         except QueueFullError as error:
             raise self._busy(str(error)) from None

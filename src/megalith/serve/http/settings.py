@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 _MEBIBYTE = 1 << 20
+MOST_ADAPTERS = 64
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,14 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] = ()  # web pages of other origins that may use it, as `https://host:port`
     open_to_all: bool = False  # listen beyond this machine without a key
     log_prompts: bool = True
+    adapters: tuple[str, ...] = ()  # LoRA adapters beside the model, as NAME=FOLDER
+    adapter_folder: Path | None = None  # in which clients may load and unload adapters; None: they may not
     limits: Limits = Limits()
+
+    @property
+    def adapter_paths(self) -> dict[str, Path]:
+        """Name -> folder of the adapters beside the model."""
+        return {name: Path(folder) for name, _, folder in (given.partition("=") for given in self.adapters)}
 
     def violations(self) -> list[str]:
         """List the invalid values with flag, value and rule."""
@@ -77,7 +88,29 @@ class ServerSettings:
                 found.append(f"{flag} {value:g} is not above 0")
         if self.limits.drain_seconds < 0:
             found.append(f"--drain-timeout {self.limits.drain_seconds:g} is negative")
+        return found + self._adapter_violations()
+
+    def _adapter_violations(self) -> list[str]:
+        found = [f"--lora {given}: give NAME=FOLDER" for given in self.adapters if not given.partition("=")[2]]
+        found += [f"--lora {name}: {wrong}" for name in self.adapter_paths if (wrong := name_problem(name))]
+        if len(self.adapter_paths) < len(self.adapters):
+            found.append("--lora gives a name twice")
+        if len(self.adapters) > MOST_ADAPTERS:
+            found.append(f"--lora: {len(self.adapters)} adapters are more than {MOST_ADAPTERS}")
+        if self.adapter_folder is not None and not self.adapter_folder.is_dir():
+            found.append(f"--lora-dir {self.adapter_folder} is no folder")
+        if self.adapter_folder is not None and not self.api_keys and not is_loopback(self.host):
+            found.append(
+                "--lora-dir lets everyone who reaches the port change what is served; give --api-key-file FILE"
+            )
         return found
+
+
+def name_problem(name: str) -> str | None:
+    """Return what is wrong with the name of adapters, or None."""
+    if _ADAPTER_NAME.fullmatch(name):
+        return None
+    return f"{name[:128]!a} is no name of adapters; use letters, digits, '.', '_', '-' and '/', 128 at most"
 
 
 def is_loopback(host: str) -> bool:
