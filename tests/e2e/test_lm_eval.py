@@ -17,6 +17,8 @@ import torch
 
 from megalith.tokenizers import train_byte_level_bpe
 
+from ..benchmark_files import compare, write_benchmarks
+
 pytest.importorskip("lm_eval", reason="needs the eval extra (lm-eval), which is not part of dev: it is 490 MB")
 transformers = pytest.importorskip("transformers", reason="makes the model and is the witness (hf extra)")
 
@@ -201,3 +203,22 @@ def test_the_entry_point_names_the_model_class(repository: Path) -> None:
     text = (repository / "pyproject.toml").read_text()
     (value,) = re.findall(r'\[project\.entry-points\."lm_eval\.models"\]\nmegalith = "(.+)"', text)
     assert EntryPoint("megalith", value, "lm_eval.models").load() is MegalithLM
+
+
+def test_benchmarks_from_local_files_score_as_lm_evals_own_model(folder: Path, tmp_path: Path) -> None:
+    write_benchmarks(tmp_path)
+    lines = list[str]()
+    shutil.copytree(folder / "hf", wide := tmp_path / "wide")
+    config = json.loads((wide / "config.json").read_text())
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**config, "n_positions": 1024})).save_pretrained(wide)
+    assert compare(tmp_path, wide, wide, lines.append) >= 20 and len(lines) == 10
+    command = [sys.executable, "-m", "megalith", "evaluate", str(wide), "--others", str(folder / "hf")]
+    words = ["--task", "mmlu", "--data", "mmlu", "--subjects", "anatomy", "--samples", "4", "--json", "found.json"]
+    done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "mmlu_anatomy" in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["result"]["total"] == found["others"][0]["result"]["total"] == 4
+    assert any("lost their beginning" in alarm["what"] for alarm in found["others"][0]["alarms"])
+    done = subprocess.run([*command, "--task", "mmlu", "--data", "mmlu"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 3 and "hf download cais/mmlu" in done.stderr, "the other subjects"

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..benchmark_files import compare, write_benchmarks
 from .material import MODELS, NEW_TOKENS, REPOSITORY, TRAIN, megalith
 
 CHECKS: dict[str, Callable[[Path], str]] = {}
@@ -95,8 +96,20 @@ def lm_eval(folder: Path) -> str:
         raise Different(f"hf {shown['hf']}, megalith {shown['megalith']}")
     largest = max(abs(value - scores["hf"][key]) / max(abs(value), 1e-9) for key, value in scores["megalith"].items())
     return (
-        f"all {len(shown['hf'])} figures equal to the last digit that lm-eval prints (largest difference {largest:.0e})"
+        f"all {len(shown['hf'])} figures equal to the last digit that lm-eval prints (largest difference "
+        f"{largest:.0e}); benchmarks from made files, plain and as dialogues: {_benchmarks(folder)}"
     )
+
+
+def _benchmarks(folder: Path) -> str:
+    """Compare `megalith evaluate --task mmlu` and its like with lm-eval's `hf`, on the export of a rotary model."""
+    write_benchmarks(folder / "benchmarks")
+    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+    config = json.loads((folder / "llama-hf/config.json").read_text())
+    config["max_position_embeddings"] = 1024  # for prompts with examples
+    (folder / "llama-hf/config.json").write_text(json.dumps(config))
+    asked = compare(folder / "benchmarks", folder / "llama-hf", folder / "llama-hf", lambda line: None)
+    return f"all {asked} scores of mmlu, ceval, cmmlu, gsm8k and hellaswag equal"
 
 
 @check

@@ -22,18 +22,20 @@ from megalith.config.environment import first_of_machine
 from megalith.config.families import FAMILIES
 from megalith.config.rules.family import SHORTEST_SAMPLE
 from megalith.config.tokenizer_flags import imported_by, tokenizer_of_flags
-from megalith.config.values import local_path
+from megalith.config.values import local_path, model_path
 from megalith.errors import ConfigError, MegalithError
+from megalith.evaluate.local_data import BENCHMARKS
 from megalith.evaluate.request import DEFAULT_BATCH, DETOKENIZER_CHOICES, MASKED_TASKS, TASKS, Request
 
 if TYPE_CHECKING:
     from megalith.assemble.trained import Trained
     from megalith.distributed.context import ParallelContext
     from megalith.evaluate.alarms import Alarm
+    from megalith.evaluate.benchmark import BenchmarkResult
     from megalith.evaluate.masked import MaskedResult
     from megalith.evaluate.text import Accuracy, Listener, TextLoss
 
-    Result = Accuracy | TextLoss | MaskedResult
+    Result = Accuracy | TextLoss | MaskedResult | BenchmarkResult
 
 AS_MEGATRON = "tasks/main.py"
 """First argument of a command line with Megatron's flags."""
@@ -61,12 +63,19 @@ def make_parser() -> argparse.ArgumentParser:
         type=local_path,
         metavar="FILE",
         help="evaluation set: jsonl with a text in each line, or txt; for masked and spans also the prefix of a "
-        "dataset written by preprocess --split-sentences",
+        "dataset written by preprocess --split-sentences; for benchmarks the folder of their files",
     )
+    add(
+        "--others", nargs="+", type=model_path, default=[], metavar="C", help="benchmarks: further columns of the table"
+    )
+    add("--num-fewshot", type=int, metavar="N", help="benchmarks: examples before each question (default: lm-eval's)")
+    add("--apply-chat-template", action="store_true", help="benchmarks: ask as in a dialogue")
+    add("--chat-template", type=local_path, metavar="FILE", help="Jinja chat template (default: the tokenizer's)")
+    add("--subjects", metavar="WORDS", help="mmlu, ceval, cmmlu: subjects, separated by commas (default: all)")
     add("--strict-lambada", action="store_true", help="lambada: predict the whole last word, not only its last token")
     add("--overlapping-eval", type=int, metavar="N", help="tokens scored per window (default: 32)")
     add("--seq-length", type=int, metavar="N", help="tokens per window or sample (default: the model's context length)")
-    add("--samples", type=int, metavar="N", help="masked, spans: maximum number of samples (default: all)")
+    add("--samples", type=int, metavar="N", help="masked, spans, benchmarks: most samples (of a subject)")
     add("--decoder-seq-length", type=int, metavar="N", help="spans: decoder tokens per sample")
     add("--detokenizer", choices=DETOKENIZER_CHOICES, default="auto", help="wikitext103: auto goes by path (default)")
     add("--micro-batch-size", type=int, default=DEFAULT_BATCH, metavar="N", help="samples per forward (default: 8)")
@@ -100,6 +109,11 @@ def run(argv: Sequence[str]) -> int:
         detokenizer=options.detokenizer,
         samples=options.samples,
         decoder_seq_length=options.decoder_seq_length,
+        others=tuple(options.others),
+        shots=options.num_fewshot,
+        chat=options.apply_chat_template,
+        chat_template=options.chat_template,
+        subjects=tuple(word.strip() for word in (options.subjects or "").split(",") if word.strip()),
         dtype=options.dtype,
         tokenizer=tokenizer_of_flags(options),
         registry=imported_by(options),
@@ -107,6 +121,11 @@ def run(argv: Sequence[str]) -> int:
     )
     if wrong := request.violations():
         raise ConfigError(wrong)
+    if request.task in BENCHMARKS:
+        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # read by the libraries when they are imported
+        from megalith.evaluate.benchmark import require_harness
+
+        require_harness()
     return _evaluate(request, options.json, options.fail_on_alarm, [])
 
 
@@ -126,12 +145,14 @@ def _evaluate(request: Request, file: Path | None, fail_on_alarm: bool, notes: S
         say = partial(print, flush=True) if context.rank == 0 else _print_nothing
         for line in [*([threads] if threads else []), *notes]:
             say(f"note: {line}")
-        result, alarms, about = _measure(request, context, say)
+        every = [dataclasses.replace(request, checkpoint=path) for path in (request.checkpoint, *request.others)]
+        found = [(each, *_measure(each, context, say)) for each in every]
+        alarms = [alarm for _, _, of_one, _ in found for alarm in of_one]
         if context.rank == 0:
-            _show(request, result, alarms, say)
+            _show(found, say)
             if file is not None:
-                facts = {**about, "seconds": round(time.monotonic() - began, 3)}
-                _write_json(file, request, result, alarms, facts)
+                seconds = round(time.monotonic() - began, 3)
+                _write_json(file, [_described(*each, seconds=seconds) for each in found])
             return EXIT_ALARM if alarms and fail_on_alarm else 0
     return 0
 
@@ -197,7 +218,9 @@ def _measure(
     say(_about(request, trained, context))
     tokenizer, listener = trained.tokenizer, EvaluationConsole(say, request.log_interval)
     path = request.data or bundled_path()
-    measure = _measure_denoising if request.task in MASKED_TASKS else _measure_text
+    measure: Callable[..., Result] = _measure_text
+    if request.task in (*MASKED_TASKS, *BENCHMARKS):
+        measure = _measure_denoising if request.task in MASKED_TASKS else _measure_benchmark
     result = measure(request, path, trained, context, listener)
     other = None
     if trained.tokenizer_card is None and not trained.from_huggingface:
@@ -256,6 +279,22 @@ def _measure_denoising(
         return scorer(samples, count, listener.batch)
 
 
+def _measure_benchmark(
+    request: Request, path: Path, trained: Trained, context: ParallelContext, listener: Listener
+) -> BenchmarkResult:
+    """Ask a benchmark of a model by lm-eval."""
+    from megalith.evaluate.benchmark import Asking, ask
+    from megalith.evaluate.harness import MegalithLM
+    from megalith.tokenizers.chat_template import read_template, template_beside
+
+    template = None
+    if request.chat:
+        tokenizer, given = trained.tokenizer, request.chat_template
+        template = template_beside(tokenizer) if given is None else read_template(given, tokenizer)
+    model = MegalithLM.of(trained, context, request.batch_size, template)
+    return ask(model, Asking(request.task, path, request.shots, request.chat, request.subjects, request.samples))
+
+
 def _about(request: Request, trained: Trained, context: ParallelContext) -> str:
     model = trained.model
     return (
@@ -265,26 +304,46 @@ def _about(request: Request, trained: Trained, context: ParallelContext) -> str:
     )
 
 
-def _show(request: Request, result: Result, alarms: Sequence[Alarm], say: Callable[[str], None]) -> None:
-    from megalith.compat.megatron.evaluation import DONE, alarm_lines, between_dashes, result_line
+_Found = tuple[Request, "Result", "list[Alarm]", dict[str, Any]]
+"""A request for one checkpoint, its result and alarms, and what was evaluated."""
 
-    for line in between_dashes(result_line(request.task.upper(), result)):
+
+def _show(found: Sequence[_Found], say: Callable[[str], None]) -> None:
+    from megalith.compat.megatron.evaluation import DONE, alarm_lines, between_dashes, result_line, score_lines
+    from megalith.evaluate.benchmark import BenchmarkResult
+
+    request, result, _, _ = found[0]
+    if isinstance(result, BenchmarkResult):
+        tables = {str(each.checkpoint): one for each, one, _, _ in found if isinstance(one, BenchmarkResult)}
+        lines = score_lines(request.task, tables)
+    else:
+        lines = [result_line(request.task.upper(), result)]
+    for line in between_dashes(*lines):
         say(line)
     say(DONE)
     sys.stdout.flush()
-    for line in alarm_lines(alarms):
-        say(line)
+    for each, _, alarms, _ in found:
+        if alarms and len(found) > 1:
+            say(f"{each.checkpoint}:")
+        for line in alarm_lines(alarms):
+            say(line)
 
 
-def _write_json(
-    path: Path, request: Request, result: Result, alarms: Sequence[Alarm], about: Mapping[str, Any]
-) -> None:
-    body = {
+def _described(
+    request: Request, result: Result, alarms: Sequence[Alarm], about: Mapping[str, Any], seconds: float
+) -> dict[str, Any]:
+    """Return what --json has of one checkpoint."""
+    return {
         **about,
+        "seconds": seconds,
         "strict": request.strict,
         "result": _nan_to_none(_metrics(result)),
         "alarms": [dataclasses.asdict(alarm) for alarm in alarms],
     }
+
+
+def _write_json(path: Path, described: Sequence[Mapping[str, Any]]) -> None:
+    body = {**described[0], **({"others": described[1:]} if len(described) > 1 else {})}
     try:
         path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -292,10 +351,11 @@ def _write_json(
 
 
 def _metrics(result: Result) -> dict[str, Any]:
+    from megalith.evaluate.benchmark import BenchmarkResult
     from megalith.evaluate.masked import MaskedResult
     from megalith.evaluate.text import Accuracy
 
-    if isinstance(result, MaskedResult):
+    if isinstance(result, MaskedResult | BenchmarkResult):
         return result.numbers()
     names = (
         ("share", "loss")

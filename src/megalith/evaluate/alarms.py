@@ -16,6 +16,7 @@ import torch
 
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
+from megalith.evaluate.benchmark import BenchmarkResult
 from megalith.evaluate.masked import MaskedResult
 from megalith.evaluate.text import Accuracy, TextLoss
 from megalith.models.language_model import LanguageModel
@@ -24,6 +25,7 @@ from megalith.tokenizers import padded_vocab_size
 from megalith.train.metrics import read_metrics
 
 _HARDLY_LEARNT = 0.75  # of ln V: above it a model has learnt little more than which tokens are frequent
+_FEW_ANSWERS = 8  # below it equal answers are no sign
 _LAST_STEPS, _LAST_SHARE = 20, 10  # the losses of this many last steps are averaged, at most the last tenth of the run
 
 
@@ -54,10 +56,12 @@ class Evidence:
         return math.log(self.vocab_size)
 
 
-def alarms_of(result: Accuracy | TextLoss | MaskedResult, evidence: Evidence) -> list[Alarm]:
+def alarms_of(result: Accuracy | TextLoss | MaskedResult | BenchmarkResult, evidence: Evidence) -> list[Alarm]:
     """Return all alarms of a result and its model, those of the result first."""
     if isinstance(result, MaskedResult):
         found = _masked_alarms(result, evidence)
+    elif isinstance(result, BenchmarkResult):
+        found = _benchmark_alarms(result, evidence)
     else:
         about = _accuracy_alarm(result, evidence) if isinstance(result, Accuracy) else _text_alarm(result, evidence)
         found = [] if about is None else [about]
@@ -146,6 +150,51 @@ def _masked_alarms(result: MaskedResult, evidence: Evidence) -> list[Alarm]:
         )
         found.append(Alarm(what, cause))
     return found
+
+
+def _benchmark_alarms(result: BenchmarkResult, evidence: Evidence) -> list[Alarm]:
+    if not result.finite:
+        return [_nan_alarm()]
+    found = []
+    if result.correct <= result.by_chance:
+        guess = f"at or below chance, where guessing finds {result.by_chance:.3g}" if result.by_chance else "none"
+        found.append(
+            Alarm(f"{result.correct} of {result.total} answers are right: {guess}", _cause_of_answers(evidence))
+        )
+    most, times = max(result.answers.items(), key=lambda item: item[1], default=("", 0))
+    empty = result.answers.get("", 0)
+    if 2 * empty > result.total:
+        cause = "it ends its answer at once: a chat model is asked without --apply-chat-template, a base model with it"
+        found.append(Alarm(f"{empty} of {result.total} answers are empty", cause))
+    elif times == result.total >= _FEW_ANSWERS and result.right_answers > 1:
+        shown = most if isinstance(most, str) else f"number {most + 1}"
+        cause = f"the answer does not depend on the question: {_cause_of_answers(evidence)}"
+        found.append(Alarm(f"all {times} answers are the same: {shown[:60]!r}", cause))
+    if result.shortened:
+        what = (
+            f"{result.shortened} of {result.asked} prompts are longer than the model's {result.context_length} tokens"
+        )
+        found.append(
+            Alarm(f"{what} with the answer, and lost their beginning", "too many examples; give fewer by --num-fewshot")
+        )
+    return found
+
+
+def _cause_of_answers(evidence: Evidence) -> str:
+    """Return the likeliest explanation of answers that are no better than guesses."""
+    if evidence.never_trained:
+        return "the weights are random, see below"
+    if evidence.other_tokenizer is not None:
+        return "the tokenizer is not the one of the training, see below"
+    loss = evidence.training_loss
+    if loss is not None and loss > _HARDLY_LEARNT * evidence.uniform:
+        return (
+            f"the model has hardly learnt yet: its training ended at {loss:.2f}, guessing gives {evidence.uniform:.2f}"
+        )
+    return (
+        "the model is too small or was trained too briefly for such questions, its training text is of another "
+        "language, or a chat model is asked without --apply-chat-template"
+    )
 
 
 def _nan_alarm() -> Alarm:

@@ -23,9 +23,10 @@ from tqdm import tqdm
 
 from megalith.assemble.ranks import join_ranks
 from megalith.assemble.reading import model_in, ranks_of, saved_args
-from megalith.assemble.trained import load_trained
+from megalith.assemble.trained import Trained, load_trained
 from megalith.config.tokenizer_flags import tokenizer_of_arguments
 from megalith.distributed import comm
+from megalith.distributed.context import ParallelContext
 from megalith.errors import ConfigError, MegalithError
 from megalith.evaluate.alarms import never_trained
 from megalith.evaluate.request import DEFAULT_BATCH
@@ -35,6 +36,7 @@ from megalith.serve.engine import Engine, Limits
 from megalith.serve.model_runner import RankRunner, blocks_for, runner_of
 from megalith.serve.request import Finished, Request, Sampling, Token
 from megalith.serve.runner import Runner
+from megalith.tokenizers.chat_template import ChatTemplate, added_around, stop_ids_beside, template_beside
 from megalith.tokenizers.protocol import require_eod
 
 _log = logging.getLogger("megalith.evaluate")
@@ -99,14 +101,7 @@ class MegalithLM(TemplateLM):
         )
         for note in trained.notes:
             _log.warning("%s", note)
-        self._trained = trained
-        size = int(str(batch_size)) if str(batch_size).isdigit() else DEFAULT_BATCH  # lm-eval also passes "auto"
-        # A Hugging Face folder has no padded rows: rows beyond its tokenizer count there too.
-        num_tokens = None if trained.from_huggingface else trained.tokenizer.vocab_size
-        self._scorer = Scorer(trained.gpt, self._context, batch_size=size, num_tokens=num_tokens)
-        self._max_length = min(max_length or self._scorer.context_length, self._scorer.context_length)
-        self._max_gen_toks = max_gen_toks
-        self._device = self._context.device
+        self._begin(trained, self._context, batch_size, max_length, max_gen_toks)
         if never_trained(trained.gpt, self._context):
             _log.error("ALARM: the weights of %s are random: they were never trained", path)
         if self._context.rank > 0:
@@ -114,6 +109,42 @@ class MegalithLM(TemplateLM):
         if self._context.world.size > 1:
             _open.append(self)
             atexit.register(leave_ranks)
+
+    @classmethod
+    def of(
+        cls, trained: Trained, context: ParallelContext, batch_size: int, template: ChatTemplate | None = None
+    ) -> MegalithLM:
+        """Return the adapter of a loaded model; its chat template is for tasks that are asked as dialogues."""
+        found = cls.__new__(cls)
+        TemplateLM.__init__(found)
+        found._begin(trained, context, batch_size, None, _MAX_NEW_TOKENS, template)
+        return found
+
+    def _begin(
+        self,
+        trained: Trained,
+        context: ParallelContext,
+        batch_size: int | str | None,
+        max_length: int | None,
+        max_gen_toks: int,
+        template: ChatTemplate | None = None,
+    ) -> None:
+        self._trained, self._context, self._ranks = trained, context, getattr(self, "_ranks", ExitStack())
+        tokenizer = trained.tokenizer
+        self._template = template or template_beside(tokenizer)
+        self._stop_ids = stop_ids_beside(tokenizer, template)
+        self._special = {tokenizer.decode([number]): number for number in tokenizer.special_ids}
+        self._before, self._behind = added_around(tokenizer)
+        begin = tokenizer.encode("")[: self._before]
+        self._begin_text = tokenizer.decode(begin) if begin else None
+        self.asked, self.shortened = 0, 0  # prompts, and those that lost their beginning
+        size = int(str(batch_size)) if str(batch_size).isdigit() else DEFAULT_BATCH  # lm-eval also passes "auto"
+        # A Hugging Face folder has no padded rows: rows beyond its tokenizer count there too.
+        num_tokens = None if trained.from_huggingface else trained.tokenizer.vocab_size
+        self._scorer = Scorer(trained.gpt, self._context, batch_size=size, num_tokens=num_tokens)
+        self._max_length = min(max_length or self._scorer.context_length, self._scorer.context_length)
+        self._max_gen_toks = max_gen_toks
+        self._device = self._context.device
 
     def close(self) -> None:
         self._ranks.close()
@@ -138,7 +169,29 @@ class MegalithLM(TemplateLM):
         return f"{card['class']}-{'-'.join(digest[:12] for digest in card['files'].values())}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return self._trained.tokenizer.encode(string) if string else []
+        if not string:
+            return []
+        ids = self._trained.tokenizer.encode(string)
+        # As lm-eval's own model of transformers: a template writes the first token itself.
+        own = self._begin_text is not None and add_special_tokens is None and string.startswith(self._begin_text)
+        return ids[self._before : len(ids) - self._behind] if own or add_special_tokens is False else ids
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return self._required_template.source if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return a dialogue as text; without a generation prompt the last message is left open."""
+        text = self._required_template.render(chat_history, add_generation_prompt=add_generation_prompt)
+        last = chat_history[-1]["content"].strip()
+        return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
+
+    @property
+    def _required_template(self) -> ChatTemplate:
+        if self._template is None:
+            raise ConfigError(
+                "--apply-chat-template: the tokenizer has no chat template; give --chat-template FILE, or leave it out"
+            )
+        return self._template
 
     def tok_decode(self, tokens: list[int]) -> str:
         return self._trained.tokenizer.decode(tokens)
@@ -152,7 +205,9 @@ class MegalithLM(TemplateLM):
                 continue
             if len(continuation) > self._max_length:
                 _log.warning("a continuation of %d tokens is cut to %d", len(continuation), self._max_length)
-            ids = [*(context or [self.prefix_token_id]), *continuation][-(self._max_length + 1) :]
+            whole = [*(context or [self.prefix_token_id]), *continuation]
+            ids = whole[-(self._max_length + 1) :]
+            self.asked, self.shortened = self.asked + 1, self.shortened + (len(ids) < len(whole))
             samples[number] = Sample(ids, min(len(continuation), len(ids) - 1))
         # Similar lengths need little padding; the longest come first, so that memory runs out at once or never.
         order = sorted(samples, key=lambda number: -len(samples[number].ids))
@@ -225,14 +280,24 @@ class MegalithLM(TemplateLM):
         limits = Limits(max_num_seqs=self._scorer.batch_size, max_waiting=len(requests) + 1)
         engine = Engine(runner, self._trained.tokenizer, limits)
         handles = [engine.submit(self._request(*request.args)) for request in requests]
-        texts = dict.fromkeys(handles, "")
+        ids, ends = {handle: list[int]() for handle in handles}, dict.fromkeys(handles, Finished("cancelled"))
         while engine.has_work:
             for handle, event in engine.step():
                 if isinstance(event, Token):
-                    texts[handle] += event.text
-                elif isinstance(event, Finished) and event.reason == "error":
-                    raise MegalithError(event.message)
-        return [texts[handle] for handle in handles]
+                    ids[handle].append(event.id)
+                elif isinstance(event, Finished):
+                    ends[handle] = event
+                    if event.reason == "error":
+                        raise MegalithError(event.message)
+        return [self._text(ids[handle], ends[handle].stop) for handle in handles]
+
+    def _text(self, ids: list[int], stop: int | str | None) -> str:
+        """Return the text of an answer as a whole: in pieces, bytes that are no characters would be cut otherwise."""
+        hidden = self._trained.tokenizer.special_ids
+        text = self.tok_decode(
+            [number for number in ids[: -1 if isinstance(stop, int) else None] if number not in hidden]
+        )
+        return text.partition(stop)[0] if isinstance(stop, str) else text
 
     def _request(self, prompt: str, options: dict[str, Any]) -> Request:
         """Convert lm-eval's `options` to a request; greedy unless they say otherwise."""
@@ -244,12 +309,16 @@ class MegalithLM(TemplateLM):
         if not options.get("do_sample", temperature > 0.0):
             temperature = 0.0
         ids = self.tok_encode(prompt) or [self.prefix_token_id]
+        self.asked, self.shortened = self.asked + 1, self.shortened + (len(ids) > self._max_length - count)
         return Request(
             prompt=tuple(ids[-(self._max_length - count) :]),
             max_new_tokens=count,
             sampling=Sampling(temperature, int(options.get("top_k") or 0), float(options.get("top_p") or 0.0)),
             seed=int(options.get("seed") or _SEED),
-            stop_texts=tuple(stop for stop in stops if stop),
+            stop_texts=tuple(stop for stop in stops if stop and stop not in self._special),
+            stop_ids=self._stop_ids,
+            extra_stop_ids=tuple(self._special[stop] for stop in stops if stop in self._special),
+            skip_token_ids=self._trained.tokenizer.special_ids,
         )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.config import TokenizerConfig
+from megalith.evaluate.local_data import BENCHMARKS
 from megalith.registry import EMPTY, Registry
 
 TASKS = {
@@ -17,6 +18,7 @@ TASKS = {
     "text": "perplexity and bits per byte of any txt or jsonl file",
     "masked": "of BERT: hidden words that it finds, their loss, and the order of sentences",
     "spans": "of T5: tokens of hidden spans that it writes, their loss and perplexity",
+    **{name: benchmark.about for name, benchmark in BENCHMARKS.items()},
 }
 """Name -> what is measured."""
 
@@ -42,7 +44,12 @@ class Request:
     batch_size: int = DEFAULT_BATCH
     log_interval: int = 100
     detokenizer: str = "auto"  # of wikitext103, of `DETOKENIZER_CHOICES`; "auto" goes by the path
-    samples: int | None = None  # of masked and spans, how many at most; all if None
+    samples: int | None = None  # of masked, spans and benchmarks (of each subject), how many at most; all if None
+    others: tuple[Path, ...] = ()  # further checkpoints or adapters that a benchmark is asked of
+    shots: int | None = None  # of benchmarks: examples before each question; None: as lm-eval's task says
+    chat: bool = False  # of benchmarks: whether questions are messages of a dialogue
+    chat_template: Path | None = None  # None: the tokenizer's
+    subjects: tuple[str, ...] = ()  # of benchmarks; all if empty
     decoder_seq_length: int | None = None  # of spans; that of the training if None
     dtype: str | None = None  # of the weights, by name; that of the checkpoint if None
     tokenizer: TokenizerConfig | None = None  # instead of the one in the checkpoint
@@ -57,14 +64,27 @@ class Request:
             found.append(f"--task {self.task} is unknown; use one of {', '.join(TASKS)}")
         elif self.data is None and self.task != "cloze":
             found.append(f"--task {self.task} needs a file to measure on (--data FILE; of tasks/main.py: --valid-data)")
-        if files and self.data is not None and not self.data.is_file() and not self._is_dataset:
+        asks = self.task in BENCHMARKS
+        if files and asks and self.data is not None and not self.data.is_dir():
+            get = f"{BENCHMARKS[self.task].download} {self.data}"
+            found.append(f"no such folder: {self.data} (--data); get the files of {self.task}: {get}")
+        if files and self.data is not None and not asks and not self.data.is_file() and not self._is_dataset:
             found.append(f"no such file: {self.data} (--data; of tasks/main.py: --valid-data){_where_from(self.task)}")
         for flag, given, tasks in (
-            ("--samples", self.samples, MASKED_TASKS),
+            ("--samples", self.samples, (*MASKED_TASKS, *BENCHMARKS)),
             ("--decoder-seq-length", self.decoder_seq_length, ("spans",)),
+            ("--others", " ".join(map(str, self.others)) or None, BENCHMARKS),
+            ("--num-fewshot", self.shots, BENCHMARKS),
+            ("--apply-chat-template", "" if self.chat else None, BENCHMARKS),
+            ("--chat-template", self.chat_template, BENCHMARKS),
+            ("--subjects", ",".join(self.subjects) or None, BENCHMARKS),
         ):
             if given is not None and self.task not in tasks:
                 found.append(f"{flag} {given} is for --task {' and '.join(tasks)}; leave it out")
+        if self.shots is not None and self.shots < 0:
+            found.append(f"--num-fewshot {self.shots} is negative; 0 asks without examples")
+        if self.chat_template is not None and not self.chat:
+            found.append("--chat-template is used with --apply-chat-template alone; give both")
         for flag, value in (
             ("--overlapping-eval", self.overlap),
             ("--seq-length", self.seq_length),

@@ -19,6 +19,7 @@ from megalith.evaluate.alarms import (
     size_difference,
     training_loss,
 )
+from megalith.evaluate.benchmark import BenchmarkResult
 from megalith.evaluate.masked import MaskedResult, Predictions
 from megalith.evaluate.text import Accuracy, TextLoss
 from megalith.models.gpt import GPT
@@ -180,3 +181,40 @@ def test_hidden_tokens_at_chance(result: MaskedResult, said: list[str]) -> None:
     assert len(found) == len(said)
     for alarm, part in zip(found, said, strict=True):
         assert part in alarm.what and alarm.cause
+
+
+def benchmark(**changes: Any) -> BenchmarkResult:
+    """Of 40 questions with four choices, 20 right."""
+    facts = {"total": 40, "correct": 20, "by_chance": 10.0, "answers": {0: 12, 1: 8, 2: 10, 3: 10}, "right_answers": 4}
+    return BenchmarkResult(**{"scores": {}, **facts, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"correct": 11, "answers": {0: 39, 1: 1}}, []),
+        ({"correct": 10}, ["chance"]),
+        ({"correct": 16, "answers": {1: 40}}, ["number 2"]),
+        ({"correct": 40, "answers": {1: 40}, "right_answers": 1}, []),
+        ({"total": 5, "correct": 2, "by_chance": 1.2, "answers": {1: 5}}, []),
+        ({"finite": False}, ["not a number"]),
+        ({"asked": 160, "shortened": 3, "context_length": 512}, ["3 of 160 prompts"]),
+        ({"by_chance": 0.0, "correct": 0, "answers": {"": 30, "4": 10}}, ["0 of 40", "30 of 40"]),
+        ({"by_chance": 0.0, "correct": 3, "answers": {"": 20, "4": 20}}, []),
+        ({"by_chance": 0.0, "correct": 3, "answers": {"The answer is 4.": 40}}, ["The answer is 4."]),
+    ],
+)
+def test_scores_that_cannot_be_right(changes: dict[str, Any], said: list[str]) -> None:
+    found = alarms_of(benchmark(**changes), evidence())
+    assert len(found) == len(said)
+    assert all(words in alarm.what for words, alarm in zip(said, found, strict=True))
+
+
+def test_the_cause_of_guesses_follows_the_evidence() -> None:
+    causes = [
+        alarms_of(benchmark(correct=9), evidence(**more))[0].cause
+        for more in ({}, {"never_trained": True}, {"other_tokenizer": "larger"}, {"training_loss": 10.0})
+    ]
+    for cause, words in zip(causes, ("--apply-chat-template", "random", "tokenizer", "hardly"), strict=True):
+        assert words in cause

@@ -5,10 +5,11 @@ Source: docs/reference/evaluation.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megalith.evaluate.alarms import Alarm
+from megalith.evaluate.benchmark import BenchmarkResult
 from megalith.evaluate.masked import MaskedResult
 from megalith.evaluate.text import Accuracy, TextLoss
 
@@ -69,10 +70,25 @@ def _masked_numbers(result: MaskedResult) -> str:
     return f"{text} order accuracy: {orders.share:.4E} | order loss: {orders.mean:.4E} |"
 
 
-def between_dashes(line: str) -> list[str]:
-    """Return a line between two of dashes that are one longer."""
-    dashes = "-" * (len(line) + 1)
-    return [dashes, line, dashes]
+def score_lines(task: str, results: Mapping[str, BenchmarkResult]) -> list[str]:
+    """Return a table of the scores of a benchmark: a line for each part and metric, a column for each checkpoint."""
+    first = next(iter(results.values()))
+    rows = [("", "", *results)]
+    for part, metrics in first.scores.items():
+        for metric in metrics:
+            found = [result.scores[part][metric] for result in results.values()]
+            shown = [f"{value:.4f}" + (f" +- {error:.4f}" if error is not None else "") for value, error in found]
+            rows.append((part, metric, *shown))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    counts = ", ".join(str(result.total) for result in results.values())
+    return [f" results on {task.upper()} | questions: {counts} |", *(f" {line}".rstrip() for line in table)]
+
+
+def between_dashes(*lines: str) -> list[str]:
+    """Return lines between two of dashes that are one longer than the longest."""
+    dashes = "-" * (max(map(len, lines)) + 1)
+    return [dashes, *lines, dashes]
 
 
 def alarm_lines(alarms: Sequence[Alarm]) -> list[str]:
