@@ -70,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--num-fewshot", type=int, metavar="N", help="benchmarks: examples before each question (default: lm-eval's)")
     add("--apply-chat-template", action="store_true", help="benchmarks: ask as in a dialogue")
-    add("--chat-template", type=local_path, metavar="FILE", help="Jinja chat template (default: the tokenizer's)")
+    add("--chat-template", type=local_path, metavar="FILE", help="as of megalith serve (default: the tokenizer's)")
     add("--subjects", metavar="WORDS", help="mmlu, ceval, cmmlu: subjects, separated by commas (default: all)")
     add("--strict-lambada", action="store_true", help="lambada: predict the whole last word, not only its last token")
     add("--overlapping-eval", type=int, metavar="N", help="tokens scored per window (default: 32)")
@@ -285,12 +285,12 @@ def _measure_benchmark(
     """Ask a benchmark of a model by lm-eval."""
     from megalith.evaluate.benchmark import Asking, ask
     from megalith.evaluate.harness import MegalithLM
-    from megalith.tokenizers.chat_template import read_template, template_beside
+    from megalith.tokenizers.chat_template import find_template, template_beside
 
     template = None
     if request.chat:
         tokenizer, given = trained.tokenizer, request.chat_template
-        template = template_beside(tokenizer) if given is None else read_template(given, tokenizer)
+        template = template_beside(tokenizer) if given is None else find_template(str(given), tokenizer)
     model = MegalithLM.of(trained, context, request.batch_size, template)
     return ask(model, Asking(request.task, path, request.shots, request.chat, request.subjects, request.samples))
 
