@@ -140,7 +140,7 @@ class TextModel:
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        """The template of dialogues, or None."""
+        """Return the template of dialogues, or None."""
         from megalith.tokenizers.chat_template import template_beside  # which imports jinja2
 
         return self._given_template or template_beside(self.tokenizer)
