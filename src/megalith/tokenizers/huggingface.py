@@ -71,7 +71,7 @@ class Backend(ABC):
 
     @property
     def token_sizes(self) -> NDArray[np.int64] | None:
-        """As `Tokenizer.token_sizes`."""
+        """Return what `Tokenizer.token_sizes` does."""
         return None
 
     def plain_array_encoder(self, expected_bytes: int) -> ArrayEncoder | None:
