@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
 
 OF_TORCHRUN = {"--nnodes", "--node_rank", "--nproc_per_node", "--master_addr"}
-OF_OTHER_COMMANDS = {"--config", "--dataset-impl", "--chunk-size", "--split-sentences"}
+OF_OTHER_COMMANDS = {"--loss-mask", "--config", "--dataset-impl", "--chunk-size", "--split-sentences"}
 OF_CONVERTERS = {
     "--target-expert-parallel-size",
     *("--model-type", "--loader", "--saver", "--load-dir", "--save-dir", "--target-tensor-parallel-size"),
