@@ -11,7 +11,7 @@ from megalith.config.command_line import read_command_line
 from megalith.config.environment import read_launch, tasks_without_srun
 from megalith.config.families import FAMILIES
 from megalith.config.fields import Setting
-from megalith.config.from_args import settings_from
+from megalith.config.from_args import DROPOUT, settings_from
 from megalith.config.reading import Reading, read_recipe
 from megalith.config.rules import FILE_RULES, NOTICES, RULES
 from megalith.config.rules.rule import Draft, Rule, UnusableError, unreadable
@@ -124,16 +124,16 @@ def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader, registry:
         reading.values.pop("tokenizer_model", None)
         if "tokenizer_type" in given:
             reading.values.pop("tokenizer_type", None)
-    reading.notes += _keep_tokenizer(reading.values, given)
+    reading.notes += _keep_given(reading.values, given)
     for name, value in reading.values.items():
         notes = f" (the command line says {given[name]})" if given.get(name, value) != value else ""
         reading.notes.append(f"Setting {name} to {value} from checkpoint{notes}")
     return reading
 
 
-def _keep_tokenizer(taken: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Remove tokenizer settings that the user has given from those of a checkpoint; return notes about them."""
-    names = ("tokenizer_type", "tokenizer_model")
+def _keep_given(taken: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Remove tokenizer and dropout that the user has given from what a checkpoint says; return notes about them."""
+    names = ("tokenizer_type", "tokenizer_model", *DROPOUT)
     kept = [name for name in names if name in given and given[name] != taken.get(name, given[name])]
     if "tokenizer_type" in kept:  # the folder that the checkpoint names is of another kind of tokenizer
         taken.pop("tokenizer_model", None)

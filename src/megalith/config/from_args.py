@@ -181,6 +181,7 @@ MODEL_SETTINGS = tuple(
     setting.name for setting in settings_of("model", ModelConfig) if setting.name not in (*_OF_THE_RUN, *LORA_SETTINGS)
 )
 """Settings that decide what the weights of a model mean, or how many there are."""
+DROPOUT = ("hidden_dropout", "attention_dropout")
 _LAYOUT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -205,6 +206,7 @@ def settings_from(args: Mapping[str, Any], registry: Registry = EMPTY, *, layout
         values["apply_query_key_layer_scaling"] = True
     if model.chooses_by == "quantile_balancing":  # whose offsets decide the choice; losses are the run's own matter
         values["moe_router_load_balancing_type"] = model.moe_router_load_balancing_type
+    values |= {name: getattr(model, name) for name in DROPOUT if name in args}
     if model.lora_rank is not None:
         values |= {name: getattr(model, name) for name in LORA_SETTINGS}
     if args.get("seq_length"):

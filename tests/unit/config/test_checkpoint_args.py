@@ -16,7 +16,9 @@ LEFT = "--no-use-tokenizer-model-from-checkpoint-args"
 
 def run_from(folder: Path, flags: str) -> RunConfig:
     """A run that loads a model whose tokenizer is in a folder."""
-    model = ModelConfig(2, 16, 4, 32, position_embedding_type="rope", num_query_groups=None)
+    model = ModelConfig(
+        2, 16, 4, 32, position_embedding_type="rope", num_query_groups=None, hidden_dropout=0.0, attention_dropout=0.25
+    )
     tokenizer = TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder))
     args = weights_args(model, PrecisionConfig(), tokenizer)
 
@@ -58,6 +60,15 @@ def test_a_tokenizer_that_is_typed_as_the_checkpoint_has_it_needs_no_word(tmp_pa
     run = run_from(tmp_path, "--tokenizer-type HuggingFaceTokenizer")
     assert run.tokenizer.tokenizer_model == str(tmp_path)
     assert not any("kept" in str(note) for note in run.notes)
+
+
+def test_dropout_is_that_of_the_checkpoint_unless_it_is_given(tmp_path: Path) -> None:
+    run = run_from(tmp_path, "")
+    assert (run.model.hidden_dropout, run.model.attention_dropout) == (0.0, 0.25)
+    run = run_from(tmp_path, "--hidden-dropout 0.1 --attention-dropout 0.25")
+    assert (run.model.hidden_dropout, run.model.attention_dropout) == (0.1, 0.25)
+    (kept,) = [str(note) for note in run.notes if "kept" in str(note)]
+    assert "--hidden-dropout 0.1" in kept and "0.0" in kept
 
 
 def test_what_only_the_checkpoint_says_is_not_held_against_the_user(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class CheckpointConfig:
     finetune: bool = setting(False, help="load only weights and start at iteration 0")
     exit_on_missing_checkpoint: bool = setting(False, help="exit if --load holds no checkpoint")
     pretrained_checkpoint: str | None = setting(None, help="folder of initial weights if --load holds no checkpoint")
-    use_checkpoint_args: bool = setting(False, help="take architecture and tokenizer from the checkpoint")
+    use_checkpoint_args: bool = setting(False, help="take architecture, dropout and tokenizer from the checkpoint")
     use_mp_args_from_checkpoint_args: bool = setting(
         False, help="with --use-checkpoint-args: also take tensor- and pipeline-parallel sizes"
     )
