@@ -14,6 +14,7 @@ import torch
 
 from megalith.checkpoint import DirectoryStore
 from megalith.train.faults import POINTS
+from megalith.train.metrics import read_metrics
 
 from .checkpoints import assert_same, curve_of, state_of
 from .small_run import on_text
@@ -317,6 +318,33 @@ def test_a_checkpoint_of_a_newer_version_stops_the_run(warm: WarmProcess, tmp_pa
         assert stopped.code == 4 and "format 2" in stopped.text, stopped.text
     assert {path: path.read_bytes() for path in newer.iterdir()} == before
     assert (save / "iter_0000003").is_dir()
+
+
+def test_prompts_are_continued_at_each_evaluation_and_change_no_loss(warm: WarmProcess, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra `track` is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    common = ["--train-iters", 6, "--eval-interval", 2, "--save-interval", 3]
+    plain, asked = (on_text(tmp_path, command(tmp_path / name, *common)) for name in ("plain", "asked"))
+    asked += ["--sample-prompts", "5 6 7", "8", "--tracker", "tensorboard"]
+    assert warm.run(plain, tmp_path).code == 0
+    assert warm.run(asked, tmp_path, MEGALITH_FAULT="raise@step=6,point=fwd").code == 1
+    for _ in range(2):  # from iteration 3 on, and with nothing left to train
+        done = warm.run(asked, tmp_path)
+        assert done.code == 0, done.text
+    assert curve_of(tmp_path / "asked") == curve_of(tmp_path / "plain")
+    run = tmp_path / "asked/run"
+    found = [record for record in read_metrics(run / "metrics.jsonl") if record["event"] == "samples"]
+    assert [record["iteration"] for record in found] == [2, 4, 6, 6] and found[-1]["samples"] == found[-2]["samples"]
+    (first, second) = found[-1]["samples"]
+    assert (first["prompt"], second["prompt"]) == ("5 6 7", "8") and first["answer"]
+    texts = EventAccumulator(str(run / "tensorboard")).Reload().Tensors("samples/text_summary")
+    assert [text.step for text in texts] == [2, 4, 6]
+    assert first["answer"].encode() in texts[-1].tensor_proto.string_val[0]
+    options = ["--prompt", "5 6 7", "--max-new-tokens", len(first["answer"].split()), "--greedy"]
+    assert first["answer"] in warm.run(["asked", *options], tmp_path, command="generate").text
+    refused = warm.run([*asked, "--sample-prompts", "5 once"], tmp_path)
+    assert refused.code == 2 and "--sample-prompts '5 once'" in refused.text
 
 
 WANDB = """

@@ -33,9 +33,9 @@ from megalith.tokenizers import build_tokenizer
 from megalith.train.metrics import MetricsWriter, memory_in_use
 from megalith.train.profiler import MemoryHistory, Profile, build_profiler
 from megalith.train.records import ProgressLog, Records
-from megalith.train.results import Hook
+from megalith.train.results import Hook, Hooks
 from megalith.train.routing_trace import RoutingTrace
-from megalith.train.sample_answers import SampleAnswers
+from megalith.train.sample_answers import SampleAnswers, prompt_of
 from megalith.train.state import TrainState
 from megalith.train.status import StatusLine
 from megalith.train.timers import StragglerReport, WaitClock
@@ -132,8 +132,6 @@ def build_hooks(
     figures = "" if config.model.registered_layers else theory_lines(theoretical_memory(config, state.model.vocab_size))
     hooks: list[Hook] = [metrics := _metrics(config, folder, built)] if first else []
     hooks.append(_console(config, console))
-    if config.data.sft and config.data.sft_sample_prompts:
-        hooks += _sample_answers(config, console, built, metrics.event if first else _record_nothing)
     if first and config.checkpoint.rehearse_resume:
         hooks.append(Rehearsal(config, console.print, console.warn, metrics.event))
     if first and config.log.plan != "off" and cache_folder().is_dir():
@@ -148,6 +146,7 @@ def build_hooks(
     hooks += _profiles(config, folder, console, built)
     if config.log.moe_routing_trace_path and config.model.mixture:
         hooks.append(_routing_trace(config, built))
+    hooks += _sample_answers(config, console, built, Hooks(hooks))
     if clock is not None:
         hooks.append(build_straggler_report(config, context.world, clock, console.print))
     if config.train.hooks:
@@ -202,20 +201,24 @@ def _console(config: RunConfig, console: RunConsole) -> Hook:
     )
 
 
-def _sample_answers(config: RunConfig, console: RunConsole, built: BuiltRun, record: Callable[..., None]) -> list[Hook]:
-    """Build the answers to held-out prompts; every rank needs it."""
-    valid, model, count = built.loaders.valid, built.run.state.model, config.data.sft_sample_prompts
-    held_out = getattr(valid.dataset, "datasets", [valid.dataset]) if valid is not None else []
-    prompts = [prompt for data in held_out if isinstance(data, SFTDataset) for prompt in data.prompts(count)]
-    if not prompts or not isinstance(model, GenerativeModel):
-        console.warn("--sft-sample-prompts has no effect: there is no held-out conversation with a prompt")
+def _sample_answers(config: RunConfig, console: RunConsole, built: BuiltRun, listeners: Hooks) -> list[Hook]:
+    """Build the answers to prompts, which all ranks compute; `listeners` receive them."""
+    valid, model, texts = built.loaders.valid, built.run.state.model, config.log.sample_prompts
+    count = config.data.sft_sample_prompts if config.data.sft else 0
+    if not (count or texts):
         return []
+    if not isinstance(model, GenerativeModel):
+        console.warn("no samples are computed: a registered model does not continue prompts")
+        return []
+    held_out = getattr(valid.dataset, "datasets", [valid.dataset]) if valid is not None and count else []
+    prompts = [prompt for data in held_out if isinstance(data, SFTDataset) for prompt in data.prompts(count)][:count]
+    if count and not prompts:
+        console.warn("--sft-sample-prompts has no effect: there is no held-out conversation with a prompt")
+    if texts and valid is None and built.loaders.test is None:
+        console.warn("--sample-prompts has no effect: nothing is evaluated")
     tokenizer, length = build_tokenizer(config.tokenizer), config.data.seq_length
-    return [SampleAnswers(model, prompts[:count], tokenizer, length, console.print, record)]
-
-
-def _record_nothing(*_: object, **__: object) -> None:
-    """Leave metrics.jsonl to the first rank."""
+    prompts += [prompt_of(text, tokenizer, length) for text in texts]
+    return [SampleAnswers(model, prompts, tokenizer, length, listeners.after_sampling)] if prompts else []
 
 
 def _records(config: RunConfig, folder: Path, console: RunConsole, built: BuiltRun) -> list[Hook]:
@@ -223,7 +226,9 @@ def _records(config: RunConfig, folder: Path, console: RunConsole, built: BuiltR
     hooks: list[Hook] = []
     sinks = _trackers(config, folder, console, built)
     if sinks:
-        hooks.append(Records(sinks, log, state.context.world.size, partial(memory_in_use, state.context.device)))
+        memory, resumed_at = partial(memory_in_use, state.context.device), built.resumed_at
+        begin = -1 if resumed_at is None else resumed_at
+        hooks.append(Records(sinks, log, state.context.world.size, memory, begin))
     if log.log_progress and config.checkpoint.save:
         world = state.context.world.size
         path = Path(config.checkpoint.save) / "progress.txt"

@@ -39,6 +39,7 @@ _BY_NAME = {
             *("recompute_modules", "data_cache_path", "num_workers", "mmap_bin_files", "distributed_backend"),
             *("distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "debug_collectives"),
             *("check_for_nan_in_loss_and_grad", "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
+            "sft_sample_prompts",
             *(
                 "dump_param_to_param_group_map",
                 "vocab_file",

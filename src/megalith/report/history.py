@@ -86,7 +86,7 @@ class History:
     num_skipped: int = 0
     num_nan: int = 0
     last: Mapping[str, Any] = field(default_factory=dict)
-    answers: Mapping[str, Any] = field(default_factory=dict)  # the last to held-out prompts
+    answers: Mapping[str, Any] = field(default_factory=dict)  # the last to prompts
     unreadable: int = 0
     config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by group; may be empty
     _row: tuple[str, int] = ("", -2)

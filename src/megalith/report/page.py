@@ -146,7 +146,7 @@ def _changes(events: Iterable[Event]) -> str:
 def _answers(record: Mapping[str, Any]) -> str:
     rows = [
         "<tr>"
-        + "".join(f"<td>{html.escape(str(sample.get(key)))}</td>" for key in ("prompt", "answer", "held_out"))
+        + "".join(f"<td>{html.escape(str(sample.get(key, '')))}</td>" for key in ("prompt", "answer", "held_out"))
         + "</tr>"
         for sample in record.get("samples") or ()
         if isinstance(sample, Mapping)

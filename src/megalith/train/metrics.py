@@ -29,6 +29,7 @@ from megalith.train.results import (
     ExitReason,
     GradientNoise,
     Hook,
+    Samples,
     SavedCheckpoint,
     ScheduledSave,
     StepResult,
@@ -103,6 +104,9 @@ class MetricsWriter(Hook):
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
         self.event("evaluation", **_without_empty(asdict(evaluation), "further_losses"))
+
+    def after_sampling(self, sampled: Samples) -> None:
+        self.event("samples", **asdict(sampled))
 
     def after_scheduling(self, scheduled: ScheduledSave) -> None:
         self.event("scheduled save", **asdict(scheduled))

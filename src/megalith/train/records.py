@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from megalith.config.groups import LogConfig
-from megalith.train.results import Evaluation, Hook, SavedCheckpoint, StepResult, Times, WindowReport
+from megalith.train.results import Evaluation, Hook, Samples, SavedCheckpoint, StepResult, Times, WindowReport
 from megalith.train.streams import warn
 from megalith.train.trackers import Threaded, Tracker
 
@@ -28,7 +28,11 @@ _MEMORY = {
 
 
 class Records(Hook):
-    """Gives the points, and the paths of checkpoints, to the trackers."""
+    """Gives the points, the samples, and the paths of checkpoints to the trackers.
+
+    Args:
+        resumed_at: iteration from which the run continues, whose samples the trackers have; -1 for a new run.
+    """
 
     def __init__(
         self,
@@ -36,8 +40,10 @@ class Records(Hook):
         log: LogConfig | None = None,
         world_size: int = 1,
         memory: Callable[[], Mapping[str, int]] = dict,
+        resumed_at: int = -1,
     ) -> None:
         self._sinks, self._log, self._memory = list(sinks), log or LogConfig(), memory
+        self._resumed_at = resumed_at
         self._world_size = world_size if self._log.log_world_size_to_tensorboard else None
 
     def after_step(self, result: StepResult) -> None:
@@ -92,6 +98,10 @@ class Records(Hook):
             if self._log.log_validation_ppl_to_tensorboard:
                 value = math.exp(min(20.0, loss))
                 self._draw({f"{name} ppl": value}, evaluation.iteration, evaluation.consumed_samples)
+
+    def after_sampling(self, sampled: Samples) -> None:
+        for sink in list(self._sinks) if sampled.iteration > self._resumed_at else ():
+            self._attempt(sink, partial(sink.samples, sampled.samples, sampled.iteration))
 
     def after_save(self, saved: SavedCheckpoint) -> None:
         for sink in list(self._sinks):

@@ -178,6 +178,18 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Samples:
+    """Most likely answers to prompts at an evaluation.
+
+    Attributes:
+        samples: Of each prompt the texts `prompt`, `answer` and, where there is one, the `held_out` answer.
+    """
+
+    iteration: int
+    samples: Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
 class ScheduledSave:
     """A checkpoint that is being written while training continues."""
 
@@ -343,6 +355,9 @@ class Hook:
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
         """Receive the result of an evaluation."""
+
+    def after_sampling(self, sampled: Samples) -> None:
+        """Receive answers to prompts, after the result of an evaluation."""
 
     def before_save(self, iteration: int, *, persistent: bool = True) -> None:
         """Run before a checkpoint is written: one to keep, or one of which only the last is kept."""

@@ -1,34 +1,28 @@
-"""Answers to held-out prompts at each evaluation of a fine-tuning run (`--sft-sample-prompts`).
+"""Answers to prompts at each evaluation (`--sample-prompts`, and `--sft-sample-prompts` of held-out conversations).
 
 All ranks compute them alike, without a KV cache: a tensor-parallel model takes the same tokens on each.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from megalith.data.sft_dataset import Prompt
+from megalith.errors import ConfigError, DataError
 from megalith.models.language_model import GenerativeModel
 from megalith.nn.loss import whole_logits
 from megalith.tokenizers import Tokenizer
-from megalith.tokenizers.protocol import end_ids
-from megalith.train.results import Evaluation, Hook
+from megalith.tokenizers.protocol import end_ids, require_ids
+from megalith.train.results import Evaluation, Hook, Samples
 
 MOST_TOKENS = 64  # of an answer
 _STEP = 64  # rows are that many tokens per tensor-parallel rank, or a multiple
 
 
 class SampleAnswers(Hook):
-    """Writes the most likely answers once at each iteration that is evaluated.
-
-    Args:
-        say: Prints a line.
-        record: Writes an event to metrics.jsonl.
-    """
+    """Computes the most likely answers once at each iteration that is evaluated, for `receive`."""
 
     def __init__(
         self,
@@ -36,27 +30,35 @@ class SampleAnswers(Hook):
         prompts: Sequence[Prompt],
         tokenizer: Tokenizer,
         length: int,
-        say: Callable[[str], None],
-        record: Callable[..., None],
+        receive: Callable[[Samples], None],
     ) -> None:
         self._model, self._prompts, self._tokenizer, self._length = model, prompts, tokenizer, length
-        self._say, self._record, self._answered = say, record, -1
+        self._receive, self._answered = receive, -1
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
         if evaluation.iteration == self._answered:
             return
-        self._answered, samples = evaluation.iteration, list[dict[str, Any]]()
+        self._answered, samples = evaluation.iteration, list[dict[str, str]]()
         for prompt in self._prompts:
-            stops = {*end_ids(self._tokenizer), prompt.answer[-1]}
+            stops = {*end_ids(self._tokenizer), *prompt.answer[-1:]}
             ids = greedy_answer(self._model, prompt.tokens, stops, self._length, self._tokenizer.vocab_size)
-            texts = (self._tokenizer.decode(part) for part in (prompt.tokens, ids, prompt.answer))
-            samples.append(dict(zip(("prompt", "answer", "held_out"), texts, strict=True)))
-        self._record("samples", iteration=evaluation.iteration, samples=samples)
-        for number, sample in enumerate(samples, start=1):
-            shown = (
-                f"{name.replace('_', ' ')}: {json.dumps(text, ensure_ascii=False)}" for name, text in sample.items()
-            )
-            self._say(f" sample {number} at iteration {evaluation.iteration} | {' | '.join(shown)}")
+            parts = {"prompt": prompt.tokens, "answer": ids, **({"held_out": prompt.answer} if prompt.answer else {})}
+            samples.append({name: self._tokenizer.decode(part) for name, part in parts.items()})
+        self._receive(Samples(evaluation.iteration, samples))
+
+
+def prompt_of(text: str, tokenizer: Tokenizer, length: int) -> Prompt:
+    """Return a prompt of `--sample-prompts`; ConfigError if it cannot be encoded, or leaves none of `length` tokens."""
+    try:
+        tokens = tuple(tokenizer.encode(text))
+        require_ids(tokens, tokenizer.vocab_size)
+    except DataError as error:
+        raise ConfigError(f"--sample-prompts {text!r}: {error}") from error
+    if not 0 < len(tokens) < length:
+        raise ConfigError(
+            f"--sample-prompts {text!r}: {len(tokens)} tokens; with --seq-length {length} 1 to {length - 1}"
+        )
+    return Prompt(tokens, ())
 
 
 @torch.no_grad()  # in inference mode cached tables of positions would be of no use in training

@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import methodcaller
@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 
 from megalith.config.groups import LogConfig
 from megalith.errors import ConfigError, install_command
+from megalith.train.streams import warn
 
 _LONGEST_WAIT, _LONGEST_LOCAL_WAIT = 5.0, 60.0  # seconds, where a network is used and where there is none
 _MOST_WAITING = 100_000  # calls
@@ -42,6 +43,9 @@ class Tracker(Protocol):
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None) -> None:
         """Record a point of each curve; `samples` consumed where Megatron draws it over these too."""
+
+    def samples(self, samples: Sequence[Mapping[str, str]], iteration: int) -> None:
+        """Record answers to prompts (`results.Samples`) as `samples`."""
 
     def checkpoint(self, path: str, iteration: int) -> None:
         """Record the path of a checkpoint."""
@@ -125,6 +129,9 @@ class Threaded:
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None) -> None:
         self._call(methodcaller("scalars", values, iteration, samples))
 
+    def samples(self, samples: Sequence[Mapping[str, str]], iteration: int) -> None:
+        self._call(methodcaller("samples", samples, iteration))
+
     def checkpoint(self, path: str, iteration: int) -> None:
         self._call(methodcaller("checkpoint", path, iteration))
         if self._is_local:  # a resume from here finds the whole curve, even after a SIGKILL
@@ -192,6 +199,9 @@ class TensorBoard:
             self._writer.add_scalar(name, value, iteration)
             if samples is not None:
                 self._writer.add_scalar(f"{name}{_VS_SAMPLES}", value, samples)
+
+    def samples(self, samples: Sequence[Mapping[str, str]], iteration: int) -> None:
+        self._writer.add_text("samples", _markdown(samples), global_step=iteration)
 
     def checkpoint(self, path: str, iteration: int) -> None:
         self._writer.add_text("checkpoint", path, global_step=iteration)
@@ -317,6 +327,11 @@ class WandB:
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None) -> None:
         self._run.log(_with_samples(values, samples), step=iteration)
 
+    def samples(self, samples: Sequence[Mapping[str, str]], iteration: int) -> None:
+        import wandb
+
+        self._run.log({"samples": wandb.Table(**_rows(samples))}, step=iteration)
+
     def checkpoint(self, path: str, iteration: int) -> None:
         self._run.summary["checkpoint"] = path  # W&B passes over records of earlier steps, as of asynchronous saves
 
@@ -327,6 +342,20 @@ class WandB:
 def _with_samples(values: Mapping[str, float], samples: int | None) -> dict[str, Any]:
     """Return the values with the consumed samples as a curve, in place of a second axis."""
     return {**values, **({} if samples is None else {"samples vs steps": samples})}
+
+
+def _markdown(samples: Sequence[Mapping[str, str]]) -> str:
+    """Return the texts of samples as blocks of code, in which nothing is markup."""
+    texts = ((number, name, text) for number, each in enumerate(samples, start=1) for name, text in each.items())
+    return "\n\n".join(
+        f"**{number}: {name.replace('_', ' ')}**\n\n    " + text.replace("\n", "\n    ") for number, name, text in texts
+    )
+
+
+def _rows(samples: Sequence[Mapping[str, str]]) -> dict[str, list[Any]]:
+    """Return the arguments of a Table of W&B or trackio."""
+    columns = list(dict.fromkeys(name for sample in samples for name in sample))
+    return {"columns": columns, "data": [[sample.get(name, "") for name in columns] for sample in samples]}
 
 
 class Trackio:
@@ -348,6 +377,11 @@ class Trackio:
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None) -> None:
         self._run.log(_with_samples(values, samples), step=iteration)
+
+    def samples(self, samples: Sequence[Mapping[str, str]], iteration: int) -> None:
+        import trackio
+
+        self._run.log({"samples": trackio.Table(**_rows(samples))}, step=iteration)
 
     def checkpoint(self, path: str, iteration: int) -> None:
         self._run.log({"checkpoint": path}, step=iteration)
@@ -372,7 +406,7 @@ class MLflow:
         import mlflow
         from mlflow.entities import Metric, Param
 
-        self._metric, self._client = Metric, mlflow.MlflowClient()
+        self._metric, self._client, self._keeps_samples = Metric, mlflow.MlflowClient(), True
         experiment = self._client.get_experiment_by_name(run.project)
         where = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
         wanted = f"tags.`{self._TAG}` = '{run.run_id}'"
@@ -393,6 +427,15 @@ class MLflow:
         self._client.log_batch(
             self._run_id, [self._metric(name, float(value), now, iteration) for name, value in named.items()]
         )
+
+    def samples(self, samples: Sequence[Mapping[str, str]], iteration: int) -> None:
+        if not self._keeps_samples:
+            return
+        try:
+            self._client.log_text(self._run_id, _markdown(samples), f"samples/iter_{iteration:07d}.md")
+        except Exception as error:  # files have a store of their own: the curves go on without it
+            self._keeps_samples = False
+            warn(f"WARNING: no more samples are recorded by MLflow: {error}")
 
     def checkpoint(self, path: str, iteration: int) -> None:
         self._client.set_tag(self._run_id, "checkpoint", path)
@@ -441,6 +484,9 @@ class SwanLab:
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None) -> None:
         self._run.log(_with_samples(values, samples), step=iteration)
+
+    def samples(self, samples: Sequence[Mapping[str, str]], iteration: int) -> None:
+        self._run.log({"samples": self._text(_markdown(samples))}, step=iteration)
 
     def checkpoint(self, path: str, iteration: int) -> None:
         self._run.log({"checkpoint": self._text(path)}, step=iteration)

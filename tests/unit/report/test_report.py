@@ -126,6 +126,8 @@ def test_the_last_answers_to_held_out_prompts_are_shown() -> None:
     history = History()
     for iteration in (10, 20):
         sample = {"prompt": "a <b>", "answer": f"of {iteration}", "held_out": "c"}
-        history.take({"event": "samples", "iteration": iteration, "samples": [sample]})
+        samples = [sample, {"prompt": "d", "answer": "e"}]
+        history.take({"event": "samples", "iteration": iteration, "samples": samples})
     page = render_page(history, "run")
     assert "<td>a &lt;b&gt;</td><td>of 20</td><td>c</td>" in page and "of 10" not in page
+    assert "<td>d</td><td>e</td><td></td>" in page

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ from megalith.config.groups import LogConfig
 from megalith.errors import ConfigError
 from megalith.train import trackers
 from megalith.train.records import Records
-from megalith.train.results import Evaluation, SavedCheckpoint, StepResult, WindowReport
+from megalith.train.results import Evaluation, Samples, SavedCheckpoint, StepResult, WindowReport
 from megalith.train.trackers import WandB, require_package
 
 STEP = StepResult(3, 2.5, True, 1e-3, 0.1, 8.0, 0.5, None, None, 12, 4, 64, 0.1)
 
 WINDOW = WindowReport(3, 9, 12, 0.1, 1.0, 100.0, 0.1, None, 1e-3, 4, 2.5, 1.0, 0.5, None, None, 0, 0)
+
+
+SAMPLED = Samples(3, [{"prompt": "Once", "answer": "upon a time"}])
 
 
 class Notes:
@@ -40,6 +44,9 @@ class Notes:
         if self.breaks:
             raise OSError("no space left on device")
         self.points += [(name, value, iteration, samples) for name, value in values.items()]
+
+    def samples(self, samples: Sequence[Mapping[str, str]], iteration: int) -> None:
+        self.points += [(sample["answer"], 0.0, iteration, None) for sample in samples]
 
     def checkpoint(self, path: str, iteration: int) -> None:
         self.points.append((path, 0.0, iteration, None))
@@ -117,6 +124,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(trackers, "_answers", lambda url: url == settings.base_url)
     package.setup = lambda: types.SimpleNamespace(settings=settings)
     package.login = lambda prompt=True, verify=True: bool(prompt)  # False: nothing is known and nobody is asked
+    package.Table = dict
     package.Error = type("Error", (Exception,), {})
 
     def init(**words: Any) -> Any:
@@ -133,14 +141,16 @@ def test_wandb_gets_the_same_names_once(wandb: list[Any], tmp_path: Path) -> Non
     sink = WandB(log, tmp_path / "run", {"num_layers": 2}, {})
     records = Records([sink])
     records.after_step(STEP)
+    records.after_sampling(SAMPLED)
     records.close()
-    begin, (step, values), end = wandb
+    begin, (step, values), texts, end = wandb
     assert begin == {
         **{"project": "p", "name": "n", "entity": "team", "dir": str(tmp_path / "run")},
         **{"config": {"num_layers": 2}, "mode": "offline"},
     }
     assert (step, values["lm loss"], values["samples vs steps"]) == (3, 2.5, 12)
     assert not any("vs samples" in name for name in values)
+    assert texts == (3, {"samples": {"columns": ["prompt", "answer"], "data": [["Once", "upon a time"]]}})
     assert end == "finish"
 
 
@@ -150,6 +160,7 @@ def test_wandb_itself_keeps_the_curves_offline(tmp_path: Path) -> None:
     records = Records([WandB(log, tmp_path, {"num_layers": 2}, {"WANDB_MODE": "offline"})])
     records.after_step(STEP)
     records.after_evaluation(Evaluation(3, 12, "validation", 3.0, 8, 0.1, final=False))
+    records.after_sampling(SAMPLED)
     records.close()
     (kept,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     names = (b"lm loss", b"learning-rate", b"grad-norm", b"samples vs steps", b"lm loss validation")
@@ -157,6 +168,8 @@ def test_wandb_itself_keeps_the_curves_offline(tmp_path: Path) -> None:
     while missing := [name for name in names if name not in kept.read_bytes()]:  # its service writes after `finish`
         assert time.monotonic() < deadline, missing
         time.sleep(0.1)
+    (table,) = kept.parent.glob("files/media/table/samples_*.table.json")
+    assert json.loads(table.read_text())["data"] == [["Once", "upon a time"]]
 
 
 @pytest.mark.parametrize("reachable", [False, True])
@@ -243,6 +256,13 @@ def test_checkpoints_and_memory_reach_trackers() -> None:
     records.after_save(SavedCheckpoint(3, "/saved/iter_0000003", 0.1, 10))
     records.after_window(WINDOW)
     assert ("/saved/iter_0000003", 0.0, 3, None) in notes.points and ("mem-resident-bytes", 5, 3, None) in notes.points
+
+
+@pytest.mark.parametrize(("resumed_at", "recorded"), [(-1, True), (2, True), (3, False)])
+def test_samples_of_the_iteration_that_a_run_resumes_from_are_there(resumed_at: int, recorded: bool) -> None:
+    notes = Notes()
+    Records([notes], resumed_at=resumed_at).after_sampling(SAMPLED)
+    assert notes.points == [("upon a time", 0.0, 3, None)] * recorded
 
 
 def test_a_missing_package_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

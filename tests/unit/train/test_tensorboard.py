@@ -52,6 +52,7 @@ def _session(folder: Path, first: int, last: int, *, resumes: bool) -> None:
     board = TensorBoard(str(folder), arguments={"lr": first}, iteration=first, samples=4 * first, resumes=resumes)
     for iteration in range(first + 1, last + 1):
         board.scalars({"lm loss": float(iteration)}, iteration, 4 * iteration)
+    board.samples([{"prompt": "Once <b>", "answer": "upon\na *time*"}], last)
     board.checkpoint(f"/saved/{last}", last)
     board.close()
 
@@ -64,6 +65,8 @@ def test_a_resume_leaves_no_duplicates(tmp_path: Path) -> None:
     assert _steps(tmp_path, "lm loss vs samples") == [4 * step for step in range(1, 13)]
     saved = EventAccumulator(str(tmp_path)).Reload().Tensors("checkpoint/text_summary")
     assert [event.step for event in saved] == [12]
+    (texts,) = EventAccumulator(str(tmp_path)).Reload().Tensors("samples/text_summary")
+    assert texts.step == 12 and b"\n\n    upon\n    a *time*" in texts.tensor_proto.string_val[0]
 
 
 def test_a_record_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:

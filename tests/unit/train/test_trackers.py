@@ -10,9 +10,11 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,8 @@ from megalith.train import trackers
 from megalith.train.records import Records
 from megalith.train.results import SavedCheckpoint
 from megalith.train.trackers import THREADED, Threaded, TrackedRun, Tracker, TrackerStopped
+
+SAMPLES = [{"prompt": "1 + 1", "answer": "*2*\n# 3", "held_out": "2"}, {"prompt": "Once <b>", "answer": ""}]
 
 
 class Slow:
@@ -42,6 +46,9 @@ class Slow:
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None) -> None:
         self._note(dict(values), iteration, samples)
 
+    def samples(self, samples: Sequence[Mapping[str, str]], iteration: int) -> None:
+        self._note(list(samples), iteration)
+
     def checkpoint(self, path: str, iteration: int) -> None:
         self._note(path, iteration)
 
@@ -53,9 +60,10 @@ def test_calls_are_made_in_order_in_one_other_thread() -> None:
     slow = Slow()
     sink = Threaded("slow", lambda: slow)
     sink.scalars({"lm loss": 2.5}, 1, 4)
+    sink.samples(SAMPLES, 1)
     sink.checkpoint("/saved", 1)
     sink.close()
-    assert [call[1:] for call in slow.calls] == [({"lm loss": 2.5}, 1, 4), ("/saved", 1), ("close",)]
+    assert [call[1:] for call in slow.calls] == [({"lm loss": 2.5}, 1, 4), (SAMPLES, 1), ("/saved", 1), ("close",)]
     assert {call[0] for call in slow.calls} == {"tracker-slow"}
 
 
@@ -142,6 +150,7 @@ class Run:
     def log(self, values, step): self.note(log=values, step=step)
     def finish(self): self.note(finish=True)
 def init(project, **options): return Run(project=project, **options)
+def Table(columns, data): return [dict(zip(columns, row)) for row in data]
 """
 RUN = TrackedRun("megalith", "small", Path(), {"num_layers": 2, "data_path": ["a", "b"]}, "abc123", False)
 
@@ -151,6 +160,7 @@ def _record(name: str, run: TrackedRun, steps: range) -> None:
     sink = Threaded(name, lambda: make(run), local=make.is_local(), here=name == "swanlab")
     for step in steps:
         sink.scalars({"lm loss": 3.0 / step, "tokens of a:b,c": 5.0, "grad-norm": float("nan")}, step, 4 * step)
+    sink.samples(SAMPLES, 4)
     sink.checkpoint(f"/saved/iter_{steps[-1]:07d}", steps[-1])
     sink.close()
 
@@ -178,9 +188,10 @@ def test_trackio_is_asked_for_one_run(own_folder: Path, monkeypatch: pytest.Monk
     assert first == second and first["project"] == "megalith" and first["resume"] == "allow"
     assert first["config"] == {"num_layers": 2, "data_path": ["a", "b"]}
     logged = [(call["step"], call["log"]) for call in calls if "log" in call]
-    assert [step for step, _ in logged] == [1, 2, 2, 3, 4, 4]
+    assert [step for step, _ in logged] == [1, 2, 4, 2, 3, 4, 4, 4]
     assert logged[0][1]["lm loss"] == 3.0 and logged[0][1]["samples vs steps"] == 4
-    assert logged[2][1] == {"checkpoint": "/saved/iter_0000002"}
+    assert logged[2][1] == {"samples": [SAMPLES[0], {**SAMPLES[1], "held_out": ""}]}
+    assert logged[3][1] == {"checkpoint": "/saved/iter_0000002"}
 
 
 def test_trackio_itself_continues_a_run(own_folder: Path) -> None:
@@ -194,6 +205,8 @@ def test_trackio_itself_continues_a_run(own_folder: Path) -> None:
         rows = kept.execute("select step, metrics from metrics where run_name = ?", (f"small-{run.run_id}",)).fetchall()
     points = {step: value["lm loss"] for step, text in rows if "lm loss" in (value := json.loads(text))}
     assert points == {step: 3.0 / step for step in range(1, 6)}
+    tables = [value["samples"] for _, text in rows if "samples" in (value := json.loads(text))]
+    assert [row["answer"] for row in tables[-1]["_value"]] == [sample["answer"] for sample in SAMPLES]
 
 
 def test_mlflow_itself_continues_a_run(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +222,31 @@ def test_mlflow_itself_continues_a_run(own_folder: Path, monkeypatch: pytest.Mon
     assert [point.step for point in client.get_metric_history(run.info.run_id, "lm loss")] == [1, 2, 3, 4, 5]
     assert run.data.params["num_layers"] == "2" and run.data.tags["checkpoint"] == "/saved/iter_0000005"
     assert run.info.status == "FINISHED" and run.data.metrics["samples vs steps"] == 20
+    (file,) = client.list_artifacts(run.info.run_id, "samples")
+    text = Path(client.download_artifacts(run.info.run_id, file.path)).read_text()
+    assert file.path == "samples/iter_0000004.md" and "\n\n    *2*\n    # 3\n\n" in text and "    Once <b>\n" in text
+
+
+def test_mlflow_continues_without_a_store_of_files(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server may take curves and have its files where nobody can write."""
+    calls: list[str] = []
+    answer = types.SimpleNamespace(info=types.SimpleNamespace(run_id="r"), experiment_id="e")
+
+    class Client:
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            return lambda *_, **__: calls.append(name) or answer
+
+        def log_text(self, *_: object) -> None:
+            calls.append("log_text")
+            raise PermissionError("the bucket is not ours")
+
+    package, entities = types.ModuleType("mlflow"), types.ModuleType("mlflow.entities")
+    vars(package).update(MlflowClient=Client)
+    vars(entities).update(Metric=lambda *_: None, Param=lambda *_: None)
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    _record("mlflow", RUN, range(1, 3))
+    assert calls[-3:] == ["log_text", "set_tag", "set_terminated"]
 
 
 def test_swanlab_itself_keeps_a_run_offline_and_leaves_ctrl_c_alone(own_folder: Path) -> None:
@@ -219,11 +257,13 @@ def test_swanlab_itself_keeps_a_run_offline_and_leaves_ctrl_c_alone(own_folder: 
     sink = Threaded("swanlab", lambda: make(run), local=make.is_local(), here=True)
     assert signal.getsignal(signal.SIGINT) is before
     sink.scalars({"lm loss": 2.5, "tokens of a:b,c": 5.0}, 1, 4)
+    sink.samples(SAMPLES, 1)
     sink.checkpoint("/saved/iter_0000001", 1)
     sink.close()
     (kept,) = (own_folder / "run" / "swanlog").glob("run-*/*.swanlab")
     assert b"lm loss" in kept.read_bytes()
-    assert any("/saved/iter_0000001" in text.read_text() for text in kept.parent.glob("media/text/*"))
+    texts = [text.read_text() for text in kept.parent.glob("media/text/*")]
+    assert any("/saved/iter_0000001" in text for text in texts) and any("\n    # 3\n" in text for text in texts)
 
 
 @pytest.mark.parametrize(

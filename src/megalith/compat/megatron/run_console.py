@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -19,6 +20,7 @@ from megalith.train.results import (
     ExitReason,
     GradientNoise,
     Hook,
+    Samples,
     SavedCheckpoint,
     ScheduledSave,
     Times,
@@ -152,6 +154,13 @@ class MegatronConsole(Hook):
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
         self.console.print(console_lines.evaluation_lines(evaluation))
+
+    def after_sampling(self, sampled: Samples) -> None:
+        for number, sample in enumerate(sampled.samples, start=1):
+            shown = (
+                f"{name.replace('_', ' ')}: {json.dumps(text, ensure_ascii=False)}" for name, text in sample.items()
+            )
+            self.console.print(f" sample {number} at iteration {sampled.iteration} | {' | '.join(shown)}")
 
     def before_save(self, iteration: int, *, persistent: bool = True) -> None:
         folder = (self.save if persistent else self.passing) or ""

@@ -83,8 +83,8 @@ class DataConfig:
     )
     sft_sample_prompts: int = setting(
         0,
-        help="with --sft: held-out prompts that are answered at each evaluation, in log and report (greedy, at most 64 "
-        "tokens); not with pipeline or context parallelism or FSDP2",
+        help="with --sft: held-out prompts that are answered at each evaluation, in log, report and trackers (greedy, "
+        "at most 64 tokens); not with pipeline or context parallelism or FSDP2",
         unit="prompts",
         at_least=0,
         ours=True,

@@ -168,6 +168,12 @@ class LogConfig:
         help="times of several ranks: longest, shortest and longest, or all",
         choices=("max", "minmax", "all"),
     )
+    sample_prompts: tuple[str, ...] = setting(
+        (),
+        help="prompts that are continued at each evaluation, in log, report and trackers (greedy, at most 64 tokens); "
+        "not with pipeline or context parallelism or FSDP2",
+        ours=True,
+    )
     tensorboard_dir: str | None = setting(None, help="folder of TensorBoard files")
     tensorboard_log_interval: int = setting(
         1, help="iterations between TensorBoard and W&B records", unit="iterations", at_least=1

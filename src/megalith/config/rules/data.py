@@ -221,14 +221,26 @@ loss_of_conversations_is_per_token = note(
     lambda run: run.data.sft and not run.model.calculate_per_token_loss,
     "--sft with {calculate_per_token_loss}: a token weighs the more the fewer tokens are predicted in its micro-batch",
 )
-prompts_are_answered_by_whole_models = forbid(
-    lambda run: (
-        run.data.sft and run.data.sft_sample_prompts and (run.layout.pp > 1 or run.layout.cp > 1 or run.fully_sharded)
-    ),
-    "{sft_sample_prompts}: answers are computed by ranks that have all layers and positions: not with "
-    "--pipeline-model-parallel-size or --context-parallel-size above 1, or FSDP2; leave it out, and ask a checkpoint "
-    "with megalith generate",
+prompts_are_for_gpt = forbid(
+    lambda run: run.log.sample_prompts and run.model.family.objective != "causal",
+    "{sample_prompts}: a decoder continues prompts, which {model_family} is not; leave it out",
 )
+
+
+@rule
+def prompts_are_answered_by_whole_models(draft: Draft) -> str:
+    run = draft.run
+    names = ["sft_sample_prompts"] if run.data.sft and run.data.sft_sample_prompts else []
+    names += ["sample_prompts"] if run.log.sample_prompts else []
+    if not names or not (run.layout.pp > 1 or run.layout.cp > 1 or run.fully_sharded):
+        return ""
+    return (
+        f"{' and '.join(show(draft, name) for name in names)}: answers are computed by ranks that have all layers and "
+        "positions: not with --pipeline-model-parallel-size or --context-parallel-size above 1, or FSDP2; leave it "
+        "out, and ask a checkpoint with megalith generate"
+    )
+
+
 settings_of_conversations = idle_without("sft", "sft_packing", "sft_overlong", "sft_sample_prompts")
 
 weights_of_validation_sets_do_nothing = note(
