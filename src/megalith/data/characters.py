@@ -34,7 +34,8 @@ def with_vocabulary(
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(character_vocabulary(found, with_eod=options.append_eod), encoding="utf-8")
+        # Evaluation reads whole files, whose line breaks are in no document where each line or paragraph is one.
+        partial.write_text(character_vocabulary(found | {"\n"}, with_eod=options.append_eod), encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror}") from error

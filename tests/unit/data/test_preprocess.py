@@ -322,6 +322,16 @@ def test_a_vocabulary_of_characters_is_made_from_the_input(tmp_path: Path) -> No
         preprocess(other)
 
 
+def test_a_vocabulary_of_characters_takes_the_whole_file_back(tmp_path: Path) -> None:
+    text = "eins\n\nzwei\n"
+    report = preprocess(options_for(tmp_path / "text.txt", text, CHARACTERS))
+    assert report.num_documents == 2
+    tokenizer = replace(CHARACTERS, vocab_file=str(tmp_path / "text_vocab.json"))
+    assert texts_of(report.prefixes["text"], tokenizer) == ["eins", "zwei"]
+    built = build_tokenizer(tokenizer)
+    assert built.decode(built.encode(text)) == text
+
+
 def test_every_key_and_sequence_is_in_the_vocabulary_of_characters(tmp_path: Path) -> None:
     content = lines({"a": "xy", "b": ["m", "n\n"]}, {"a": "z"}, {"a": "", "b": "o"})
     options = options_for(
