@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from megalith.data.indexed import LOSS_MASK, IndexedDataset, IndexedWriter
 from megalith.train.metrics import read_metrics
@@ -73,9 +75,47 @@ def test_what_contradicts_conversations_is_refused(warm: WarmProcess, folder: Pa
         assert done.code == 2 and "--sft" in done.text and words[0] in done.text, done.text
     (folder / "talk.jsonl").write_text("{}\n")
     done = warm.run([*common, "--train-data-path", "talk.jsonl"], folder)
-    assert done.code == 2 and "megalith preprocess --input talk.jsonl" in done.text and "--loss-mask" in done.text
+    assert done.code == 2 and "--sft-tokenizer-prompt-format" in done.text and "chatml" in done.text, done.text
     done = warm.run([*common, "--train-data-path", "talk_loss_mask"], folder)
     assert done.code == 3 and "--sft" in done.text and "megalith preprocess" in done.text, done.text
+
+
+def test_conversations_are_given_as_text(warm: WarmProcess, tmp_path: Path) -> None:
+    """Two ranks prepare files once, in a blend, and train as on what preprocess makes of them."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE({letter: at for at, letter in enumerate(alphabet)}, []))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.add_special_tokens(["<end>"])
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    for name in "ab":
+        rows = [{"prompt": f"{name} {number}", "completion": "x" * (1 + number % 9)} for number in range(30)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", "."]
+    base = [*RUN[: RUN.index("--tokenizer-type")], *RUN[RUN.index("--make-vocab-size-divisible-by") : -2], *tokenizer]
+    base += ["--micro-batch-size", 1, "--train-iters", 3]
+    base += ["--eval-iters", 1, "--eval-interval", 3, "--sft-tokenizer-prompt-format", "plain"]
+    words = [*base, "--train-data-path", 1, "a.jsonl", 2, "b.jsonl", "--valid-data-path", "b.jsonl"]
+    assert warm.run(words, tmp_path, command="config").code == 0
+    assert not (tmp_path / ".sft").exists()
+    for times in ("prepared", "found"):
+        first, second = warm.run_ranks(2, [*words, "--save", times], tmp_path)
+        assert first.code == second.code == 0, first.text
+        said = [line for line in first.text.splitlines() if "template plain" in line and ".sft" in line]
+        assert len(said) == 2 and all(f"{times} in " in line for line in said), first.text
+    for name in "ab":
+        command = ["--input", f"{name}.jsonl", "--output-prefix", name, "--loss-mask", "--chat-template", "plain"]
+        assert warm.run([*command, *tokenizer], tmp_path, command="preprocess").code == 0
+    by_hand = [word if not str(word).endswith("jsonl") else f"{word[0]}_messages_document" for word in words]
+    done, _ = warm.run_ranks(2, [*by_hand, "--save", "by-hand"], tmp_path)
+    assert done.code == 0 and "--sft-tokenizer-prompt-format plain has no effect" in done.text, done.text
+    assert len(curve_of(tmp_path / "found")) == 3
+    assert curve_of(tmp_path / "prepared") == curve_of(tmp_path / "found") == curve_of(tmp_path / "by-hand")
+    (tmp_path / "b.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
+    first, second = warm.run_ranks(2, words, tmp_path)
+    assert first.code == second.code == 3
+    text = first.text + second.text  # one of the ranks prints it
+    assert "b.jsonl, line 2" in text and "megalith preprocess --input b.jsonl" in text, text
 
 
 def test_answers_to_held_out_prompts_are_the_same_in_every_layout(warm: WarmProcess, folder: Path) -> None:

@@ -30,6 +30,7 @@ from megalith.checkpoint import DirectoryStore, Retention
 from megalith.checkpoint.rank_group import RankGroup
 from megalith.config import RunConfig, all_settings
 from megalith.config.changes import Change, changes_since
+from megalith.config.data_sources import data_sources, is_text, with_prefixes
 from megalith.config.flops import step_flops
 from megalith.data.build import Datasets, fingerprint
 from megalith.device import is_host
@@ -91,13 +92,13 @@ def build_run(
         observer: Receives the progress of the start.
         dtype: Of weights; the run's if None.
 
-    Raises:
-        MegalithError: With the exit codes of `megalith train`.
+    Raises:  MegalithError with the exit codes of `megalith train`.
     """
     observer, began = observer or StartObserver(), time.monotonic() if began is None else began
     observer.configured(config, context.device)
     tokenizer = build_tokenizer(config.tokenizer)
-    identity = _identity(config, tokenizer, context, observer)
+    reads = _with_prepared_text(config, tokenizer, context, observer)
+    identity = _identity(reads, tokenizer, context, observer)
     store, found = find_start(config, context)
     _check_fits(config, found, identity, observer, context.device)
     changes = _changes(config, found, observer)
@@ -110,7 +111,7 @@ def build_run(
         state, found, identity = _build_and_load(start, padded, store, found)
     observer.setup_done()
     with timers.time("train/valid/test-data-iterators-setup"):
-        loaders = _build_loaders(config, tokenizer, state, observer)
+        loaders = _build_loaders(reads, tokenizer, state, observer)
     loop_config = build_loop_config(config, state.chunks, context, observer)
     observer.data_done()
     observer.timed(config, gather_times(timers.take(), context))
@@ -236,6 +237,34 @@ def _async_saver(config: RunConfig, saver: CheckpointSaver | None, state: TrainS
     async_saver = AsyncSaver(saver)
     async_saver.reserve(state)
     return async_saver
+
+
+def _with_prepared_text(
+    config: RunConfig, tokenizer: Tokenizer, context: ParallelContext, observer: StartObserver
+) -> RunConfig:
+    """Return the configuration with the datasets that conversations given as text become (`data.prepared`).
+
+    The first rank makes them; then the first rank of every machine, which finds them on a shared file system.
+    """
+    prefixes = data_sources(config.data).prefixes if config.data.sft else ()
+    texts, named = [prefix for prefix in prefixes if is_text(prefix)], config.data.sft_tokenizer_prompt_format
+    if not texts:
+        if prefixes and named:
+            observer.info(f"--sft-tokenizer-prompt-format {named} has no effect: the conversations are tokens already")
+        return config
+    from megalith.data.prepared import Preparation  # which imports jinja2
+
+    ranks, preparation = RankGroup(context.world), Preparation(config.data, config.tokenizer, tokenizer)
+    keys = ranks.run_on_first(lambda: [preparation.key(text) for text in texts])
+
+    def prepare() -> None:
+        for text, key in zip(texts, keys, strict=True):
+            preparation.prepare(text, key, observer.info)
+
+    ranks.run_on_first(prepare)
+    ranks.run_on_all(prepare if config.launch.local_rank == 0 and not context.world.is_first else lambda: None)
+    names = {text: preparation.prefix(text, key) for text, key in zip(texts, keys, strict=True)}
+    return replace(config, data=with_prefixes(config.data, names))
 
 
 def _identity(config: RunConfig, tokenizer: Tokenizer, context: ParallelContext, observer: StartObserver) -> Identity:

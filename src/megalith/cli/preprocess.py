@@ -117,8 +117,8 @@ def _add_output(parser: CommandParser) -> None:
         "--chat-template",
         type=local_name,
         metavar="FILE",
-        help="make text of messages (key messages): a Jinja chat template; chatml, llama3, mistral, plain or qwen3; or "
-        "the word tokenizer for its own",
+        help="make text of messages (key messages): a Jinja chat template; chatml, llama3, mistral, plain, "
+        "qwen3, identity, nemotron-h-aligned or nemotron-nano-v2; or the word tokenizer for its own",
     )
     add(
         "--loss-mask",

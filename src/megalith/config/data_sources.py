@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,6 +113,30 @@ def data_sources(data: DataConfig) -> DataSources:
         where = f"--data-args-path {data.data_args_path}"
         return DataSources(whole=parse_blend(_read(Path(data.data_args_path), where).split(), where))
     return DataSources(whole=parse_blend(data.data_path, "--data-path") if data.data_path else None)
+
+
+def with_prefixes(data: DataConfig, names: Mapping[str, str]) -> DataConfig:
+    """Return the settings with other names for some prefixes; weights and splits stay. Raises as `data_sources`."""
+
+    def words(blend: Blend | None) -> tuple[str, ...]:
+        if blend is None:
+            return ()
+        prefixes = [names.get(prefix, prefix) for prefix in blend.prefixes]
+        pairs = zip(map(repr, blend.weights or ()), prefixes, strict=False)
+        return tuple(word for pair in pairs for word in pair) if blend.weights else tuple(prefixes)
+
+    sources = data_sources(data)
+    train, valid, test = map(words, sources.splits or (None,) * 3)
+    data = replace(data, data_args_path=None, per_split_data_args_path=None, data_path=words(sources.whole))
+    return replace(data, train_data_path=train, valid_data_path=valid, test_data_path=test)
+
+
+def is_text(prefix: str) -> bool:
+    """Return whether a word of the data flags names a file or folder of text in place of a .bin/.idx pair."""
+    path = Path(prefix)
+    if not prefix or path.suffix in (".bin", ".idx") or Path(prefix + ".idx").is_file():
+        return False
+    return path.is_file() or (path.is_dir() and any(entry.name != "cache" for entry in path.iterdir()))
 
 
 def _splits_of_file(path: Path) -> tuple[Blend | None, Blend | None, Blend | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from megalith.config import TokenizerConfig
 from megalith.data.indexed import smallest_dtype
 from megalith.data.sentences import PunctuationSplitter, SentenceSplitter, find_parameters
 from megalith.data.sources import BadDocument, ChunkDocuments, Dialogue, Payload
+from megalith.data.sources.documents import Document
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.fast_bpe import SURE_IDS, ArrayEncoder, array_encoder
@@ -62,6 +63,7 @@ class EncodeSettings:
         chat_template: file of a Jinja template that makes text of messages, or TOKENIZERS for the tokenizer's.
         loss_mask: what of a dialogue is learnt, one of `LOSS_MASKS`; its mask is one more column. None for no mask.
         seq_length: tokens that a dialogue with a loss mask may take, None for any number.
+        as_in_megatron: a system message begins another dialogue, and no end of document is repeated.
         expected_bytes: of text for each process, as far as it shows; decides what is worth being loaded at once.
     """
 
@@ -74,6 +76,7 @@ class EncodeSettings:
     chat_template: str | None = None
     loss_mask: str | None = None
     seq_length: int | None = None
+    as_in_megatron: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ class ChunkEncoder:
                 self._dialogues = DialogueEncoder(
                     self._template, tokenizer, settings.loss_mask, settings.seq_length, eod, settings.expected_bytes
                 )
+                self._dialogues.repeats_eod = not settings.as_in_megatron
             before, behind = added_around(tokenizer)
             self._encode = lambda texts: [ids[before : len(ids) - behind] for ids in encode(texts)]
         self._dtype = smallest_dtype(tokenizer.vocab_size)
@@ -172,6 +176,8 @@ class ChunkEncoder:
             _TokenBuffer(self._encode, None, dtype, part.num_bytes) for dtype in (self._dtype, np.dtype(np.uint8))
         ]
         numbered = list(part.documents)
+        if self._settings.as_in_megatron:
+            numbered = [(number, one) for number, whole in numbered for one in _split_at_systems(whole)]
         problems: list[tuple[int, str]] = []
         learnt = []
         for (number, _), found in zip(numbered, encoder.encode([one for _, one in numbered]), strict=True):
@@ -225,6 +231,17 @@ class ChunkEncoder:
                 column.cut(end)
             return str(error)
         return None
+
+
+def _split_at_systems(document: Document | BadDocument) -> list[Document | BadDocument]:
+    """Return the dialogues of a line: each begins with a system message, the first with any, as in Megatron."""
+    if not isinstance(document, Dialogue):
+        return [document]
+    begins = [at for at, message in enumerate(document.messages) if not at or message["role"] == "system"]
+    return [
+        replace(document, messages=document.messages[begin:end], prompt=max(0, document.prompt - begin))
+        for begin, end in zip(begins, [*begins[1:], None], strict=True)
+    ]
 
 
 def _encoded(

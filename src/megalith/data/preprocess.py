@@ -247,6 +247,7 @@ class _Run:
             options.chat_template,
             options.loss_mask,
             options.seq_length,
+            options.as_in_megatron,
         )
 
     def _template(self, tokenizer: Tokenizer) -> ChatTemplate | None:

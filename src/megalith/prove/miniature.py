@@ -36,6 +36,7 @@ _LEFT_OUT: Mapping[str, Any] = {
     # Of one machine or of one place: files, dashboards, launchers, exits.
     **{f"{name}data_path": () for name in ("", "train_", "valid_", "test_")},
     **dict.fromkeys(("data_args_path", "per_split_data_args_path", "data_cache_path", "moe_routing_trace_path")),
+    "sft_tokenizer_prompt_format": None,
     **dict.fromkeys(("save", "load", "pretrained_checkpoint", "ckpt_step", "ckpt_convert_format", "ckpt_convert_save")),
     **dict.fromkeys(("non_persistent_save_interval", "non_persistent_ckpt_type", "non_persistent_global_ckpt_dir")),
     **dict.fromkeys(("save_interval", "save_retain_interval", "exit_interval", "exit_duration_in_mins", "keep_last")),

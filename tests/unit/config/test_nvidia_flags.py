@@ -20,6 +20,7 @@ OTHER_DEFAULTS = {
     "--split": "969,30,1, which was the default until 2024, is what Megatron makes of None",
     "--tokenizer-type": "Megatron requires it; here files alone are those of GPT-2",
     "--profile-ranks": "rank 0 where none is given, too",
+    "--sft-tokenizer-prompt-format": "the tokenizer's template, which the start names; Megatron's is of one family",
     "--data-parallel-sharding-strategy": "that of Megatron since late 2025",
 }
 OTHER_CHOICES = {

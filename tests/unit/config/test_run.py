@@ -271,7 +271,7 @@ def test_arguments_under_megatrons_names_are_megatrons(shared: Path) -> None:
     spelled_differently = {"save", "data_cache_path", "attention_backend", "params_dtype"}
     spelled_differently |= {"exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype"}
     of_other_versions = {"muon_tp_mode", "profile_ranks", "wandb_project", "wandb_exp_name", "wandb_save_dir"}
-    of_other_versions |= {"data_parallel_sharding_strategy"}
+    of_other_versions |= {"data_parallel_sharding_strategy", "sft_tokenizer_prompt_format"}
     spelled_differently |= of_other_versions  # their defaults
     switches = {name for name, value in ours.items() if value == "False" and theirs.get(name) == "None"}
     common = set(ours) & set(theirs) - spelled_differently - switches

@@ -195,6 +195,11 @@ def test_our_templates_write_the_formats_of_their_models(tmp_path: Path, folder:
         "user<|end_header_id|>\n\nu<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n[a<|eot_id|>]",
         "mistral": "<s>[INST] s\n\nu[/INST][ a</s>][INST] u[/INST][ a</s>]",
         "plain": "su[a<|end|>]u[a<|end|>]",
+        "identity": "su[a]u[a]",
+        "nemotron-h-aligned": "<SPECIAL_10>System\ns\n<SPECIAL_11>User\nu\n<SPECIAL_11>Assistant\n[a\n]"
+        "<SPECIAL_11>User\nu\n<SPECIAL_11>Assistant\n[a\n]",
+        "nemotron-nano-v2": "<SPECIAL_10>System\ns\n<SPECIAL_11>User\nu\n<SPECIAL_11>Assistant\n[a\n<SPECIAL_12>\n]"
+        "<SPECIAL_11>User\nu\n<SPECIAL_11>Assistant\n[a\n<SPECIAL_12>\n]",
         "qwen3": "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n[<think>\n\n"
         "</think>\n\na<|im_end|>]\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n[<think>\n\n</think>\n\na<|im_end|>]\n",
     }

@@ -23,7 +23,7 @@ class DataConfig:
     data_path: tuple[str, ...] = setting(
         (),
         help="prefix of a .bin/.idx pair, without extension; several prefixes, or alternating weights and prefixes, "
-        "are blended",
+        "are blended; with --sft also files of conversations",
     )
     data_args_path: str | None = setting(None, help="file with the arguments of --data-path")
     train_data_path: tuple[str, ...] = setting((), help="like --data-path, for training only")
@@ -52,7 +52,9 @@ class DataConfig:
     data_source_weights: tuple[float, ...] = setting(
         (), help="weight of each dataset of --data-source; required for several", above=0, ours=True
     )
-    data_cache_path: str | None = setting(None, help="folder of the index caches; beside the data by default")
+    data_cache_path: str | None = setting(
+        None, help="folder of the index caches, and of what --sft makes of text; beside the data by default"
+    )
     num_workers: int = setting(2, help="threads that prefetch data; 0 reads between steps", at_least=0)
     num_dataset_builder_threads: int = setting(
         1, help="threads that open and index the datasets of a blend", at_least=1
@@ -88,6 +90,11 @@ class DataConfig:
         unit="prompts",
         at_least=0,
         ours=True,
+    )
+    sft_tokenizer_prompt_format: str | None = setting(
+        None,
+        help="with --sft and conversations as text: the chat template, as --chat-template of megalith preprocess has "
+        "it; default: the tokenizer's, every token learnt; without the flag: the tokenizer's, answers learnt",
     )
     full_validation: bool = setting(False, help="evaluate the whole validation split once in each evaluation")
     multiple_validation_sets: bool = setting(

@@ -210,7 +210,7 @@ def conversations_need_no_marks(draft: Draft) -> str:
 
 conversations_are_prepared = forbid(
     lambda run: run.data.sft and (run.data.mock_data or run.data.data_source),
-    "--sft needs conversations with a loss mask, made by megalith preprocess --loss-mask: give their prefix "
+    "--sft needs conversations: give their file, or the prefix that megalith preprocess --loss-mask made of it "
     "(--train-data-path), not --mock-data or --data-source",
 )
 conversations_are_for_gpt = forbid(
@@ -241,7 +241,9 @@ def prompts_are_answered_by_whole_models(draft: Draft) -> str:
     )
 
 
-settings_of_conversations = idle_without("sft", "sft_packing", "sft_overlong", "sft_sample_prompts")
+settings_of_conversations = idle_without(
+    "sft", "sft_packing", "sft_overlong", "sft_sample_prompts", "sft_tokenizer_prompt_format"
+)
 
 weights_of_validation_sets_do_nothing = note(
     lambda run: run.data.multiple_validation_sets and _weights(run.data.valid_data_path) is not None,

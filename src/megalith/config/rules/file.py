@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from megalith.config.data_sources import SPLIT_FLAGS, data_sources
+from megalith.config.data_sources import SPLIT_FLAGS, data_sources, is_text
 from megalith.config.rules.rule import Draft, Rule, rule, show, value_of
 from megalith.config.values import closest, remote
 from megalith.errors import ConfigError
@@ -50,7 +50,8 @@ def datasets_exist(draft: Draft) -> str:
         return (
             str(error) if in_file and not remote(in_file) else ""
         )  # what stands on the command line has a rule of its own
-    return "; ".join(filter(None, (_missing_dataset(_naming(draft, prefix), prefix) for prefix in sources.prefixes)))
+    named = [prefix for prefix in sources.prefixes if not (draft.run.data.sft and is_text(prefix))]
+    return "; ".join(filter(None, (_missing_dataset(_naming(draft, prefix), prefix) for prefix in named)))
 
 
 def _naming(draft: Draft, prefix: str) -> str:
@@ -66,7 +67,7 @@ def _missing_dataset(flag: str, prefix: str) -> str:
     if not missing or remote(prefix):
         return ""
     found = _prefix_that_was_meant(prefix)
-    make = f"`megalith preprocess --input {prefix}`, with --loss-mask for --sft" if Path(prefix).is_file() else ""
+    make = f"`megalith preprocess --input {prefix}`, or give --sft for conversations" if Path(prefix).is_file() else ""
     hint = f"; did you mean {flag} {found}?" if found else f"; make them with {make or '`megalith preprocess`'}"
     verb = "does" if len(missing) == 1 else "do"
     return f"{flag} {prefix}: {' and '.join(missing)} {verb} not exist{_from_here(prefix)}{hint}"
