@@ -100,6 +100,22 @@ def test_the_losses_and_their_picture(told: tuple[Path, str]) -> None:
 
 
 @pytest.mark.full
+def test_it_is_fine_tuned_and_asked(tmp_path: Path) -> None:
+    ended = quickstart("--minutes", "0.01", "--chat", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    report = json.loads((tmp_path / "quickstart" / "report.json").read_text(encoding="utf-8"))["chat"]
+    assert report["asked"] == 50 and 0 <= report["answered"] <= 50 and report["dialogues"] > 1000
+    asked = subprocess.run(
+        [*COMMAND[:3], "generate", "quickstart/chat", "--chat", "--json", "--prompt", "Explain `join`."],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+    )
+    assert "<|im_start|>assistant" in json.loads(asked.stdout)["prompt"]
+
+
+@pytest.mark.full
 def test_the_commands_can_be_run_again(told: tuple[Path, str]) -> None:
     """The training is complete: run again, the script resumes at its end and only generates."""
     folder, _ = told

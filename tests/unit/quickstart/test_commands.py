@@ -25,8 +25,8 @@ from megalith.report.history import History
 Record = dict[str, Any]
 
 
-def quickstart(out: Path) -> Quickstart:
-    made = Quickstart(make_parser().parse_args(["--out", str(out), "--device", "cpu"]))
+def quickstart(out: Path, *words: str) -> Quickstart:
+    made = Quickstart(make_parser().parse_args(["--out", str(out), "--device", "cpu", *words]))
     made.clear_folder()
     return made
 
@@ -57,6 +57,17 @@ def test_the_configuration_accepts_the_training(tmp_path: Path, size: ModelSize,
     assert run.precision.fp16 == (precision == "fp16")
     assert run.checkpoint.save == run.checkpoint.load == f"{out}/checkpoints"
     assert not run.notes
+
+
+def test_the_configuration_accepts_the_fine_tuning(tmp_path: Path) -> None:
+    out = tmp_path / "my out"
+    commands = quickstart(out, "--chat").commands(Plan(Machine("x", "bf16", 1e9), MODEL_SIZES[2], 1000), out, "")
+    _, _, base, _, *preprocess, tune, generate = map(words_of, commands)
+    run = load([word for word in tune[1:] if word != "--use-checkpoint-args"] + base[1:13], {}, files=False)
+    assert run.data.sft and run.checkpoint.pretrained_checkpoint == f"{out}/checkpoints"
+    assert run.tokenizer.tokenizer_model == f"{out}/tokenizer" and run.precision.bf16
+    assert [words[0] for words in preprocess] == ["preprocess"] * 2 and "--loss-mask" in preprocess[0]
+    assert generate[:3] == ["generate", f"{out}/chat", "--chat"]
 
 
 @pytest.mark.parametrize("prompt", ['it\'s a {} $PROMPT\n"here"', "", "\\\n"])

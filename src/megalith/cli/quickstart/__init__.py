@@ -29,6 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from megalith.cli.quickstart import chat
 from megalith.cli.quickstart.model import Machine, ModelSize, Plan, choose_plan, measure_machine
 from megalith.cli.quickstart.text import Corpus, standard_library, user_texts
 from megalith.config.values import DEVICES, local_path
@@ -40,7 +41,9 @@ from megalith.tokenizers import train_byte_level_bpe
 COMMAND = (sys.executable, "-m", "megalith")
 CHARACTERS_PER_TOKEN = 3.5
 CODE_PROMPT = "def read_file(self, "
-PROMPT_CHARACTERS, SHOWN_LINES = 48, 12
+PROMPT_CHARACTERS, SHOWN_LINES, SHOWN_ANSWERS = 48, 12, 3
+GPT2_FILES = "--vocab-file {out}/tokenizer/vocab.json --merge-file {out}/tokenizer/merges.txt"
+CHAT_SHARE = 0.8  # iterations of fine-tuning for each of the training
 PROBE_STEPS = 12  # enough that a pause of the machine does not move their median
 PROGRESS = re.compile(r"iteration +(\d+)/ +(\d+) .*lm loss: (\S+)")
 
@@ -59,6 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--minutes", type=float, default=3.0, help="training time (default: %(default)s)")
     add("--out", type=local_path, default=Path("quickstart"), help="output folder (default: %(default)s)")
     add("--device", choices=DEVICES, default="auto", help="device to train on (default: %(default)s)")
+    add("--chat", action="store_true", help="then fine-tune it on questions about Python's library, and ask it some")
     add("--prompt", help="text that the trained model continues (default: a beginning that fits the data)")
     return parser
 
@@ -131,11 +135,13 @@ class Quickstart:
         prompt = first_line[:PROMPT_CHARACTERS].rsplit(" ", 1)[0] if self.options.data else CODE_PROMPT
         commands = self.commands(plan, self.out, self.options.prompt or prompt)
         self.script.write_text("\n\n".join(commands), encoding="utf-8")
-        _, preprocess, train, generate = map(words_of, commands)
+        _, preprocess, train, generate, *chat = map(words_of, commands)
         num_tokens = self.tokenize(corpus, plan.size, preprocess)
         report = self.train(plan, train) | self.evaluate(corpus.num_characters / num_tokens)
         self.generate(generate)
         self.draw(plan)
+        if self.options.chat:
+            report["chat"] = self.chat(corpus, chat)
         report["seconds"] = time.perf_counter() - started
         (self.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
         self.show_next(generate, report["seconds"])
@@ -148,7 +154,8 @@ class Quickstart:
         used = self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir()))
         if used and not self.script.is_file():
             raise ConfigError(f"--out {self.out} exists and is not of a quickstart; choose a new folder")
-        for name in ("tokenizer", "data", "checkpoints", "logs", "corpus.jsonl", "loss.png", "report.json"):
+        made = ("tokenizer", "data", "checkpoints", "chat", "logs", "loss.png", "report.json")
+        for name in (*made, "corpus.jsonl", "dialogues.jsonl", "held-out.jsonl"):
             path = self.out / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         for name in ("tokenizer", "data", "logs"):
@@ -180,10 +187,16 @@ class Quickstart:
             "eval_iters": max(2, min(32_768 // size.tokens_per_step, iterations // 40)),
             "save_interval": iterations // 4,
             "prompt": prompt,
+            "question": chat.QUESTIONS[0].format("read_file"),
+            "chat_iterations": round(CHAT_SHARE * iterations),
+            "chat_lr": f"{2 * size.learning_rate:g}",
         }
         quoted = {name: shlex.quote(str(value)) for name, value in values.items()}
         quoted["precision"] = "" if precision == "fp32" else f"--{precision}"
-        template = (files("megalith.cli.quickstart") / "commands.sh").read_text(encoding="utf-8")
+        kind = ("HuggingFace", "--tokenizer-model {out}/tokenizer") if self.options.chat else ("GPT2BPE", GPT2_FILES)
+        quoted["tokenizer"] = f"--tokenizer-type {kind[0]}Tokenizer {kind[1].format(out=quoted['out'])}"
+        scripts = ("commands.sh", "chat.sh")[: 1 + self.options.chat]
+        template = "\n".join((files(__package__) / name).read_text(encoding="utf-8") for name in scripts)
         return [part.format_map(quoted) for part in template.split("\n\n")]
 
     def call(self, arguments: list[str], kill_step: int | None = None) -> list[str]:
@@ -253,7 +266,10 @@ class Quickstart:
     def tokenize(self, corpus: Corpus, size: ModelSize, preprocess: list[str]) -> int:
         """Train a tokenizer on the documents, preprocess them and return the number of tokens."""
         with self.step("tokenizer") as show:
-            vocab_file, _ = train_byte_level_bpe(corpus.documents, size.vocab_size, self.out / "tokenizer")
+            reserved = len(chat.SPECIAL) * self.options.chat
+            vocab_file, _ = train_byte_level_bpe(corpus.documents, size.vocab_size - reserved, self.out / "tokenizer")
+            if self.options.chat:
+                chat.write_chat_tokenizer(self.out / "tokenizer")
             vocab_size = len(json.loads(vocab_file.read_text(encoding="utf-8")))
             show(f"byte-level BPE of {vocab_size:,} tokens, learned from the text")
         with self.step("preprocess") as show:
@@ -300,6 +316,34 @@ class Quickstart:
         text = "\n".join(f"  {line}" for line in lines[:SHOWN_LINES])
         self.console.print(text, style="green", markup=False, soft_wrap=True)
 
+    def chat(self, corpus: Corpus, commands: list[list[str]]) -> dict[str, Any]:
+        """Fine-tune the model on questions about the library's functions; return how it answers held-out ones."""
+        started = time.perf_counter()
+        with self.step("dialogues") as show:
+            sources = (standard_library() if self.options.data else corpus).documents
+            trained, held_out = chat.write_dialogues(sources, self.out)
+            show(f"{trained:,} questions about documented functions, {held_out} held out with other names")
+            for command in commands[:2]:
+                self.call(command)
+        with self.step("fine-tune") as show:
+            self.call(commands[2])
+            loss = read_history(self.out / "chat" / "run").curves["validation loss"].points[-1][1]
+            show(f"on the answers alone; loss on held-out answers {loss:.3f}")
+        with self.step("answers") as show:
+            answers = chat.ask(self.out / "chat", self.out / "held-out.jsonl", self.options.device)
+            right = sum(answer.right for answer in answers)
+            show(f"{right} of {len(answers)} questions about held-out names answered in form:")
+        for answer in answers[:SHOWN_ANSWERS]:
+            self.console.print(
+                f"  {answer.question}\n  [green]{escape(answer.text)}[/]", highlight=False, soft_wrap=True
+            )
+        return {
+            "seconds": time.perf_counter() - started,
+            "dialogues": trained,
+            "asked": len(answers),
+            "answered": right,
+        }
+
     def draw(self, plan: Plan) -> None:
         """Print the training loss after each quarter of the run and, with matplotlib, plot the losses as loss.png."""
         with self.step("loss") as show:
@@ -328,6 +372,8 @@ class Quickstart:
         self.console.print(f"[bold]Done in {seconds / 60.0:.1f} minutes; {where}. Next:[/]")
         for purpose, arguments in (
             ("ask the model", generate),
+            *[("talk to it", ["generate", str(self.out / "chat"), "--chat"])] * self.options.chat,
+            *[("or in the browser", ["serve", str(self.out / "chat")])] * self.options.chat,
             ("curves of the run, as a page", ["report", str(self.training.parent)]),
             ("the same on your own text", ["quickstart", "--data", "FILE.jsonl", "--out", "my-model"]),
         ):

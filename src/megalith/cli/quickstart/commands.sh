@@ -4,7 +4,7 @@ set -e
 cd {folder}
 
 {megalith} preprocess --input {out}/corpus.jsonl --output-prefix {out}/data/corpus --append-eod \
-    --tokenizer-type GPT2BPETokenizer --vocab-file {out}/tokenizer/vocab.json --merge-file {out}/tokenizer/merges.txt
+    {tokenizer}
 
 {megalith} train --num-layers {num_layers} --hidden-size {hidden_size} \
     --num-attention-heads {num_attention_heads} --ffn-hidden-size {ffn_hidden_size} \
@@ -17,7 +17,7 @@ cd {folder}
     --eval-interval {eval_interval} --eval-iters {eval_iters} \
     --save {out}/checkpoints --load {out}/checkpoints --save-interval {save_interval} --log-interval 10 \
     --data-path {out}/data/corpus_text_document --split 94,4,2 \
-    --tokenizer-type GPT2BPETokenizer --vocab-file {out}/tokenizer/vocab.json --merge-file {out}/tokenizer/merges.txt
+    {tokenizer}
 
 {megalith} generate {out}/checkpoints --prompt {prompt} --max-new-tokens 200 \
     --temperature 0.6 --top-k 40 --seed 1 --device {device}
