@@ -14,6 +14,8 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,21 +48,20 @@ _ArrayEncode = Callable[[str], NDArray[Any]]
 _SURROGATE = "a lone surrogate: \ud800"
 
 
-def array_encoder(tokenizer: Tokenizer, expected_bytes: int = 0) -> ArrayEncoder:
-    """Return the fastest encoder of a tokenizer for so much text; each process needs its own."""
+def array_encoder(tokenizer: Tokenizer, expected_bytes: int = 0, *, plain: bool = False) -> ArrayEncoder:
+    """Return the fastest encoder of a tokenizer for so much text; each process needs its own.
+
+    Args:
+        plain: leave out what the tokenizer adds around every text; only where its `token_sizes` are known.
+    """
     make = getattr(tokenizer, "array_encoder", None)
-    if make is not None:
-        made: ArrayEncoder = make(expected_bytes)
-        return made
-    return lambda texts: [ids_as_array(tokenizer.encode(text)) for text in texts]
+    made: ArrayEncoder | None = None if make is None else make(expected_bytes, plain=plain)
+    return made or (lambda texts: [ids_as_array(tokenizer.encode(text)) for text in texts])
 
 
 def plain_array_encoder(tokenizer: Tokenizer, expected_bytes: int = 0) -> ArrayEncoder | None:
     """Return an encoder that adds nothing around a text; None if `Tokenizer.token_sizes` are unknown."""
-    if tokenizer.token_sizes is None:
-        return None
-    make = getattr(tokenizer, "plain_array_encoder", None)
-    return array_encoder(tokenizer, expected_bytes) if make is None else make(expected_bytes)
+    return None if tokenizer.token_sizes is None else array_encoder(tokenizer, expected_bytes, plain=True)
 
 
 def ids_as_array(ids: list[int]) -> NDArray[Any]:
@@ -71,13 +72,29 @@ def ids_as_array(ids: list[int]) -> NDArray[Any]:
         raise DataError(f"token {max(ids, key=abs)} is not an id of any vocabulary") from error
 
 
+@dataclass(frozen=True)
+class GigatokenModel:
+    """Model for gigatoken.
+
+    Attributes:
+        content: a tokenizer.json.
+        before: ids in front of those of every text.
+        behind: ids after those of every text.
+    """
+
+    content: str | bytes
+    before: Sequence[int] = ()
+    behind: Sequence[int] = ()
+
+
 class BytePairArrays:
     """`ArrayEncoder` over a byte-level BPE that switches from another library to gigatoken.
 
     Args:
-        content: makes the tokenizer.json of the BPE.
+        model: makes what gigatoken is to load; None if it gives other ids.
         encode: the ids of one text, by which gigatoken is judged.
-        is_proved: whether gigatoken can be used for this vocabulary.
+        is_proved: whether gigatoken can be used for this vocabulary; asked while it loads.
+        takes: whether gigatoken may encode a text.
         expected_bytes: expected amount of text; if it is large, gigatoken is loaded at once.
         worth_loading: otherwise, characters to encode before gigatoken is loaded.
         probes: texts besides `_PROBES` on which the two must agree.
@@ -86,16 +103,17 @@ class BytePairArrays:
 
     def __init__(
         self,
-        content: Callable[[], str | bytes],
+        model: Callable[[], GigatokenModel | None],
         encode: Callable[[str], list[int]],
         is_proved: Callable[[], bool],
         *,
+        takes: Callable[[str], bool] | None = None,
         expected_bytes: int = 0,
         worth_loading: int = _WORTH_LOADING,
         probes: Sequence[str] = (),
         other: str = "tiktoken",
     ) -> None:
-        self._content, self._encode, self._is_proved, self._other = content, encode, is_proved, other
+        self._model, self._encode, self._is_proved, self._takes, self._other = model, encode, is_proved, takes, other
         self._probes = (*_PROBES, *probes)
         self._left_until_loading = worth_loading
         self._gigatoken: _ArrayEncode | None = None
@@ -109,7 +127,7 @@ class BytePairArrays:
         arrays = list[NDArray[Any]]()
         while self._gigatoken is None and len(arrays) < len(texts):
             text = texts[len(arrays)]
-            arrays.append(np.array(self._encode(text), np.uint32))
+            arrays.append(self._encode_by_other(text))
             if self._left_until_loading > 0:
                 self._left_until_loading -= len(text)
                 if self._left_until_loading <= 0:
@@ -117,8 +135,9 @@ class BytePairArrays:
         if self._gigatoken is None:
             return arrays
         rest = texts[len(arrays) :] if arrays else texts
+        fast, takes, slow = self._gigatoken, self._takes, self._encode_by_other
         try:
-            found = list(map(self._gigatoken, rest))
+            found = list(map(fast, rest)) if takes is None else [(fast if takes(one) else slow)(one) for one in rest]
         except TypeError:
             for text in rest:
                 require_text(text)  # raises DataError for a lone surrogate
@@ -126,6 +145,9 @@ class BytePairArrays:
         self._compare_some(rest, found)
         self._bound_memory(rest)
         return arrays + found if arrays else found
+
+    def _encode_by_other(self, text: str) -> NDArray[Any]:
+        return np.array(self._encode(text), SURE_IDS)
 
     def use_gigatoken(self) -> None:
         """Load gigatoken now, if it is installed and passes the comparison."""
@@ -139,8 +161,10 @@ class BytePairArrays:
         except ImportError:
             return None
         try:
-            text = self._content()
-            self._make = lambda: library.Tokenizer.from_json(text).encode
+            model = self._model()
+            if model is None:
+                return None
+            self._make = partial(_make_encoder, library, model.content, model.before, model.behind)
             with ThreadPoolExecutor(1) as beside:  # gigatoken releases the GIL while it loads
                 loading = beside.submit(self._make)
                 if not self._is_proved():
@@ -191,6 +215,14 @@ class BytePairArrays:
                 f"gigatoken gives other ids than {self._other} for a text that begins {text[:60]!r}: the output so far "
                 "cannot be trusted; remove it (pip uninstall gigatoken), preprocess again, and report the text"
             )
+
+
+def _make_encoder(library: Any, content: str | bytes, before: Sequence[int], behind: Sequence[int]) -> _ArrayEncode:
+    encode: _ArrayEncode = library.Tokenizer.from_json(content).encode
+    if not (before or behind):
+        return encode
+    first, last = np.array(before, SURE_IDS), np.array(behind, SURE_IDS)
+    return lambda text: np.concatenate([first, encode(text), last])
 
 
 def _accepts(encode: Callable[[str], Any], text: str) -> bool:

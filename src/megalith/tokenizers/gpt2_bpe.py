@@ -10,7 +10,7 @@ faster still (`fast_bpe`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from megalith.tokenizers.byte_level import (
     bytes_of,
     read_byte_pair_vocabulary,
 )
-from megalith.tokenizers.fast_bpe import ArrayEncoder, BytePairArrays, as_tokenizer_json
+from megalith.tokenizers.fast_bpe import ArrayEncoder, BytePairArrays, GigatokenModel, as_tokenizer_json
 from megalith.tokenizers.protocol import Tokenizer, require_ids, surrogate_error
 
 # GPT-2's pattern with possessive quantifiers, which cannot blow up; the same splits (tiktoken_ext/openai_public.py).
@@ -69,10 +69,14 @@ class GPT2BPETokenizer(Tokenizer):
         except UnicodeEncodeError as error:
             raise surrogate_error(error) from error
 
-    def array_encoder(self, expected_bytes: int = 0) -> ArrayEncoder:
-        """Return the batch encoder for so much text; `fast_bpe.array_encoder` calls this."""
-        content = partial(as_tokenizer_json, self._vocabulary)
-        return BytePairArrays(content, self.encode, lambda: self._ranked is not None, expected_bytes=expected_bytes)
+    def array_encoder(self, expected_bytes: int = 0, *, plain: bool = False) -> ArrayEncoder:
+        """Return the batch encoder for so much text; `fast_bpe.array_encoder` calls this. Every encoding is `plain`."""
+        return BytePairArrays(
+            lambda: GigatokenModel(as_tokenizer_json(self._vocabulary)),
+            self.encode,
+            lambda: self._ranked is not None,
+            expected_bytes=expected_bytes,
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         require_ids(ids, self.vocab_size)

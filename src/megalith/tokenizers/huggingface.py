@@ -28,6 +28,7 @@ from megalith.hub import fetched
 from megalith.tokenizers.byte_level import END_OF_TEXT, byte_level_tokenizer, bytes_of, read_byte_pair_vocabulary
 from megalith.tokenizers.fast_bpe import ArrayEncoder, BytePairArrays
 from megalith.tokenizers.fingerprint import file_hashes
+from megalith.tokenizers.pipeline import MATCHING_OPTIONS, gigatoken_model, is_byte_level, is_stable
 from megalith.tokenizers.protocol import Tokenizer, import_for, json_object, require_ids, require_text
 from megalith.tokenizers.sentence_piece import MODEL_FILE, decode_with_special, encode_with_special, load_model
 
@@ -39,9 +40,7 @@ _UNSUPPORTED_BYTE_LEVEL_SETTINGS = (
     *("add_prefix_space", "add_bos_token", "added_tokens_decoder"),
     *("additional_special_tokens", "extra_special_tokens"),
 )
-_REWRITING_OPTIONS = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
 _WORTH_LOADING = 1 << 19  # characters; the library `tokenizers` encodes them in about the time of loading gigatoken
-_MATCHING_OPTIONS = ("lstrip", "rstrip", "single_word")  # options of an added token: how it is matched in a text
 _ROLES_OF_GPT2 = ("bos_token", "eos_token", "unk_token")
 _SPECIAL_ROLES = (*_ROLES_OF_GPT2, "pad_token", "cls_token", "sep_token", "mask_token")
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
@@ -74,8 +73,8 @@ class Backend(ABC):
         """Return what `Tokenizer.token_sizes` does."""
         return None
 
-    def plain_array_encoder(self, expected_bytes: int) -> ArrayEncoder | None:
-        """Return an encoder that adds nothing around a text; None if there is no faster one than `encode`."""
+    def array_encoder(self, expected_bytes: int, *, plain: bool) -> ArrayEncoder | None:
+        """Return an encoder, `plain` if it adds nothing around a text; None if there is no faster one than `encode`."""
         return None
 
     def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
@@ -110,7 +109,7 @@ class _FastBackend(Backend):
 
     @cached_property
     def token_sizes(self) -> NDArray[np.int64] | None:
-        if not _is_byte_level(json.loads(self._tokenizer.to_str())):
+        if not is_byte_level(json.loads(self._tokenizer.to_str())):
             return None
         added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         sizes = np.zeros(1 + max(self.ids.values()), np.int64)
@@ -118,16 +117,19 @@ class _FastBackend(Backend):
             sizes[number] = len(token.encode() if token in added else bytes_of(token))
         return sizes
 
-    def plain_array_encoder(self, expected_bytes: int) -> ArrayEncoder:
+    def array_encoder(self, expected_bytes: int, *, plain: bool) -> ArrayEncoder:
+        add_special, normalizes = self._add_special and not plain, self._tokenizer.normalizer is not None
+
         def encode(text: str) -> list[int]:
-            ids: list[int] = self._tokenizer.encode(require_text(text), add_special_tokens=False).ids
+            ids: list[int] = self._tokenizer.encode(require_text(text), add_special_tokens=add_special).ids
             return ids
 
         added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
         return BytePairArrays(
-            self._tokenizer.to_str,
+            lambda: gigatoken_model(self._tokenizer.to_str(), add_special=add_special),
             encode,
             lambda: True,
+            takes=lambda text: is_stable(text, normalizes=normalizes),
             expected_bytes=expected_bytes,
             worth_loading=_WORTH_LOADING,
             probes=[text.join(["", *added, ""]) for text in ("a", " b ", "\n\n")],
@@ -144,21 +146,6 @@ class _FastBackend(Backend):
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
-
-
-def _is_byte_level(content: Mapping[str, Any]) -> bool:
-    """Return whether the bytes of the tokens make up every normalised text, by the content of a tokenizer.json."""
-    splits = content["pre_tokenizer"] or {}
-    *before, last = splits.get("pretokenizers") or [splits]
-    return (
-        content["model"]["type"] == "BPE"
-        and not any(map(content["model"].get, _REWRITING_OPTIONS))
-        and content["normalizer"] in (None, {"type": "NFC"})
-        and last.get("type") == "ByteLevel"
-        and not last["add_prefix_space"]
-        and all(step["type"] in ("Split", "Digits") and step.get("behavior") != "Removed" for step in before)
-        and not any(token[option] for token in content["added_tokens"] for option in _MATCHING_OPTIONS)
-    )
 
 
 def read_tokenizer_json(path: Path) -> Any:
@@ -203,7 +190,7 @@ def _build_byte_level(
         not all(path.is_file() for path in paths)
         or settings.get("tokenizer_class") not in ("GPT2Tokenizer", "GPT2TokenizerFast")
         or any(settings.get(name) for name in _UNSUPPORTED_BYTE_LEVEL_SETTINGS)
-        or any(isinstance(token, dict) and any(map(token.get, _MATCHING_OPTIONS)) for token in settings.values())
+        or any(isinstance(token, dict) and any(map(token.get, MATCHING_OPTIONS)) for token in settings.values())
         or (folder / "added_tokens.json").is_file()
     ):
         return None
@@ -361,8 +348,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def token_sizes(self) -> NDArray[np.int64] | None:
         return self._backend.token_sizes
 
-    def plain_array_encoder(self, expected_bytes: int = 0) -> ArrayEncoder | None:
-        return self._backend.plain_array_encoder(expected_bytes)
+    def array_encoder(self, expected_bytes: int = 0, *, plain: bool = False) -> ArrayEncoder | None:
+        """Return the batch encoder for so much text; `fast_bpe.array_encoder` calls this."""
+        return self._backend.array_encoder(expected_bytes, plain=plain)
 
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(require_text(text))

@@ -19,7 +19,7 @@ from megalith.config import TokenizerConfig
 from megalith.errors import DataError
 from megalith.tokenizers import build_tokenizer, fast_bpe
 from megalith.tokenizers.byte_level import read_byte_pair_vocabulary
-from megalith.tokenizers.fast_bpe import BytePairArrays, array_encoder, as_tokenizer_json
+from megalith.tokenizers.fast_bpe import BytePairArrays, GigatokenModel, array_encoder, as_tokenizer_json
 from megalith.tokenizers.gpt2_bpe import GPT2BPETokenizer
 
 
@@ -34,7 +34,7 @@ def arrays(tokenizer: GPT2BPETokenizer) -> Callable[[int], BytePairArrays]:
     files = tokenizer.files()
     vocabulary = read_byte_pair_vocabulary(str(files["vocab.json"]), str(files["merges.txt"]))
     return lambda worth: BytePairArrays(
-        lambda: as_tokenizer_json(vocabulary), tokenizer.encode, lambda: True, worth_loading=worth
+        lambda: GigatokenModel(as_tokenizer_json(vocabulary)), tokenizer.encode, lambda: True, worth_loading=worth
     )
 
 
