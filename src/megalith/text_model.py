@@ -125,10 +125,14 @@ class TextModel:
         """Return the text of a dialogue up to where its answer begins.
 
         Raises:
-            RequestError: The tokenizer has no chat template, or the template does not take the messages.
+            RequestError: The model is a T5, the tokenizer has no chat template, or it does not take the messages.
         """
         from megalith.tokenizers.chat_template import BadDialogue
 
+        if self.answers:
+            raise RequestError(
+                "chat", "a dialogue is continued by a decoder such as GPT, and this is a T5; leave it out"
+            )
         if self.chat_template is None:
             raise RequestError(
                 "chat", "the tokenizer has no chat template; give a Jinja file or the name of one by --chat-template"
@@ -201,13 +205,14 @@ class TextModel:
     ) -> Request:
         """Return the request for `n` samples; other options as of `generate`, which names the errors."""
         ids, stop_ids = self._encoder_ids(prompt) if self.answers else self.tokenizer.encode(prompt), None
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if chat:
-            from megalith.tokenizers.chat_template import added_around, stop_ids_beside
+            from megalith.tokenizers.chat_template import added_around, stop_ids_beside, stop_texts_beside
 
             before, behind = added_around(self.tokenizer)  # the template writes its own
             ids, stop_ids = ids[before : len(ids) - behind], stop_ids_beside(self.tokenizer, self.chat_template)
+            stops += stop_texts_beside(self.tokenizer, self.chat_template)
         chosen = Sampling(**{"temperature": 0.8, "top_p": 0.95, **sampling})
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
         return Request(tuple(ids), max_new_tokens, chosen, seed, n, stop_ids, stop_texts=stops, logprobs=logprobs)
 
     def _encoder_ids(self, prompt: str) -> list[int]:

@@ -266,6 +266,8 @@ def test_a_server_answers_as_the_command_line(
             "generate {} --prompt x[MASK] --temperature 0 --seed 7",
             "--temperature, --seed are for text generation",
         ),
+        ("bert", "generate {} --prompt x[MASK] --chat", "--chat is for text generation"),
+        ("t5", "generate {} --prompt x --chat --chat-template chatml", "--chat a dialogue"),
         ("bert", "generate {} --prompt x[MASK] --json --stream", "--stream is for text generation"),
         ("bert", "generate {} --tp 2 --prompt x", "--tp 2 is for a T5"),
         ("bert", "generate {} --tp 2 --prompt x", "megalith evaluate --task masked measures it"),

@@ -91,6 +91,26 @@ def test_a_dialogue_by_a_template(generate: Generate, saved: Path, tmp_path: Pat
     assert second["prompt"] == f"{first['prompt']}a:{first['text']}\nu:said\n"
     assert generate(*words, "--prompt", "the king").stdout == first["text"] + "\n", "the answer alone"
 
+    template.write_text(
+        "{% for one in messages %}{{ one.content }}{% if one.role == 'assistant' %} to the{% endif %}{% endfor %}"
+    )
+    done = generate(
+        saved,
+        "--chat",
+        "--chat-template",
+        template,
+        "--greedy",
+        "--max-new-tokens",
+        20,
+        "--json",
+        "--prompt",
+        "the king",
+    )
+    ended = json.loads(done.stdout)
+    assert ended["text"].strip() == "said" and ended["finish_reason"] == "stop", (
+        "before what ends an answer by the template"
+    )
+
     done = generate(saved, "--chat", "--prompt", "the king")
     assert done.returncode == 2 and "--chat-template" in done.stderr
     done = generate(saved, "--system", "x", "--prompt", "the king")

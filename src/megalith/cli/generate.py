@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 _SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
-_TEXT_OPTIONS = (*_SAMPLING, "max_new_tokens", "greedy", "stop", "seed", "stream")
+_TEXT_OPTIONS = (*_SAMPLING, "max_new_tokens", "greedy", "stop", "seed", "stream", "chat")
 """Options that do not apply to the [MASK] of a BERT."""
 
 

@@ -104,8 +104,8 @@ class DialogueEncoder:
             ids = np.append(ids, self._eod)
             mask = np.append(mask, np.uint8(bool(spans) and not text[spans[-1][1] :].strip()))
         if self._seq_length is not None and len(ids) > self._seq_length + 1:
-            limit = f"--seq-length {self._seq_length} takes, and one that is only predicted"
-            return BadDocument(f"the dialogue has {len(ids)} tokens, more than {limit}")
+            most = f"{self._seq_length + 1}, the last of which is only predicted"
+            return BadDocument(f"the dialogue has {len(ids)} tokens; --seq-length {self._seq_length} takes {most}")
         return (ids, mask) if mask.any() else BadDocument("no token of the dialogue is to be predicted")
 
     def _encode_by_offsets(self, text: str, spans: Sequence[Span]) -> Learnt:

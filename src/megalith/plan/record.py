@@ -65,7 +65,7 @@ class Segment:
 class Parameter(NamedTuple):
     """A parameter: elements, bytes of each, the kind of its bucket, and the bytes of its optimizer states.
 
-    `group` is the number of its group in the optimizer, `FROZEN` of one that is not trained.
+    `group` is the number of its group in the optimizer, or `FROZEN` if it is not trained.
     """
 
     elements: int

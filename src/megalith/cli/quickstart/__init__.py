@@ -135,13 +135,13 @@ class Quickstart:
         prompt = first_line[:PROMPT_CHARACTERS].rsplit(" ", 1)[0] if self.options.data else CODE_PROMPT
         commands = self.commands(plan, self.out, self.options.prompt or prompt)
         self.script.write_text("\n\n".join(commands), encoding="utf-8")
-        _, preprocess, train, generate, *chat = map(words_of, commands)
+        _, preprocess, train, generate, *tune = map(words_of, commands)
         num_tokens = self.tokenize(corpus, plan.size, preprocess)
         report = self.train(plan, train) | self.evaluate(corpus.num_characters / num_tokens)
         self.generate(generate)
         self.draw(plan)
         if self.options.chat:
-            report["chat"] = self.chat(corpus, chat)
+            report["chat"] = self.chat(corpus, tune)
         report["seconds"] = time.perf_counter() - started
         (self.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
         self.show_next(generate, report["seconds"])
