@@ -60,11 +60,12 @@ campaign: .venv/.installed-dev ## Random kills, bit flips, configurations to pro
 ecosystem: .venv/.installed-dev ## Try transformers, llama.cpp, lm-eval, trackers, ... on small models (docs/results/ecosystem.md)
 	$(BIN)/python -m tests.ecosystem $(ARGS)
 
-check: .venv/.installed-dev .venv/.installed-docs ## Formatting, lint, types, floors and the site
+check: .venv/.installed-dev .venv/.installed-docs ## Formatting, lint, types, spelling, floors, glossary and the site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/unit/test_floors.py
+	$(BIN)/codespell *.md docs src scripts recipes examples benchmarks tools tasks mkdocs.yml Makefile
+	$(BIN)/python -m pytest -q tests/unit/test_floors.py tests/unit/test_glossary.py
 	$(MKDOCS) --site-dir build/checked-site
 
 format: .venv/.installed-dev ## Format and fix what can be fixed

@@ -1,4 +1,4 @@
-"""Identifiers that docs/glossary.md lists as gone are in no module of the package."""
+"""Identifiers and words that docs/glossary.md lists as gone are in no module of the package; the words in no page."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "megalith"
 ROW = re.compile(r"\| `(\w+)` \| `(\w+)` \|")
+WORDS = re.compile(r'\| "([\w -]+)" \| (.+) \|')
+QUOTED = ("docs/glossary.md", "docs/decisions/", "docs/reference/")
+"""Pages that say the words of Megatron-LM, or those of the day."""
 
 
 def gone() -> dict[str, str]:
@@ -47,5 +50,19 @@ def test_identifiers_that_are_gone_stay_away() -> None:
         for path in sorted(SOURCE.rglob("*.py"))
         for name, line in [*identifiers(path.read_text(encoding="utf-8")), (path.stem, 1), (path.parent.name, 1)]
         if name in names
+    ]
+    assert not found
+
+
+def test_words_that_are_gone_stay_away() -> None:
+    words = dict(WORDS.findall((ROOT / "docs/glossary.md").read_text(encoding="utf-8")))
+    assert len(words) > 5
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *SOURCE.rglob("*.py")]
+    texts = {file.relative_to(ROOT).as_posix(): " ".join(file.read_text("utf-8").lower().split()) for file in files}
+    found = [
+        f"{name}: {word}, say {words[word]}"
+        for name, text in texts.items()
+        for word in words
+        if word in text and not name.startswith(QUOTED) and name != "CHANGELOG.md"
     ]
     assert not found

@@ -1,7 +1,7 @@
 """The optimizer step over the fp32 master weights: unscale, check, norm, clip, update, copy back.
 
 The order and the arithmetic of a step are Megatron's (docs/reference/training.md#optimizers). In mixed precision the
-optimizer owns fp32 master weights (Megatron's main parameters), and the model's weights are their rounded copies.
+optimizer owns fp32 master weights (Megatron: main params), from which the model's weights are rounded.
 
 A rank updates its shard of each parameter: all of it, or under ZeRO-1 a range of its flattened elements. Overflow and
 norm are reduced over all ranks before a step is applied, so that every rank applies it or skips it.

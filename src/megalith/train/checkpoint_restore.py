@@ -110,7 +110,7 @@ def _records_the_same(found: FoundCheckpoint, run: RunConfig) -> bool:
 def strictness_notes(loaded: LoadedContent, run: RunConfig, *, with_optimizer: bool) -> tuple[str, ...]:
     """Return warnings about unexpected tensors, as `--dist-ckpt-strictness` asks for.
 
-    A CheckpointError where it says that there must be none. Main parameters beside weights in fp32 are the same
+    A CheckpointError where it says that there must be none. Master weights beside weights in fp32 are the same
     numbers, and random states of other places no tensors.
     """
     how = run.checkpoint.dist_ckpt_strictness

@@ -99,7 +99,7 @@ class InPrecision(Adapter):
     """Source with weights in `dtype` (None: each in its own) and the optimizer state of a run in that dtype.
 
     A run in half precision has fp32 master weights, a run in fp32 has none: they are added or dropped here. Weights
-    converted to fp32 are the master weights where the source has them, not their rounded copies.
+    converted to fp32 are the master weights where the source has them, not the half-precision weights.
     """
 
     def __init__(self, source: Source, dtype: torch.dtype | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The settings of a training run: number formats, lengths, optimizer and schedules."""
+"""The settings of a training run: precision, lengths, optimizer and schedules."""
 
 from __future__ import annotations
 
