@@ -20,7 +20,7 @@ def run_typed(line: str, folder: Path, warm: WarmProcess, *more: str, supervised
     """
     words = line.partition("  # ")[0]
     command, _, rest = words.partition(" ")
-    ranks = re.search(r"--nproc(?:_per_node)? (\d+) ", rest)
+    ranks = re.search(r"--nproc(?:_per_node)? (\d+)(?: |$)", rest)
     if command not in ("megalith", "python", "torchrun") or (ranks and supervised):
         done = subprocess.run(
             ["bash", "-c", words.replace("megalith", f"{sys.executable} -m megalith", 1)],

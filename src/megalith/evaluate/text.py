@@ -374,4 +374,4 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
+        raise DataError(f"{path} is not UTF-8: {error.reason} at byte {error.start}; convert it with iconv") from error
