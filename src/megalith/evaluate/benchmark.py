@@ -62,11 +62,6 @@ class BenchmarkResult:
     shortened: int = 0
     context_length: int = 0
 
-    @property
-    def writes(self) -> bool:
-        """True if answers are written, False if they are chosen."""
-        return any(isinstance(answer, str) for answer in self.answers)
-
     def numbers(self) -> dict[str, Any]:
         """Return what --json has."""
         scores = {
