@@ -21,6 +21,21 @@ def test_random_configurations_equal_one_process(seed: int) -> None:
         assert found["compared"] > 20
 
 
+GPT = "--tokenizer-type NullTokenizer --vocab-size 1000"
+FOUND = {
+    "a stage without experts waits for the norm": (
+        f"{GPT} --pipeline-model-parallel-size 2 --num-experts 8 --expert-model-parallel-size 2 --moe-layer-freq 2",
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_the_campaign_has_found_is_mended(name: str) -> None:
+    found = proven(Configuration(*FOUND[name]))
+    assert not found["differences"] and found["compared"] > 20 and found["worst"] < 1e-11
+
+
 LLAMA = (
     "--tokenizer-type NullTokenizer --vocab-size 1000 --position-embedding-type rope --swiglu --normalization RMSNorm "
     "--disable-bias-linear --ffn-hidden-size 192 --group-query-attention --num-query-groups 2 --sft"

@@ -269,7 +269,7 @@ def flat_shards(
     has_master_weights = work != next(iter(parameters.values())).dtype
     master_weights = {name: shard.to(work) for name, shard in weights.items()} if has_master_weights else weights
     axis, not_counted = ctx.world if zero1 else ctx.flatten_axes("tp", "pp"), list[str]()
-    if experts and not zero1:
+    if ctx.has_expert_axes and not zero1:  # on stages without experts too, whose ranks take part in the same sum
         # The replicas of an expert are not those of a dense parameter: one sum over all ranks, of first replicas only.
         axis = ctx.world
         not_counted = [name for name in parameters if not (expert_data if name in experts else data).axis.is_first]
