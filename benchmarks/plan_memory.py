@@ -6,8 +6,8 @@
 
 With `--markdown docs/results/plan.md` the table of that page is replaced.
 
-Each random configuration is planned (`megalith.plan`), then trained for three steps by as many processes. In these a
-dispatch mode counts the bytes of all live tensors; the peak is that of the last step, and what is allocated is counted
+Each random configuration is planned (`megalith.plan`), then trained for two steps by as many forked processes. In these
+a dispatch mode counts the bytes of all live tensors; the peak is that of the last step, and what is allocated is that
 at its start. The fullest rank is compared. Configurations that the rules refuse are drawn again. With `--keep FILE`
 what is counted is kept line by line, and not counted again by the next call: many configurations in several calls.
 
@@ -20,25 +20,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
-import socket
-import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalith.config import load
+import torch
+import torch._dynamo  # torch imports it in a backward pass, of each fork again
+
+from megalith.assemble.training import build_run
+from megalith.config import RunConfig, load
+from megalith.distributed.context import ParallelContext
+from megalith.distributed.forked import run_forked
 from megalith.errors import MegalithError
 from megalith.plan.devices import DEVICES, GIB
+from megalith.plan.measure import MemoryTrace
 from megalith.plan.plan import Plan, plan_run
+from megalith.train.step import train_step
 
-STEPS = 3
-TOGETHER = 4  # configurations that a group of processes trains
+STEPS = 2
+SECONDS = 300.0  # that a rank may take
+HOST = torch.device("cpu")
 BASE = (
     "--mock-data --tokenizer-type NullTokenizer --lr 1e-3 --device cpu --train-iters 3 --num-workers 0 "
     "--eval-iters 0 --split 100,0,0"
@@ -110,20 +116,22 @@ def sound(ranks: int, words: Sequence[str]) -> bool:
     return True
 
 
-def train(words: Sequence[str]) -> tuple[int, int]:
-    """Train as one rank; return its counted bytes."""
-    from megalith.assemble.ranks import join_ranks
-    from megalith.assemble.training import build_run
-    from megalith.plan.measure import MemoryTrace
-    from megalith.train.step import train_step
+def build(rank: int, words: Sequence[str], ranks: int) -> tuple[Any, RunConfig, ParallelContext]:
+    """Build a run as one rank of a group that is joined (`run_forked`)."""
+    run = load(list(words), {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)})
+    context = ParallelContext.create(run.layout, HOST) if ranks > 1 else ParallelContext.solo(HOST)
+    return build_run(run, context).run, run, context
 
-    run = load(list(words))
-    with join_ranks(run) as context, MemoryTrace(context.device) as trace:
-        built = build_run(run, context).run
+
+def train(rank: int, words: Sequence[str], ranks: int) -> tuple[int, int]:
+    """Train as one rank; return its counted bytes at the start of the last step, and at its peak."""
+    with MemoryTrace(HOST) as trace:
+        trained, run, _ = build(rank, words, ranks)
         for _ in range(STEPS):
             start = len(trace.events)
-            number, schedule = run.num_micro_batches, run.pipeline_schedule
-            train_step(built.state, iter(built.train), number, pipeline_schedule=schedule)
+            train_step(
+                trained.state, iter(trained.train), run.num_micro_batches, pipeline_schedule=run.pipeline_schedule
+            )
     now, found = 0, []
     for place, event in enumerate(trace.events):
         now += trace.tensors[event].size if event >= 0 else -trace.tensors[~event].size
@@ -132,37 +140,10 @@ def train(words: Sequence[str]) -> tuple[int, int]:
     return found[0], max(found)
 
 
-def be_rank(train: Callable[[Sequence[str]], Sequence[float]]) -> None:
-    """Train the configurations of standard input, one a line, and print what was found: two numbers of each."""
-    import torch
-
-    torch.set_num_threads(1)
-    for line in sys.stdin.read().splitlines():
-        print("counted", json.dumps(train(line.split())), flush=True)
-
-
-def count(ranks: int, configurations: Sequence[Sequence[str]], program: str = __file__) -> list[tuple[int, int]]:
-    """Train configurations with as many processes; return what they print (`be_rank`), at most of all ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    where |= {"LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    started = []
-    for rank in range(ranks):
-        environ = {**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        process = subprocess.Popen([sys.executable, program, "--rank"], env=environ, **pipes)
-        process.stdin.write("".join(f"{' '.join(words)}\n" for words in configurations))
-        process.stdin.close()
-        started.append(process)
-    found = []
-    for process in started:
-        lines = [line for line in process.stdout.read().splitlines() if line.startswith("counted ")]
-        if process.wait() or len(lines) < len(configurations):
-            raise SystemExit(f"a rank failed: {' '.join(configurations[len(lines)])}")
-        found.append([json.loads(line.removeprefix("counted ")) for line in lines])
-    return [(max(one for one, _ in of_all), max(peak for _, peak in of_all)) for of_all in zip(*found, strict=True)]
+def count(ranks: int, words: Sequence[str]) -> tuple[int, int]:
+    """Train with as many forked processes; return the most bytes of a rank between steps, and at the peak."""
+    found = run_forked(ranks, train, words, ranks, seconds=SECONDS)
+    return max(one for one, _ in found), max(peak for _, peak in found)
 
 
 def compare(ranks: int, words: Sequence[str], counted: tuple[int, int]) -> Comparison:
@@ -291,23 +272,19 @@ def random_runs(number: int, seed: int, kept: Path | None) -> tuple[str, float]:
         one = draw(chance)
         drawn += [one] if sound(*one) else []
     lines = kept.read_text(encoding="utf-8").splitlines() if kept and kept.is_file() else []
-    saved = [(ranks, flags.split(), counted) for ranks, flags, counted in map(json.loads, lines)]
-    known = {" ".join(words): tuple(counted) for _, words, counted in saved}
+    saved = [(ranks, flags.split(), tuple(counted)) for ranks, flags, counted in map(json.loads, lines)]
+    known = {" ".join(words): counted for _, words, counted in saved}
     drawn = drawn or [(ranks, words) for ranks, words, _ in saved]
-    for ranks in sorted({ranks for ranks, _ in drawn}):
-        configurations = [words for number, words in drawn if number == ranks]
-        new = [words for words in configurations if " ".join(words) not in known]
-        for start in range(0, len(new), TOGETHER):
-            some = new[start : start + TOGETHER]
-            for words, counted in zip(some, count(ranks, some), strict=True):
-                known[" ".join(words)] = counted
-                if kept:
-                    with kept.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps([ranks, " ".join(words), counted]) + "\n")
-        for words in configurations:
-            found.append(beside := compare(ranks, words, known[" ".join(words)]))
-            allocated, peak = beside.errors
-            print(f"{peak:+7.1%} peak {allocated:+7.1%} between, {ranks} ranks: {beside.flags}", flush=True)
+    for ranks, words in drawn:  # before all plans, whose threads a fork would lack
+        if (flags := " ".join(words)) not in known:
+            known[flags] = count(ranks, words)
+            if kept:
+                with kept.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([ranks, flags, known[flags]]) + "\n")
+    for ranks, words in drawn:
+        found.append(beside := compare(ranks, words, known[" ".join(words)]))
+        allocated, peak = beside.errors
+        print(f"{peak:+7.1%} peak {allocated:+7.1%} between, {ranks} ranks: {beside.flags}", flush=True)
     return table(found), sum(abs(one.errors[1]) <= WITHIN for one in found) / len(found)
 
 
@@ -335,7 +312,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        be_rank(train)
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -24,12 +24,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from plan_memory import BASE, be_rank, count, draw, sound, write
+from plan_memory import BASE, SECONDS, build, draw, sound, write
 
 from megalith.config import load
+from megalith.distributed.comm import barrier
+from megalith.distributed.forked import run_forked
 from megalith.plan.devices import DEVICES
 from megalith.plan.plan import plan_run
 from megalith.plan.time import step_time
+from megalith.train.step import train_step
 
 WARM_UPS, STEPS = 1, 3
 WITHIN, SHARE = 0.20, 0.80  # of random configurations
@@ -40,43 +43,35 @@ COMMON = (
 PUBLISHED = Path(__file__).with_name("plan_published.json")
 
 
-def train(words: Sequence[str]) -> tuple[float, float]:
-    """Train as one rank; return the median and the least seconds of a step."""
-    from megalith.assemble.ranks import join_ranks
-    from megalith.assemble.training import build_run
-    from megalith.distributed.comm import barrier
-    from megalith.train.step import train_step
-
-    run, times = load(list(words)), list[float]()
-    with join_ranks(run) as context:
-        built = build_run(run, context).run
-        batches = iter(built.train)
-        for number in range(WARM_UPS + STEPS):
-            barrier(context.world)
-            start = time.perf_counter()
-            train_step(built.state, batches, run.num_micro_batches, pipeline_schedule=run.pipeline_schedule)
-            if number >= WARM_UPS:
-                times.append(time.perf_counter() - start)
-    return statistics.median(times), min(times)
+def train(rank: int, words: Sequence[str], ranks: int) -> float:
+    """Train as one rank; return the median seconds of a step."""
+    trained, run, context = build(rank, words, ranks)
+    times, batches = list[float](), iter(trained.train)
+    for number in range(WARM_UPS + STEPS):
+        barrier(context.world)
+        start = time.perf_counter()
+        train_step(trained.state, batches, run.num_micro_batches, pipeline_schedule=run.pipeline_schedule)
+        if number >= WARM_UPS:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def random_runs(number: int, seed: int) -> tuple[str, float]:
     """Return predicted beside measured times as Markdown, and the share that is near."""
-    chance = random.Random(seed)
-    drawn: dict[int, list[list[str]]] = {1: [], 2: []}
-    while sum(map(len, drawn.values())) < number:
+    chance, drawn = random.Random(seed), list[tuple[int, list[str]]]()
+    while len(drawn) < number:
         ranks, words = draw(chance)
         words = [word if word != "3" else str(WARM_UPS + STEPS) for word in words]  # --train-iters of BASE
-        if ranks in drawn and sound(ranks, words):
-            drawn[ranks].append(words)
+        if ranks in (1, 2) and sound(ranks, words):
+            drawn.append((ranks, words))
+    medians = [max(run_forked(ranks, train, words, ranks, seconds=SECONDS)) for ranks, words in drawn]
     lines, near = list[str](), 0
-    for ranks, configurations in drawn.items():
-        for words, (median, _) in zip(configurations, count(ranks, configurations, __file__), strict=True):
-            planned = plan_run(words, DEVICES["CPU"], world_size=ranks).time.step_seconds
-            near += abs(planned / median - 1) <= WITHIN
-            flags = " ".join(words[len(BASE.split()) :])
-            lines.append(f"| {ranks} | {1e3 * median:.0f} | {planned / median - 1:+.0%} | `{flags}` |")
-            print(lines[-1], flush=True)
+    for (ranks, words), median in zip(drawn, medians, strict=True):
+        planned = plan_run(words, DEVICES["CPU"], world_size=ranks).time.step_seconds
+        near += abs(planned / median - 1) <= WITHIN
+        flags = " ".join(words[len(BASE.split()) :])
+        lines.append(f"| {ranks} | {1e3 * median:.0f} | {planned / median - 1:+.0%} | `{flags}` |")
+        print(lines[-1], flush=True)
     head = [
         f"Of {number} configurations the predicted time of {near} is within {WITHIN:.0%} of the measured one "
         f"({near / number:.0%}; wanted: {SHARE:.0%}).",
@@ -138,7 +133,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        be_rank(train)
-    else:
-        sys.exit(main())
+    sys.exit(main())
