@@ -27,6 +27,11 @@ FOUND = {
         f"{GPT} --pipeline-model-parallel-size 2 --num-experts 8 --expert-model-parallel-size 2 --moe-layer-freq 2",
         4,
     ),
+    "rounding decides the signs of Lion": (f"{GPT} --tensor-model-parallel-size 2 --optimizer lion", 2),
+    "rounding decides the eigenbases of SOAP": (
+        f"{GPT} --tensor-model-parallel-size 2 --optimizer soap --swiglu --num-experts 8 --moe-router-topk 2",
+        2,
+    ),
 }
 
 

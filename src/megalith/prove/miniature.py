@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from megalith.config import RunConfig, all_settings, from_values
 from megalith.config.run import plain
-from megalith.config.values import read_pattern
+from megalith.config.values import marked_layers, read_pattern
 from megalith.data.indexed import LOSS_MASK, IndexedWriter
 from megalith.errors import ConfigError
 from megalith.registry import EMPTY, Registry
@@ -65,12 +65,14 @@ _LEFT_OUT: Mapping[str, Any] = {
     "error_injection_rate": 0,
     "use_cpu_initialization": False,
 }
+_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _IN_FP64: Mapping[str, Any] = {
     "bf16": False,
     "fp16": False,
     "grad_reduce_in_bf16": False,
     "loss_scale": None,
     "use_precision_aware_optimizer": False,
+    **dict.fromkeys(_DTYPES, "fp32"),
     "optimizer_cpu_offload": False,
     "fp32_residual_connection": False,
     "accumulate_allreduce_grads_in_fp32": True,
@@ -88,6 +90,7 @@ _PRECISION = (
     *("bf16", "fp16", "use_precision_aware_optimizer", "fp32_residual_connection"),
     *("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "attention_softmax_in_fp32"),
     "moe_router_dtype",
+    *_DTYPES,
 )
 LOSS_SCALE = 1024.0
 """Largest loss scale: that of a run may overflow for longer than a miniature trains."""
@@ -329,7 +332,10 @@ def _patterns(run: RunConfig, kinds: Sequence[tuple[Any, ...]], number: int) -> 
             continue
         pattern = read_pattern(text)
         if isinstance(pattern, int):
-            found[name] = str(min(pattern, 2))
+            every = str(min(pattern, 2))
+            divides = number % int(every) == 0 or name != "no_rope_freq"  # whose frequency has to
+            marks = [int(mark) for mark in marked_layers(every, number)]
+            found[name] = every if divides else str(marks).replace(" ", "")
         else:
             found[name] = str([int(pattern[layer]) for layer in sorted(chosen)]).replace(" ", "")
     return found

@@ -54,6 +54,8 @@ _UNCOVERED = {
     "use_cpu_initialization": "--use-cpu-initialization: weights are drawn by name",
     "use_precision_aware_optimizer": "dtypes of optimizer states",
     "optimizer_cpu_offload": "offloaded optimizer states",
+    "lion": "the sign that Lion takes of gradients that are zero except for rounding",
+    "soap": "eigenbases that rounding decides: the tie-breaker of SOAP is greater",
     "data_source": "registered datasets",
 }
 
@@ -102,6 +104,7 @@ class Proof:
         """Return what this proof does not show."""
         changed = {name for result in self.results for name in result.miniature.changed}
         changed |= {"hidden_dropout"} if self.run.model.hidden_dropout > 0 else set()
+        changed.add(str(self.run.optimizer.optimizer))
         left = [f"the miniature {one}, left out by --quick" for one in self.left]
         if not all(result.resumed for result in self.results):
             left.append("checkpoints, resumes and exports, left out by --quick or after a mismatch")
@@ -177,7 +180,7 @@ def prove(
         PeerError: A miniature does not run in one process.
     """
     saves = not quick or bool(references)
-    _warm(run, checkpoints=saves)
+    warm(run, checkpoints=saves)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_data(run, folder)
@@ -200,10 +203,11 @@ def prove(
         return proof
 
 
-def _warm(run: RunConfig, *, checkpoints: bool) -> None:
+def warm(run: RunConfig, *, checkpoints: bool) -> None:
     """Import what ranks would import, each for itself."""
     names = ["megalith.checkpoint.store.saving", "megalith.checkpoint.sources"] if checkpoints else []
-    names += ["megalith.parallel.fsdp", "torch._dynamo"] if run.fully_sharded else []
+    names += ["megalith.parallel.fsdp"] if run.fully_sharded else []
+    names += ["torch._dynamo"] if run.fully_sharded or run.train.recompute_granularity else []  # by decorators of torch
     for name in names:
         importlib.import_module(name)
 

@@ -67,6 +67,14 @@ def test_all_pairs_of_axes_are_covered(tmp_path: Path) -> None:
             {"pp": 2},
             {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
         ),
+        # a frequency that does not divide the miniature's layers
+        (
+            "--pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 15 --position-embedding-type rope "
+            "--no-rope-freq 4",
+            4,
+            {"pp": 2},
+            {"num_layers": 3, "no_rope_freq": "[0,1,0]"},
+        ),
         # both kinds of layers
         (
             "--num-experts 8 --moe-layer-freq ([0]*47+[1])",
@@ -105,6 +113,7 @@ def test_what_was_changed_stands_beside_what_the_run_has(tmp_path: Path) -> None
     [
         "--swiglu",
         "--bf16 --grad-reduce-in-bf16",
+        "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --use-distributed-optimizer",
         "--sft --train-iters 10",
         "--moe-router-topk 1 --moe-router-load-balancing-type sinkhorn --context-parallel-size 2",
     ],
