@@ -33,6 +33,7 @@ MASKED = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 --lr 1e-3 "
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 1 --data-path x --vocab-file x --padded-vocab-size 512"
 )
+DENOISED = f"{MASKED} --model-family t5 --vocab-extra-ids 20 --decoder-seq-length 64"
 
 
 @pytest.fixture(autouse=True)
@@ -78,12 +79,9 @@ def test_a_larger_micro_batch_does_not_fit() -> None:
 def test_what_cannot_be_planned_is_said() -> None:
     with pytest.raises(ConfigError, match="--use-torch-fsdp2"):
         _plan(2, 4, "--use-torch-fsdp2", 2)
-    with pytest.raises(ConfigError, match="--model-family t5"):
-        plan_run(
-            f"{MASKED} --model-family t5 --vocab-extra-ids 20 --decoder-seq-length 64".split(),
-            DEVICES["H100"],
-            world_size=1,
-        )
+    some = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+    with pytest.raises(ConfigError, match="--recompute-method block"):
+        plan_run(f"{DENOISED} {some}".split(), DEVICES["H100"], world_size=1)
     with pytest.raises(ConfigError, match="--search"):
         search_run(f"{MASKED} --model-family bert".split(), DEVICES["H100"], world_size=2)
 
@@ -108,6 +106,23 @@ def test_bert_predicts_hidden_words_alone() -> None:
     logits = [rank.work["F"] for rank in (few, all_)]
     rows, every = ({op.flops for op in work.ops if op.kind.startswith("product")} for work in logits)
     assert 2 * 2 * 20 * 64 * 512 in rows and 2 * 2 * 128 * 64 * 512 in every and 2 * 2 * 128 * 64 * 512 not in rows
+
+
+def test_stacks_of_t5_are_added_up_layer_by_layer() -> None:
+    """Layers between the ends of a stack add as much each; those of the decoder have weights of two attentions."""
+
+    def ranks_of(encoder: int, decoder: int, more: str = "") -> RankMemory:
+        words = f"{DENOISED} --num-layers {encoder} --decoder-num-layers {decoder} {more}".split()
+        return plan_run(words, DEVICES["H100"], world_size=1).ranks[0]
+
+    few, long, deep, both = (ranks_of(*sizes) for sizes in ((4, 4), (6, 4), (4, 7), (6, 7)))
+    assert both.layers == 13
+    assert both.peak_bytes == pytest.approx(long.peak_bytes + deep.peak_bytes - few.peak_bytes, abs=2**16)
+    feed_forward, attention, cross = 8 * 64**2, 4 * 64**2, 4 * 64**2
+    for rank, own in ((long, 2 * (feed_forward + attention)), (deep, 3 * (feed_forward + attention + cross))):
+        assert rank.allocated["optimizer"] - few.allocated["optimizer"] == pytest.approx(8 * own, rel=0.05)
+    again = ranks_of(6, 7, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2")
+    assert again.peak["activations"] < both.peak["activations"] / 2
 
 
 @pytest.mark.parametrize("flags", ["--bf16", "--bf16 --use-distributed-optimizer", ""])

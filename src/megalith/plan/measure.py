@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,10 @@ def measure(run: RunConfig, part: Part, vocab_size: int, device: Device) -> Reco
     run = replace(run, optimizer=replace(run.optimizer, optimizer_cpu_offload=False))  # of whole ranks (`memory`)
     if part.recomputed is not None and run.train.recompute_method == "block":
         run = replace(run, train=replace(run.train, recompute_num_layers=part.recomputed))
+    if run.model.family.encoder_decoder:
+        encoder = sum(layer < run.model.num_layers for layer in part.layers)
+        decoder = len(part.layers) - encoder
+        run = replace(run, model=replace(run.model, num_layers=encoder, decoder_num_layers=decoder))
     stage = Stage(part.layers, is_first=part.is_first, is_last=part.is_last)
     moved = replaced(training, to_device=lambda x, device: x.to(device))  # pinned memory is of accelerators
     with planned(device), MemoryTrace(META, device.block) as trace, routed(run, trace.start), moved:
@@ -296,24 +301,33 @@ def _parameters(
 ) -> dict[str, list[Parameter]]:
     gradients = optimizer.gradients
     assert isinstance(gradients, GradientBuffers), "FSDP2 is refused"
-    unit_of = {str(layer): str(number) for number, layers in enumerate(units) for layer in layers}
+    blocks = iter(model.blocks())  # of prediction are after those of the units
+    unit_of = {
+        parameter: str(number)
+        for number, layers in enumerate(units)
+        for block in islice(blocks, len(layers))
+        for parameter in block.parameters()
+    }
     states: dict[str, list[int]] = {}
     for label, tensor in optimizer.state_tensors().items():
         states.setdefault(label.partition(".")[2], []).append(tensor.numel() * tensor.element_size())
     found: dict[str, list[Parameter]] = {}
     groups = {name: number for number, group in enumerate(optimizer.groups) for name in group.names}
     for name, parameter in model.named_parameters():
-        words = name.split(".")
-        unit = unit_of.get(words[2], "") if words[1:2] == ["layers"] and words[0] != "mtp" else ""
         kind = gradients.layout.bucket_of(name).kind if name in groups else ()
         sizes = parameter.numel(), parameter.element_size()
         one = Parameter(*sizes, kind, tuple(states.get(name, ())), groups.get(name, FROZEN))
-        found.setdefault(unit, []).append(one)
+        found.setdefault(unit_of.get(parameter, ""), []).append(one)
     return found
 
 
 def _batch(run: RunConfig) -> dict[str, Tensor]:
     shape = (run.train.micro_batch_size, run.data.seq_length)
+    if run.model.family.encoder_decoder:  # of zeros, so that there is padding
+        long = torch.zeros(shape, dtype=torch.int64, device="cpu")
+        short = long.new_zeros(shape[0], run.data.decoder_seq_length or 0)
+        decoder = dict.fromkeys(("text_dec", "labels", "loss_mask", "dec_mask"), short)
+        return {"text_enc": long, "enc_mask": long, **decoder}
     if run.model.family.objective == "masked":  # values decide: some words are hidden, and there is padding
         fields = ("text", "types", "labels", "padding_mask", "loss_mask")
         batch = {name: torch.zeros(shape, dtype=torch.int64, device="cpu") for name in fields}

@@ -86,15 +86,15 @@ def plan_memory(run: RunConfig, device: Device, record_of: Callable[[Part], Reco
     """Return the memory of each kind of rank, in the order of the pipeline.
 
     Raises:
-        ConfigError: weights are divided over replicas (FSDP2), or the family has two stacks of layers (T5).
+        ConfigError: weights are divided over replicas (FSDP2), or T5 recomputes some layers of a stack.
     """
     if run.fully_sharded:
         raise ConfigError(
             "--use-torch-fsdp2: the memory of ZeRO-2 and ZeRO-3 is not planned yet; use --use-distributed-optimizer "
             "(ZeRO-1) in the plan, which needs more"
         )
-    if run.model.family.encoder_decoder:
-        raise ConfigError(f"--model-family {run.model.model_family}: only the memory of gpt and bert is planned yet")
+    if run.model.family.encoder_decoder and run.recompute and run.recompute.method == "block":
+        raise ConfigError("--recompute-method block: of T5 its memory is not planned; use uniform in the plan")
     alike: dict[object, list[int]] = {}
     for stage in range(run.layout.pp):
         chunks = [_split(run, stage, number) for number in range(len(run.stages[stage]))]
@@ -108,18 +108,23 @@ def plan_memory(run: RunConfig, device: Device, record_of: Callable[[Part], Reco
 
 def _split(run: RunConfig, stage: int, number: int) -> tuple[Part, list[int]]:
     """Return the part that stands for a chunk, and the number of the unit in it that stands for each of the chunk."""
-    layers, model, layout = run.stages[stage][number], run.model, run.layout
+    model, layout = run.model, run.layout
     again = run.recompute is not None and run.recompute.method != ""
-    groups = run.recompute.groups(len(layers)) if run.recompute else iter([Group(range(len(layers)), again=False)])
     units: list[tuple[int, ...]] = []
     kinds: list[str] = []
-    for group in groups:
-        own = [layers[place] for place in group.layers]
-        for unit in [tuple(own)] if group.again else [(layer,) for layer in own]:
-            options = [(model.experts[n], model.windows[n], model.rotated_layers[n]) for n in unit]
-            lowest = model.lora_rank is not None and unit[0] == 0  # below it nothing is trained
-            units.append(unit)
-            kinds.append(f"{'recomputed ' * group.again}{options}{' lowest' * lowest}")
+    for stack, layers in stacks_of(run, run.stages[stage][number]).items():
+        groups = run.recompute.groups(len(layers)) if run.recompute else [Group(range(len(layers)), again=False)]
+        for group in groups:
+            own = [layers[place] for place in group.layers]
+            for unit in [tuple(own)] if group.again else [(layer,) for layer in own]:
+                options: object = [
+                    (model.experts[n], model.windows[n], model.rotated_layers[n]) for n in unit if not stack
+                ]
+                if stack:  # between two stacks are norm and embedding, and gradients of what all layers read
+                    options = f"{stack} {len(unit)}{' top' * (unit[-1] == layers[-1])}"
+                two = bool(stack) or model.lora_rank is not None  # below the lowest nothing is trained
+                units.append(unit)
+                kinds.append(f"{'recomputed ' * group.again}{options}{' lowest' * (two and unit[0] in (0, layers[0]))}")
     counts: Counter[str] = Counter()
     chosen = [place for place, kind in enumerate(kinds) if (counts.update([kind]) or counts[kind] <= 2)]
     last = {kinds[place]: index for index, place in enumerate(chosen)}
@@ -132,6 +137,13 @@ def _split(run: RunConfig, stage: int, number: int) -> tuple[Part, list[int]]:
         kinds=tuple(kinds[place] for place in chosen),
     )
     return part, [last[kind] for kind in kinds]
+
+
+def stacks_of(run: RunConfig, layers: Sequence[int]) -> dict[str, Sequence[int]]:
+    """Return the layers of a chunk by stack: of T5 the decoder's after the encoder's; of others one without a name."""
+    if not run.model.family.encoder_decoder:
+        return {"": layers}
+    return {"encoder": layers, "decoder": range(len(layers), len(layers) + run.model.num_decoder_layers)}
 
 
 @dataclass
@@ -241,7 +253,7 @@ class _Stage:
         whole += [Tensors(size, name, f"{name}, flat") for name, size in fixed.items() if name == "gradients"]
         return RankMemory(
             self.stages,
-            sum(map(len, self.run.stages[self.stages[0]])),
+            sum(len(own) for chunk in self.run.stages[self.stages[0]] for own in stacks_of(self.run, chunk).values()),
             allocated,
             peak,
             moment.text,

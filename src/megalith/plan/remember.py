@@ -20,7 +20,7 @@ from megalith.plan.devices import Device
 from megalith.plan.memory import Part
 from megalith.plan.record import Record
 
-_PART_OF_LAYOUT = {"num_layers"}  # a part names its layers
+_PART_OF_LAYOUT = {"num_layers", "decoder_num_layers"}  # a part names its layers
 _NEEDLESS = {
     "pipeline_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage",

@@ -295,6 +295,11 @@ class _Step:
             ends = 1
         kinds = [self._experts[layer] for chunk in self.stages[stage] for layer in chunk]
         dense, sparse = self.layers.parameters(kinds, ends)
+        if run.model.family.encoder_decoder:  # two attentions in each layer of the decoder
+            decoder = run.model.num_decoder_layers
+            dense += (
+                self.layers.parameters([0] * decoder, 0)[0] + 2 * decoder * attention_products(run.model, 0) / layout.tp
+            )
         if run.model.lora_rank is not None:
             dense, sparse = len(kinds) * run.model.lora_rank * adapted_features(run.model) / layout.tp, 0.0
         itemsize = self.layers.itemsize
