@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.devices import CPU, CPU_WITH_BF16, H100, P40, RTX_4090, T4, V100
@@ -119,6 +121,12 @@ def test_slow_steps_get_a_smaller_model_than_the_matrix_product_promises() -> No
 
 def test_the_slowest_machine_gets_the_smallest_model() -> None:
     assert chosen(1e8, 10) == MODEL_SIZES[0]
+
+
+def test_the_sizes_to_choose_from_may_be_others() -> None:
+    sizes = [replace(size, vocab_size=1024) for size in MODEL_SIZES]
+    for flops in (1e8, 1e11, 1e13):
+        assert choose_plan(Machine("x", "fp32", flops), 180, TEXT, lambda size: 0.1, sizes).size in sizes
 
 
 def test_few_models_are_measured() -> None:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from megalith.cli.quickstart import chat
-from megalith.cli.quickstart.model import Machine, ModelSize, Plan, choose_plan, measure_machine
+from megalith.cli.quickstart.model import MODEL_SIZES, Machine, ModelSize, Plan, choose_plan, measure_machine
 from megalith.cli.quickstart.text import Corpus, standard_library, user_texts
 from megalith.config.values import DEVICES, local_path
 from megalith.data.indexed import IndexedDataset
@@ -248,7 +248,9 @@ class Quickstart:
             machine = measure_machine(self.options.device, seconds)
             show(f"{machine.name}: {machine.flops / 1e9:,.0f} GFLOP/s in {machine.precision}")
         with self.step("model") as show:
-            plan = choose_plan(machine, seconds, num_tokens, partial(self.measure_step, machine))
+            of_chat = tuple(replace(size, vocab_size=chat.VOCAB_SIZE) for size in MODEL_SIZES)
+            sizes = of_chat if self.options.chat else MODEL_SIZES
+            plan = choose_plan(machine, seconds, num_tokens, partial(self.measure_step, machine), sizes)
             size = plan.size
             shape = f"GPT {size.num_layers} layers x {size.hidden_size}, {size.num_parameters / 1e6:.1f} M parameters"
             show(f"{shape}; {plan.iterations:,} steps of {plan.step_seconds:.2f} s")

@@ -17,6 +17,12 @@ from megalith.tokenizers.byte_level import END_OF_TEXT, byte_level_tokenizer, re
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 """Tokens around the messages of a dialogue, in the form of ChatML."""
 
+VOCAB_SIZE = 1024
+"""Small, so that each token occurs in many names: a small model copies only tokens that it has learnt to copy. On 180
+held-out names, 3 x 96 and 1,000 steps, 130 were copied with 4,096 tokens and 175 with 1,024. With 4,096, 38 of 52
+tokens were wrong that the names to learn have fewer than 10 times, and 3 of 474 that they have 20 times or more. The
+price: 1.86 instead of 1.74 bits per character of the base model, after 4.1 instead of 4.4 million characters."""
+
 Messages = list[dict[str, str]]
 
 QUESTIONS = ("What does `{}` do?", "What is `{}` for?", "Explain `{}`.", "Describe `{}`.", "Tell me about `{}`.")

@@ -7,7 +7,7 @@ training step tells which of the others sees enough tokens in the time.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 TOKENS_PER_PARAMETER = 1.5
@@ -104,19 +104,26 @@ def measure_machine(wanted: str, seconds: float) -> Machine:
     return Machine(name, precision, measure_peak(device, dtype, min(PEAK_SECONDS, PEAK_SHARE * seconds)))
 
 
-def choose_plan(machine: Machine, seconds: float, num_tokens: float, step_time: Callable[[ModelSize], float]) -> Plan:
+def choose_plan(
+    machine: Machine,
+    seconds: float,
+    num_tokens: float,
+    step_time: Callable[[ModelSize], float],
+    sizes: Sequence[ModelSize] = MODEL_SIZES,
+) -> Plan:
     """Choose the largest model that sees enough tokens per parameter in the time, or the smallest of all.
 
     Args:
         seconds: time to train for; the run is shorter where the corpus would be repeated MAX_EPOCHS times.
         num_tokens: estimated size of the corpus.
         step_time: measures the seconds of one training step; called for the few sizes that can be chosen.
+        sizes: to choose from, small to large.
     """
-    for size in reversed(MODEL_SIZES):
+    for size in reversed(sizes):
         max_iterations = MAX_EPOCHS * num_tokens / size.tokens_per_step
         min_iterations = TOKENS_PER_PARAMETER * size.num_parameters / size.tokens_per_step
         ideal_seconds = 6 * size.num_parameters * size.tokens_per_step / machine.flops
-        if size is not MODEL_SIZES[0] and min(seconds / ideal_seconds, max_iterations) < min_iterations:
+        if size is not sizes[0] and min(seconds / ideal_seconds, max_iterations) < min_iterations:
             continue
         step_seconds = step_time(size)
         if min(seconds / step_seconds, max_iterations) >= min_iterations:
