@@ -70,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
     from megalith.prove.reference import require
 
     for reference in options.reference:
-        require(reference)
+        require(reference, config.model)
     torch.set_num_threads(1)  # forks of a process with threads hang
     try:
         proof = prove(config, list(argv), device=device, quick=options.quick, references=options.reference)

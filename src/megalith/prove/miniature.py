@@ -255,7 +255,7 @@ def _miniature(run: RunConfig, axes: Mapping[str, int], folder: Path) -> Miniatu
     for part in parts:
         shrunk |= part
     own = {s.name: getattr(getattr(run, s.group), s.name) for s in settings.values() if s.group in _GROUPS}
-    changed = {name: (own[name], shrunk[name]) for name in shrunk if own[name] != shrunk[name] and name not in _FILES}
+    changed = {name: (own[name], shrunk[name]) for name in shrunk if own[name] != shrunk[name] and name not in FILES}
     kept = {name: plain(own[name]) for name in run.given if name in own and name not in shrunk}
     kept |= {
         part.name: getattr(one.settings, part.name)
@@ -273,7 +273,7 @@ def _miniature(run: RunConfig, axes: Mapping[str, int], folder: Path) -> Miniatu
 _GROUPS = frozenset(("model", "train", "schedule", "data", "precision", "optimizer", "checkpoint", "log", "parallel"))
 
 
-_FILES = ("data_path", "data_cache_path", "pretrained_checkpoint")
+FILES = ("data_path", "data_cache_path", "pretrained_checkpoint")
 """Of the miniature, in a folder that is gone afterwards."""
 
 

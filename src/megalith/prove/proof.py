@@ -24,7 +24,7 @@ from megalith.errors import PeerError
 from megalith.progress import task
 from megalith.prove.cause import Cause, find_cause
 from megalith.prove.compare import ROUNDED, TOLERANCE, Comparison, Difference, compare, unequal
-from megalith.prove.miniature import SAVED, STEPS, Miniature, miniatures, write_data
+from megalith.prove.miniature import FILES, SAVED, STEPS, Miniature, miniatures, write_data
 from megalith.prove.outside import Outside, compare_export
 from megalith.prove.record import Record, record
 from megalith.prove.reference import compare_reference
@@ -355,7 +355,7 @@ def _changes(results: Sequence[Result]) -> list[str]:
 
 
 def _kept(run: RunConfig, results: Sequence[Result]) -> list[str]:
-    changed = {name for result in results for name in result.miniature.changed}
+    changed = {name for result in results for name in result.miniature.changed} | {*FILES}
     settings = all_settings(run.registry)
     names = [name for name in settings if name in run.given and name not in changed and settings[name].group in _SHOWN]
     return [f"{name} {_short(getattr(getattr(run, settings[name].group), name))}" for name in names]

@@ -57,8 +57,6 @@ def compare_reference(rank: int, reference: str, checkpoints: Path, folder: Path
     """
     source = CheckpointFolder(locate(checkpoints, SAVED)).source
     params = GlobalParameters.from_args(args_of(source.common()), str(checkpoints))
-    if params.model.family.objective != "causal":
-        raise ConfigError(f"--reference {reference}: it is for GPT; leave it out with {params.model.model_family}")
     batch = _batch(params)
     found = Outside("")
     if reference == "megatron":
@@ -189,9 +187,15 @@ def _of_transformers(table: Any, params: GlobalParameters, batch: Tensors, folde
 # --- Megatron ---
 
 
-def require(reference: str) -> None:
-    """Raise a ConfigError if a reference is not installed."""
+def require(reference: str, model: ModelConfig) -> None:
+    """Raise a ConfigError if a reference is not installed, or not for such models."""
+    if model.family.objective != "causal":
+        raise ConfigError(f"--reference {reference}: it is for GPT; leave it out with {model.model_family}")
     if reference == "megatron":
+        if model.multi_latent_attention:
+            raise ConfigError(
+                "--reference megatron: without Transformer Engine it has no multi-latent attention; leave it out"
+            )
         core_folder()
     elif find_spec("transformers") is None:
         raise ConfigError(f"--reference transformers: it is not installed ({install_command('hf')})")
@@ -216,10 +220,6 @@ def core_folder() -> Path | None:
 
 def _of_megatron(params: GlobalParameters, weights: Tensors, batch: Tensors, folder: Path) -> tuple[str, Tensors]:
     """Return its name and version, and what megatron-core computes in a process of its own."""
-    if params.model.multi_latent_attention:
-        raise ConfigError(
-            "--reference megatron: without Transformer Engine it has no multi-latent attention; leave it out"
-        )
     core, place = core_folder(), folder.with_name("megatron")
     place.mkdir()
     args = weights_args(params.model, PrecisionConfig(), TokenizerConfig())

@@ -46,6 +46,28 @@ def test_bad_input_is_named(argv: list[str], named: str, capsys: pytest.CaptureF
     assert named in said(argv, capsys)
 
 
+@pytest.mark.parametrize(
+    ("flags", "reference"),
+    [
+        ("--model-family bert --tokenizer-type BertWordPieceLowerCase --vocab-file v", "transformers"),
+        ("--model-family bert --tokenizer-type BertWordPieceLowerCase --vocab-file v", "megatron"),
+        ("--tokenizer-type NullTokenizer --vocab-size 100 --multi-latent-attention", "megatron"),
+    ],
+)
+def test_a_reference_without_such_models_is_refused_before_anything_is_trained(
+    flags: str, reference: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prove(*_: object, **__: object) -> None:
+        pytest.fail("it trains")
+
+    monkeypatch.setattr(proof, "prove", prove)
+    shape = (
+        SCRIPT.split('"')[1].replace("heads 5", "heads 4").partition("--tokenizer-type")[0].replace("--mock-data", "")
+    )
+    words = [*shape.split(), "--data-path", "d", *flags.split(), "--reference", reference]
+    assert f"--reference {reference}" in said(words, capsys)
+
+
 def test_one_process_is_said_to_have_no_layout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
