@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megalith.distributed.comm import start_all_reduce
 from megalith.distributed.context import Axis
 from megalith.errors import ConfigError
 from megalith.plan import experts
+from megalith.plan.chinese import CHINESE
 from megalith.plan.devices import DEVICES, GIB, read_devices
 from megalith.plan.memory import RankMemory
 from megalith.plan.plan import Plan, plan_run, search_run
@@ -278,6 +280,27 @@ def test_the_command_prints_what_would_need_less(capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     flags = ("--use-distributed-optimizer", "--micro-batch-size 1", "--recompute-granularity full")
     assert all(flag in out for flag in flags) and "--sequence-parallel" not in out and len(out.splitlines()) < 40
+
+
+def test_the_text_is_chinese_where_it_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["plan", *SMALL.format(4, 8, "--bf16").split(), "--gpus", "4xRTX4090"]
+    out = []
+    for language, more in (("zh_CN.UTF-8", []), ("C.UTF-8", ["--lang", "zh"]), ("zh_CN.UTF-8", ["--lang", "en"])):
+        monkeypatch.setenv("LC_ALL", language)
+        assert main([*words, *more]) == 0
+        out.append(capsys.readouterr().out)
+    assert out[0] == out[1] and out[0].startswith("\u653e\u5f97\u4e0b") and "{" not in out[0]
+    assert out[2].isascii() and len(out[2].splitlines()) == len(out[0].splitlines())
+    monkeypatch.setenv("LC_ALL", "zh_CN.UTF-8")
+    assert main([*words, "--json"]) == 0
+    assert capsys.readouterr().out.isascii()
+
+
+def test_each_chinese_text_has_the_values_of_the_english_one() -> None:
+    for english, chinese in CHINESE.items():
+        assert sorted(re.findall(r"{\w+", english)) == sorted(re.findall(r"{\w+", chinese)), english
 
 
 def test_a_launch_script_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

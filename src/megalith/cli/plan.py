@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -52,6 +53,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--calibrate",
         metavar="RUN",
         help="learn from what a finished run measured beside its plan; alone, without --gpus",
+    )
+    parser.add_argument(
+        "--lang", choices=("en", "zh"), help="language of the text (default: zh where LC_ALL or LANG names it, else en)"
     )
     parser.add_argument("--html", metavar="FILE.html", help="also write a page with pictures of memory and pipeline")
     return parser
@@ -157,5 +161,8 @@ def run(argv: Sequence[str]) -> int:
     if options.json:
         print(plan.to_json())
     else:
-        print(plan.text([] if plan.found else savings(plan, words, world_size=world_size, nodes=nodes)))
+        here = os.environ.get("LC_ALL") or os.environ.get("LANG") or ""
+        language = options.lang or ("zh" if here.startswith("zh") else "en")
+        less = [] if plan.found else savings(plan, words, world_size=world_size, nodes=nodes, language=language)
+        print(plan.text(less, language))
     return 0

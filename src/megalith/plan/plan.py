@@ -11,6 +11,7 @@ from functools import partial
 from megalith.config import RunConfig, all_settings, load
 from megalith.config.command_line import without_settings
 from megalith.errors import ConfigError, MegalithError
+from megalith.plan.chinese import Words, left, right
 from megalith.plan.devices import DEVICES, GIB, Device, find_device, read_devices
 from megalith.plan.memory import CATEGORIES, Part, RankMemory, plan_memory
 from megalith.plan.rates import with_measured
@@ -106,47 +107,58 @@ class Plan:
         start = ["torchrun", "--nnodes", str(self.nodes), "--nproc-per-node", str(each)]
         return shlex.join([*start, "-m", "megalith", "train", *words])
 
-    def layouts_text(self) -> list[str]:
+    def layouts_text(self, say: Words) -> list[str]:
         """Return lines about the layouts of a search: the fastest, their commands, and why others are not."""
         if self.found is None:
             return []
-        head = "layout".ljust(22), "s a step".rjust(9), "MFU".rjust(6), "tokens/s".rjust(10), "GiB".rjust(6)
-        lines = [f"The fastest of {self.found.layouts} layouts that fit:", "  ".join(["  ", *head, "flags"])]
+        head = left(say("layout"), 22), right(say("s a step"), 9), "MFU".rjust(6), "tokens/s".rjust(10), "GiB".rjust(6)
+        lines = [say("The fastest of {number} layouts that fit:", number=self.found.layouts)]
+        lines += ["  ".join(["  ", *head, say("flags")])]
         for place, one in enumerate(self.found.best, 1):
             speed = f"{one.time.step_seconds:9.3f}  {one.time.mfu:6.1%}  {one.time.tokens_per_second:10,.0f}"
             figures = f"{one.run.layout!s:22}  {speed}  {one.peak_bytes / GIB:6.1f}"
             lines.append(f"{place:2}  {figures}  {shlex.join(one.flags())}")
-        lines += ["", "Beside the first:", *(f"  {change}: {why}" for change, why in self.found.reasons)]
-        return [*lines, "", "Start the first with:", f"  {self.command(self.found.best[0])}", ""]
+        lines += ["", say("Beside the first:"), *(f"  {change}: {why}" for change, why in self.found.reasons)]
+        return [*lines, "", say("Start the first with:"), f"  {self.command(self.found.best[0])}", ""]
 
-    def text(self, savings: Sequence[str] = ()) -> str:
+    def text(self, savings: Sequence[str] = (), language: str = "en") -> str:
         """Return one screen of text; `savings` are lines about what would need less."""
-        full, device = self.fullest, self.device
-        verdict = {True: "fits", False: "does not fit", None: "needs"}[self.fits]
-        room = f" of {device.room / GIB:.1f} GiB that tensors may take on {device.name}" if device.gib else ""
-        lines = self.layouts_text()
-        lines += [f"{verdict}: {full.peak_bytes / GIB:.2f} GiB{room}, {self.run.layout}", *self._speed(), ""]
+        full, device, say = self.fullest, self.device, Words(language)
+        verdict = say({True: "fits", False: "does not fit", None: "needs"}[self.fits])
+        own = {"room": device.room / GIB, "device": device.name}
+        room = say(" of {room:.1f} GiB that tensors may take on {device}", **own) if device.gib else ""
+        peak = {"verdict": verdict, "peak": full.peak_bytes / GIB, "room": room, "layout": say(str(self.run.layout))}
+        lines = self.layouts_text(say)
+        lines += [say("{verdict}: {peak:.2f} GiB{room}, {layout}", **peak), *self._speed(say), ""]
         used = [name for name in CATEGORIES if any(rank.peak.get(name) for rank in self.ranks)]
-        lines.append("  ".join(["GiB at the peak".ljust(18), *(name.rjust(13) for name in (*used, "peak", "between"))]))
+        names = (right(say(name), 13) for name in (*used, "peak", "between"))
+        lines.append("  ".join([left(say("GiB at the peak"), 18), *names]))
         for rank in self.ranks:
             first, last = rank.stages[0], rank.stages[-1]
-            name = f"stage {first}" if first == last else f"stages {first} to {last}"
+            name = say("stage {first}" if first == last else "stages {first} to {last}", first=first, last=last)
             values = [*(rank.peak.get(name, 0) for name in used), rank.peak_bytes, rank.allocated_bytes]
-            lines.append("  ".join([name.ljust(18), *(f"{value / GIB:13.2f}" for value in values)]))
-        lines += ["", f"The peak is in the {full.moment}. The largest tensors then:"]
+            lines.append("  ".join([left(name, 18), *(f"{value / GIB:13.2f}" for value in values)]))
+        lines += ["", say("The peak is in the {moment}. The largest tensors then:", moment=say.moment(full.moment))]
         for one in full.tensors:
-            lines.append(f"{one.number:5} x {one.size / 2**20:10.1f} MiB  {one.category:13}  {one.what}")
-        lines += ["", *savings, *(f"note: {note}" for note in self.notes)]
+            category = left(say(one.category), 13)
+            lines.append(f"{one.number:5} x {one.size / 2**20:10.1f} MiB  {category}  {one.what}")
+        lines += ["", *savings, *(say("note: {note}", note=note) for note in self.notes)]
         return "\n".join(lines).rstrip()
 
-    def _speed(self) -> list[str]:
+    def _speed(self, say: Words) -> list[str]:
         time, whole = self.time, course(self.run, self.time, self.device, nodes=self.nodes)
         parts = sorted(time.parts.items(), key=lambda part: -part[1])
-        shares = ", ".join(f"{name} {value / time.step_seconds:.0%}" for name, value in parts if value)
+        shares = ", ".join(f"{say(name)} {value / time.step_seconds:.0%}" for name, value in parts if value)
         return [
-            f"predicted: {time.step_seconds:.3g} s a step, {time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%}; "
-            f"{whole.tokens:,} tokens in {whole.days:.3g} days with {whole.kwh:,.3g} kWh (goodput {whole.goodput:.1%})",
-            f"of a step: {shares}",
+            say(
+                "predicted: {step:.3g} s a step, {speed:,.0f} tokens/s, MFU {mfu:.1%}; {tokens:,} tokens in {days:.3g} "
+                "days with {kwh:,.3g} kWh (goodput {goodput:.1%})",
+                **asdict(whole),
+                step=time.step_seconds,
+                speed=time.tokens_per_second,
+                mfu=time.mfu,
+            ),
+            say("of a step: {shares}", shares=shares),
         ]
 
 
@@ -328,9 +340,9 @@ def _vocabulary(run: RunConfig) -> tuple[int | None, list[str]]:
     return size, notes
 
 
-def savings(plan: Plan, words: Sequence[str], *, world_size: int, nodes: int = 1) -> list[str]:
+def savings(plan: Plan, words: Sequence[str], *, world_size: int, nodes: int = 1, language: str = "en") -> list[str]:
     """Return lines about flags with which the fullest rank would need less, for those that the rules allow."""
-    run, found = plan.run, []
+    run, found, say = plan.run, [], Words(language)
     for name, flags in _alternatives(run).items():
         try:
             other = plan_run([*words, *flags], plan.device, world_size=world_size, nodes=nodes)
@@ -339,7 +351,8 @@ def savings(plan: Plan, words: Sequence[str], *, world_size: int, nodes: int = 1
         saved = plan.fullest.peak_bytes - other.fullest.peak_bytes
         if saved > 0:
             enough = "" if plan.fits is not False else ", and would fit" if other.fits else ", and would not fit"
-            found.append(f"{' '.join(flags)} ({name}) would need {saved / GIB:.2f} GiB less{enough}")
+            own = {"flags": " ".join(flags), "name": say(name), "saved": saved / GIB, "enough": say(enough)}
+            found.append(say("{flags} ({name}) would need {saved:.2f} GiB less{enough}", **own))
     return found
 
 
