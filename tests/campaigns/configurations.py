@@ -6,8 +6,11 @@ A seed and a number name a configuration. `configurations.jsonl` is the record o
 from __future__ import annotations
 
 import json
+import multiprocessing
+import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -24,10 +27,12 @@ from megalith.distributed.forked import run_forked
 from megalith.errors import ConfigError, PeerError
 from megalith.prove.compare import compare
 from megalith.prove.miniature import miniatures, write_data
+from megalith.prove.proof import warm
 from megalith.prove.record import record
 
 RECORD = Path(__file__).with_name("configurations.jsonl")
 BATCH = 10  # configurations of a seed
+_AT_ONCE = 2  # seeds; the ranks of one configuration often wait for each other
 _SECONDS = 120.0
 _BASE = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
@@ -37,7 +42,14 @@ _BASE = (
 _SHARED = (
     ("", "--micro-batch-size 2"),
     ("", "--sequence-parallel"),
-    ("", "--use-distributed-optimizer", "--use-torch-fsdp2"),
+    (
+        "",
+        "--use-distributed-optimizer",
+        "--use-torch-fsdp2",
+        "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward",
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim",
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
+    ),
     ("", "--overlap-grad-reduce"),
     ("", "--overlap-param-gather"),
     ("", "--normalization RMSNorm", "--apply-layernorm-1p"),
@@ -45,7 +57,12 @@ _SHARED = (
     ("", "--recompute-activations", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     ("", "--recompute-granularity full --recompute-method block --recompute-num-layers 1"),
     ("", "--recompute-granularity selective --recompute-modules layernorm mlp"),
-    ("", "--num-layers-per-virtual-pipeline-stage 1", "--num-layers-per-virtual-pipeline-stage 2"),
+    (
+        "",
+        "--num-layers-per-virtual-pipeline-stage 1",
+        "--num-layers-per-virtual-pipeline-stage 2",
+        "--num-virtual-stages-per-pipeline-rank 2",
+    ),
     ("", "--decoder-first-pipeline-num-layers 1", "--decoder-last-pipeline-num-layers 3"),
     ("", "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"),
     ("", "--pipeline-schedule zb-h1"),
@@ -55,6 +72,8 @@ _SHARED = (
     ("", "--clip-grad 0", "--weight-decay 0.1"),
     ("", "--decoupled-lr 1e-2"),
     ("", "--hidden-dropout 0"),
+    ("", "--label-smoothing 0.1"),
+    ("", "--apply-residual-connection-post-layernorm", "--no-final-layernorm"),
     ("", "--bf16", "--fp16"),
     ("", "--untie-embeddings-and-output-weights"),
     ("", "--init-method-xavier-uniform"),
@@ -74,6 +93,7 @@ _CAUSAL = (
     ("", "--calculate-per-token-loss"),
     ("", "--reset-attention-mask", "--reset-position-ids"),
     ("", "--use-mup"),
+    ("", "--sft", "--sft --no-sft-packing"),
 )
 _EXPERTS = (
     ("", "--moe-router-topk 1", "--moe-router-topk 2"),
@@ -182,6 +202,7 @@ def drawn(seed: int, number: int) -> Sequence[Configuration]:
 def proven(configuration: Configuration) -> dict[str, Any]:
     """Train the miniatures of a configuration in their layouts and in one process; return what was compared."""
     run, differences, worst, compared, names = configuration.run(), list[str](), 0.0, 0, list[str]()
+    warm(run, checkpoints=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_data(run, folder)
@@ -200,15 +221,69 @@ def proven(configuration: Configuration) -> dict[str, Any]:
     return {"miniatures": names, "compared": compared, "worst": worst, "differences": differences}
 
 
-def batch(seed: int) -> Iterator[dict[str, Any]]:
-    """Prove the configurations of a seed, and yield their lines of the record."""
+_FEATURES = {
+    "TP": "tensor-model-parallel-size [24]",
+    "SP": "sequence-parallel",
+    "PP": "pipeline-model-parallel-size [24]",
+    "VPP": "num-layers-per-virtual|num-virtual-stages",
+    "uneven stages": "decoder-(first|last)-pipeline|account-for-",
+    "ZB-H1": "pipeline-schedule zb-h1",
+    "CP, ring": r"context-parallel-size [24](?!.*cp-comm-type)",
+    "CP, all-to-all": r"context-parallel-size [24].*cp-comm-type a2a",
+    "EP": "expert-model-parallel-size [24]",
+    "ETP": "expert-tensor-parallel-size",
+    "experts": "num-experts",
+    "ZeRO-1": "use-distributed-optimizer|strategy optim(?!_)",
+    "ZeRO-2": "no-reshard-after-forward|strategy optim_grads(?!_)",
+    "ZeRO-3": r"use-torch-fsdp2(?! --torch-fsdp2-no)",
+    "recomputation": "recompute-",
+    "GQA": "group-query-attention",
+    "MLA": "multi-latent-attention",
+    "MTP": "mtp-num-layers",
+    "window": "window-size",
+    "losses": "calculate-per-token-loss|label-smoothing|aux-loss-coeff|z-loss-coeff",
+    "fine-tuning": "sft",
+    "Muon": "optimizer (adaptive_)?muon",
+    "SOAP": "optimizer soap",
+    "Lion, SGD": "optimizer (lion|sgd)",
+    "schedules": "lr-decay-style",
+    "batch ramp-up": "rampup-batch-size",
+    "dropout": r"^(?!.*hidden-dropout 0)",
+    "muP": "use-mup",
+    "bf16, fp16": "--(bf16|fp16)",
+    "BERT": "model-family bert",
+    "T5": "model-family t5",
+}
+
+
+def coverage(lines: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return a table of how many configurations have each feature, and how many of them came with which layouts."""
+    rows = [["feature", "configurations", "with 8 ranks", "compared"]]
+    for name, pattern in _FEATURES.items():
+        having = [line for line in lines if re.search(pattern, line["flags"])]
+        eight = sum(line["gpus"] == 8 for line in having)
+        rows.append([name, str(len(having)), str(eight), str(sum(line["compared"] for line in having))])
+    return rows
+
+
+def line_of(seed: int, number: int, configuration: Configuration) -> dict[str, Any]:
+    """Prove a configuration and return its line of the record."""
     torch.set_num_threads(1)
-    for number, configuration in enumerate(drawn(seed, BATCH)):
-        try:
-            outcome = proven(configuration)
-        except ConfigError as error:
-            outcome = {"miniatures": [], "compared": 0, "worst": 0.0, "differences": [f"no miniature: {error}"]}
-        yield {"seed": seed, "number": number, "gpus": configuration.gpus, "flags": configuration.flags, **outcome}
+    try:
+        outcome = proven(configuration)
+    except ConfigError as error:
+        outcome = {"miniatures": [], "compared": 0, "worst": 0.0, "differences": [f"no miniature: {error}"]}
+    return {"seed": seed, "number": number, "gpus": configuration.gpus, "flags": configuration.flags, **outcome}
+
+
+def batch(seed: int) -> list[dict[str, Any]]:
+    """Prove the configurations of a seed; return their lines of the record."""
+    return [line_of(seed, number, one) for number, one in enumerate(drawn(seed, BATCH))]
+
+
+def again(line: dict[str, Any]) -> dict[str, Any]:
+    """Prove a configuration of the record again; return its new line."""
+    return line_of(line["seed"], line["number"], Configuration(line["flags"], line["gpus"]))
 
 
 def known() -> list[dict[str, Any]]:
@@ -217,17 +292,24 @@ def known() -> list[dict[str, Any]]:
 
 
 def run(number: int) -> tuple[list[list[str]], list[str]]:
-    """Prove that many configurations of seeds that the record lacks; returns the table and the findings."""
-    lines, findings, done = known(), list[str](), 0
+    """Prove what differed before again, and that many configurations of seeds that the record lacks.
+
+    Returns:
+        The table of what the record covers, and the findings.
+    """
+    lines = known()
     seed = max((line["seed"] for line in lines), default=-1) + 1
-    while done < number:
-        for line in batch(seed):
-            done += 1
-            lines.append(line)
-            findings += [f"seed {seed}, {line['number']}: {one}: {line['flags']}" for one in line["differences"]]
+    with ProcessPoolExecutor(_AT_ONCE, multiprocessing.get_context("fork")) as pool:
+        repeated = list(pool.map(again, [line for line in lines if line["differences"]]))
+        lines = [line for line in lines if not line["differences"]] + repeated
+        RECORD.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for future in as_completed([pool.submit(batch, seed + one) for one in range(-(-number // BATCH))]):
+            lines += future.result()
             with RECORD.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-        seed += 1
+                file.writelines(json.dumps(line) + "\n" for line in future.result())
+            print(f"{len(lines)} configurations, {sum(bool(line['differences']) for line in lines)} differ", flush=True)
+    found = [(line, one) for line in lines for one in line["differences"]]
+    findings = [f"seed {line['seed']}, {line['number']}: {one}: {line['flags']}" for line, one in found]
     compared, worst = sum(line["compared"] for line in lines), max(line["worst"] for line in lines)
-    rows = [["configurations", "compared", "worst"], [str(len(lines)), str(compared), f"{worst:.1e}"]]
+    rows = [*coverage(lines), [f"all; worst {worst:.1e}", str(len(lines)), "", str(compared)]]
     return rows, findings
