@@ -80,6 +80,7 @@ def test_what_contradicts_conversations_is_refused(warm: WarmProcess, folder: Pa
     assert done.code == 3 and "--sft" in done.text and "megalith preprocess" in done.text, done.text
 
 
+@pytest.mark.full
 def test_conversations_are_given_as_text(warm: WarmProcess, tmp_path: Path) -> None:
     """Two ranks prepare files once, in a blend, and train as on what preprocess makes of them."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -110,6 +111,9 @@ def test_conversations_are_given_as_text(warm: WarmProcess, tmp_path: Path) -> N
     done, _ = warm.run_ranks(2, [*by_hand, "--save", "by-hand"], tmp_path)
     assert done.code == 0 and "--sft-tokenizer-prompt-format plain has no effect" in done.text, done.text
     assert len(curve_of(tmp_path / "found")) == 3
+    for save in ("found", "by-hand"):  # the template that the tokenizer lacks stays with the model
+        talk = warm.run([save, "--chat", "--prompt", "a 1", "--max-new-tokens", 2], tmp_path, command="generate")
+        assert talk.code == 0, talk.text
     assert curve_of(tmp_path / "prepared") == curve_of(tmp_path / "found") == curve_of(tmp_path / "by-hand")
     (tmp_path / "b.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
     first, second = warm.run_ranks(2, words, tmp_path)

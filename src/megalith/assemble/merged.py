@@ -19,6 +19,7 @@ from megalith.config.from_args import LORA_SETTINGS
 from megalith.errors import CheckpointError
 from megalith.models.saved import saved_tensors
 from megalith.registry import EMPTY, Registry
+from megalith.tokenizers.huggingface import CHAT_TEMPLATE_FILE
 
 
 def merge_lora(
@@ -48,7 +49,10 @@ def merge_lora(
     stacking = stacking_of(model.config)
     chunks = model_chunks(saved_tensors(model), stacking)
     args = {name: value for name, value in trained.args.items() if name not in LORA_SETTINGS}
-    files = {name: path.read_bytes() for name, path in trained.tokenizer.files().items()}
+    named = trained.tokenizer.files()
+    if named:
+        named = {CHAT_TEMPLATE_FILE: next(iter(named.values())).with_name(CHAT_TEMPLATE_FILE), **named}
+    files = {name: path.read_bytes() for name, path in named.items() if path.is_file()}
     content = CheckpointContent(
         chunks=chunks,
         written_as=stacking.written_keys(chunk.key for chunk in chunks),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -28,11 +29,12 @@ from megalith.assemble.schedule import build_schedule
 from megalith.assemble.start import find_start, load_start, padded_vocabulary
 from megalith.checkpoint import DirectoryStore, Retention
 from megalith.checkpoint.rank_group import RankGroup
-from megalith.config import RunConfig, all_settings
+from megalith.config import DataConfig, RunConfig, all_settings
 from megalith.config.changes import Change, changes_since
 from megalith.config.data_sources import data_sources, is_text, with_prefixes
 from megalith.config.flops import step_flops
 from megalith.data.build import Datasets, fingerprint
+from megalith.data.indexed import TEMPLATE
 from megalith.device import is_host
 from megalith.distributed import comm
 from megalith.distributed.consistency import require_equal
@@ -42,6 +44,7 @@ from megalith.errors import DamagedCheckpointError
 from megalith.models.language_model import LanguageModel
 from megalith.progress import task
 from megalith.tokenizers import Tokenizer, build_tokenizer
+from megalith.tokenizers.huggingface import CHAT_TEMPLATE_FILE
 from megalith.train.anomalies import AnomalyPolicy
 from megalith.train.checkpoint_fit import FoundCheckpoint, Identity, check_fits, other_products
 from megalith.train.checkpoint_saver import AsyncSaver, CheckpointSaver
@@ -271,13 +274,32 @@ def _identity(config: RunConfig, tokenizer: Tokenizer, context: ParallelContext,
     """Return the fingerprints of tokenizer and data; ConfigError if they differ between ranks."""
     identity = Identity(
         tokenizer=tokenizer.fingerprint(),
-        tokenizer_files={name: path.read_bytes() for name, path in tokenizer.files().items()},
+        tokenizer_files={
+            **{name: path.read_bytes() for name, path in tokenizer.files().items()},
+            **_template_of(config.data, tokenizer),
+        },
         data=fingerprint(config.data, seed=config.train.seed),
     )
     require_equal(content_facts(identity.tokenizer, identity.data), context.world)
     for note in compare_tokenizers(config, identity.tokenizer):
         observer.info(note)
     return identity
+
+
+def _template_of(data: DataConfig, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return the chat template of the conversations as a file of the tokenizer; empty if it is the tokenizer's own.
+
+    Empty too if it is not known, or conversations of several are learnt.
+    """
+    training = data_sources(data).training if data.sft else None
+    files = [Path(prefix + TEMPLATE) for prefix in (training.prefixes if training else ())]
+    found = {file.read_bytes() if file.is_file() else b"" for file in files}
+    if len(found) != 1 or not tokenizer.files() or found == {b""}:
+        return {}
+    from megalith.tokenizers.chat_template import template_beside  # which imports jinja2
+
+    (source,), own = found, template_beside(tokenizer)
+    return {} if own is not None and own.source.encode() == source else {CHAT_TEMPLATE_FILE: source}
 
 
 def _check_fits(

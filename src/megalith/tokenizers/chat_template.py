@@ -21,9 +21,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer
+from megalith.tokenizers.huggingface import CHAT_TEMPLATE_FILE
 from megalith.tokenizers.protocol import end_ids
 
-_CONFIG, _TEMPLATE, _GENERATION = "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+_CONFIG, _GENERATION = "tokenizer_config.json", "generation_config.json"
 _SPECIAL = "special_tokens_map.json"
 TOKENIZERS = "tokenizer"
 """Name of the template in the folder of the tokenizer, where a file could be named."""
@@ -128,8 +129,8 @@ def template_beside(tokenizer: Tokenizer) -> ChatTemplate | None:
         return None
     config = _object(folder / _CONFIG)
     source, with_tools = config.get("chat_template"), None
-    if (folder / _TEMPLATE).is_file():
-        source = (folder / _TEMPLATE).read_text(encoding="utf-8")
+    if (folder / CHAT_TEMPLATE_FILE).is_file():
+        source = (folder / CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
     if isinstance(source, list):  # several, by name
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source, with_tools = named.get("default"), named.get("tool_use")
