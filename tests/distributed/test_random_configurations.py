@@ -27,6 +27,12 @@ FOUND = {
         f"{GPT} --pipeline-model-parallel-size 2 --num-experts 8 --expert-model-parallel-size 2 --moe-layer-freq 2",
         4,
     ),
+    "the miniature of an uneven split keeps no layer with experts": (
+        f"{GPT} --pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split "
+        "--account-for-loss-in-pipeline-split --num-experts 8 --moe-layer-freq [0]*4+[1]*4 --moe-z-loss-coeff 1e-3 "
+        "--window-size 16,0 --window-attn-skip-freq 2",
+        2,
+    ),
     "rounding decides the signs of Lion": (f"{GPT} --tensor-model-parallel-size 2 --optimizer lion", 2),
     "rounding decides the eigenbases of SOAP": (
         f"{GPT} --tensor-model-parallel-size 2 --optimizer soap --swiglu --num-experts 8 --moe-router-topk 2",

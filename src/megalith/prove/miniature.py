@@ -291,13 +291,14 @@ def _layers(run: RunConfig, axes: Mapping[str, int]) -> dict[str, Any]:
     per_part = 2 if recomputed is not None and (recomputed > 1 or recomputed < in_a_part) else 1
     kinds = list(zip(model.experts, model.windows, model.rotated_layers, strict=True))
     parts = stages * virtual
-    while parts * per_part < max(2, len(set(kinds))):
+    # Embedding and loss take the place of a layer each.
+    counted = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
+    counted = counted if stages > 1 else 0
+    if counted:
+        per_part = 2
+    while parts * per_part - counted < max(2, len(set(kinds))):
         per_part += 1
-    found: dict[str, Any] = {"num_layers": parts * per_part}
-    if stages > 1 and (parallel.account_for_embedding_in_pipeline_split or parallel.account_for_loss_in_pipeline_split):
-        counted = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
-        per_part = max(per_part, 2)
-        found["num_layers"] = parts * per_part - counted
+    found: dict[str, Any] = {"num_layers": parts * per_part - counted}
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if stages > 1 and (first is not None or last is not None):
         given = (first if first is not None else last) or 0

@@ -76,7 +76,7 @@ def begin_step(chunks: Sequence[LanguageModel], scale: float) -> None:
 
 def loss_names(model: ModelConfig) -> list[str]:
     """Return the auxiliary losses of a model, as Megatron names them."""
-    if not model.mixture:
+    if not any(model.experts):  # --moe-layer-freq may leave all layers dense
         return []
     return [NAMES[kind] for kind in model.balancing] + (["z_loss"] if model.moe_z_loss_coeff is not None else [])
 
