@@ -308,10 +308,9 @@ def _layers(run: RunConfig, axes: Mapping[str, int]) -> dict[str, Any]:
         found["num_layers"] = sum(sizes)
         found["decoder_first_pipeline_num_layers"] = sizes[0] if first is not None else None
         found["decoder_last_pipeline_num_layers"] = None if last is None else sizes[first is not None]
-    if virtual > 1:
-        per = parallel.num_layers_per_virtual_pipeline_stage
-        found["num_layers_per_virtual_pipeline_stage"] = None if per is None else per_part
-        found["num_virtual_stages_per_pipeline_rank"] = virtual if per is None else None
+    per = parallel.num_layers_per_virtual_pipeline_stage
+    found["num_layers_per_virtual_pipeline_stage"] = None if virtual == 1 or per is None else per_part
+    found["num_virtual_stages_per_pipeline_rank"] = virtual if virtual > 1 and per is None else None
     if recomputed is not None:
         found["recompute_num_layers"] = min(recomputed, 2 if train.recompute_method == "uniform" else per_part - 1 or 1)
     return found | _patterns(run, kinds, found["num_layers"])

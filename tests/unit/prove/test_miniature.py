@@ -67,6 +67,13 @@ def test_all_pairs_of_axes_are_covered(tmp_path: Path) -> None:
             {"pp": 2},
             {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
         ),
+        # one part of a stage holds all of its layers
+        (
+            "--num-layers 8 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2",
+            4,
+            {"pp": 2},
+            {"num_layers": 2, "num_layers_per_virtual_pipeline_stage": None},
+        ),
         # a frequency that does not divide the miniature's layers
         (
             "--pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 15 --position-embedding-type rope "
