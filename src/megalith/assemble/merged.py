@@ -49,10 +49,10 @@ def merge_lora(
     stacking = stacking_of(model.config)
     chunks = model_chunks(saved_tensors(model), stacking)
     args = {name: value for name, value in trained.args.items() if name not in LORA_SETTINGS}
-    named = trained.tokenizer.files()
-    if named:
-        named = {CHAT_TEMPLATE_FILE: next(iter(named.values())).with_name(CHAT_TEMPLATE_FILE), **named}
-    files = {name: path.read_bytes() for name, path in named.items() if path.is_file()}
+    paths = trained.tokenizer.files()
+    if paths:
+        paths = {CHAT_TEMPLATE_FILE: next(iter(paths.values())).with_name(CHAT_TEMPLATE_FILE), **paths}
+    files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
     content = CheckpointContent(
         chunks=chunks,
         written_as=stacking.written_keys(chunk.key for chunk in chunks),

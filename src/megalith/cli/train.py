@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +31,13 @@ from megalith.config import RunConfig, load
 from megalith.config.build import imported
 from megalith.config.command_line import given_settings, without_settings
 from megalith.config.environment import first_of_machine
+from megalith.config.from_args import TOKENIZER_FILES, tokenizer_from_args
 from megalith.config.render import common_flags_text, flags_text
 from megalith.config.rules.rule import Draft, Rule
 from megalith.config.run import all_settings
 from megalith.errors import ConfigError, MegalithError
 from megalith.kernels.cpu.process import keep_freed_memory
-from megalith.registry import IMPORT_FLAG, Import
+from megalith.registry import IMPORT_FLAG, Import, Registry
 from megalith.train.faults import Probe, parse_fault
 from megalith.train.signals import StopSignals
 from megalith.train.streams import warn
@@ -88,7 +90,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         checked = () if supervised else (Rule("memory_holds_the_weights", _check_memory),)
         registry = imported(argv, follows_recipe=True)
-        config = load(argv, saved_args=_saved_args, registry=registry, rules=checked)
+        config = load(argv, saved_args=partial(_saved_args, registry), registry=registry, rules=checked)
         if launched or "MEGALITH_SUPERVISOR" in os.environ:
             _stop_with_parent()
         converts = config.checkpoint.ckpt_convert_format is not None
@@ -119,9 +121,13 @@ def _check_memory(draft: Draft) -> str:
     return check_memory(draft)
 
 
-def _saved_args(folder: str, step: int | None) -> Mapping[str, Any] | None:
-    """Return the args of the checkpoint that `--load` names, for `--use-checkpoint-args`; None if there is none."""
+def _saved_args(registry: Registry, folder: str, step: int | None) -> Mapping[str, Any] | None:
+    """Return the args of the checkpoint that `--load` names, for `--use-checkpoint-args`; None if there is none.
+
+    Files of its tokenizer are those that the checkpoint has a copy of.
+    """
     from megalith.checkpoint import DirectoryStore, split_path
+    from megalith.tokenizers.build import with_files_in
 
     path, named = split_path(Path(folder))
     store = DirectoryStore(path)
@@ -129,8 +135,13 @@ def _saved_args(folder: str, step: int | None) -> Mapping[str, Any] | None:
     wanted = next((number for number in (named, step, store.latest()) if number is not None), None)
     if wanted is None and not there:
         return None
-    common = store.common(there[-1] if wanted is None else wanted)
-    return vars(common["args"]) if "args" in common else {}
+    wanted = there[-1] if wanted is None else wanted
+    common = store.common(wanted)
+    if "args" not in common:
+        return {}
+    args = vars(common["args"])
+    own = with_files_in(store.folder(wanted), tokenizer_from_args(args, registry))
+    return args | {name: getattr(own, name) for name in TOKENIZER_FILES}
 
 
 @dataclass
@@ -380,8 +391,9 @@ def _print_outcome(run: TrainingRun, config: RunConfig, argv: Sequence[str], con
             names = [one.name for one in config.registry.imports]
             best = run.state.best.iteration if config.checkpoint.keep_best else None
             iteration = [] if best is None else ["--iteration", str(best)]
-            words = ["megalith", "generate", save, *iteration, *([IMPORT_FLAG, *names] if names else []), "--prompt"]
-            console.print(f"try it: {shlex.join(words)} 'Once upon a time'")
+            words = ["megalith", "generate", save, *iteration, *([IMPORT_FLAG, *names] if names else [])]
+            words += ["--chat", "--prompt", "Hello"] if config.data.sft else ["--prompt", "Once upon a time"]
+            console.print(f"try it: {shlex.join(words)}")
         return EXIT_FINISHED
     if save is None:
         console.print("nothing was saved: the run has no --save")

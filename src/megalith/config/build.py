@@ -11,7 +11,7 @@ from megalith.config.command_line import read_command_line
 from megalith.config.environment import read_launch, tasks_without_srun
 from megalith.config.families import FAMILIES
 from megalith.config.fields import Setting
-from megalith.config.from_args import DROPOUT, settings_from
+from megalith.config.from_args import DROPOUT, TOKENIZER_FILES, settings_from
 from megalith.config.reading import Reading, read_recipe
 from megalith.config.rules import FILE_RULES, NOTICES, RULES
 from megalith.config.rules.rule import Draft, Rule, UnusableError, unreadable
@@ -121,7 +121,8 @@ def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader, registry:
         return reading
     reading.values = settings_from(args, registry, layout=layout)
     if not given.get("use_tokenizer_model_from_checkpoint_args", True):
-        reading.values.pop("tokenizer_model", None)
+        for name in TOKENIZER_FILES:
+            reading.values.pop(name, None)
         if "tokenizer_type" in given:
             reading.values.pop("tokenizer_type", None)
     reading.notes += _keep_given(reading.values, given)
@@ -135,8 +136,9 @@ def _keep_given(taken: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
     """Remove tokenizer and dropout that the user has given from what a checkpoint says; return notes about them."""
     names = ("tokenizer_type", "tokenizer_model", *DROPOUT)
     kept = [name for name in names if name in given and given[name] != taken.get(name, given[name])]
-    if "tokenizer_type" in kept:  # the folder that the checkpoint names is of another kind of tokenizer
-        taken.pop("tokenizer_model", None)
+    if "tokenizer_type" in kept or {"vocab_file", "merge_file"} & given.keys():  # files of two tokenizers do not mix
+        for name in TOKENIZER_FILES:
+            taken.pop(name, None)
     notes = [
         f"{all_settings()[name].flag} {given[name]}: kept; the checkpoint has {taken[name]}"
         for name in kept

@@ -182,6 +182,8 @@ MODEL_SETTINGS = tuple(
 )
 """Settings that decide what the weights of a model mean, or how many there are."""
 DROPOUT = ("hidden_dropout", "attention_dropout")
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+"""Settings that name files of a tokenizer, or its folder."""
 _LAYOUT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -213,8 +215,8 @@ def settings_from(args: Mapping[str, Any], registry: Registry = EMPTY, *, layout
         values["seq_length"] = int(args["seq_length"])
     if tokenizer.tokenizer_type and "tokenizer_type" in args:
         values["tokenizer_type"] = tokenizer.tokenizer_type
-    if tokenizer.is_hugging_face and Path(tokenizer.tokenizer_model or "").is_dir():
-        values["tokenizer_model"] = tokenizer.tokenizer_model  # of a Hugging Face folder, the folder itself
+        files = {name: getattr(tokenizer, name) for name in TOKENIZER_FILES}
+        values |= {name: path for name, path in files.items() if path and Path(path).exists()}
     if layout:
         parallel = parallel_from_args(args)
         values |= {name: getattr(parallel, name) for name in _LAYOUT}

@@ -9,17 +9,18 @@ import pytest
 
 from megalith.config import ModelConfig, PrecisionConfig, RunConfig, TokenizerConfig, load
 from megalith.config.saved_args import weights_args
+from megalith.errors import ConfigError
 
 RUN = "--seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --load there --use-checkpoint-args"
 LEFT = "--no-use-tokenizer-model-from-checkpoint-args"
 
 
-def run_from(folder: Path, flags: str) -> RunConfig:
+def run_from(folder: Path, flags: str, tokenizer: TokenizerConfig | None = None) -> RunConfig:
     """A run that loads a model whose tokenizer is in a folder."""
     model = ModelConfig(
         2, 16, 4, 32, position_embedding_type="rope", num_query_groups=None, hidden_dropout=0.0, attention_dropout=0.25
     )
-    tokenizer = TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder))
+    tokenizer = tokenizer or TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder))
     args = weights_args(model, PrecisionConfig(), tokenizer)
 
     def saved_args(where: str, step: int | None) -> dict[str, Any]:
@@ -60,6 +61,22 @@ def test_a_tokenizer_that_is_typed_as_the_checkpoint_has_it_needs_no_word(tmp_pa
     run = run_from(tmp_path, "--tokenizer-type HuggingFaceTokenizer")
     assert run.tokenizer.tokenizer_model == str(tmp_path)
     assert not any("kept" in str(note) for note in run.notes)
+
+
+def test_files_of_the_tokenizer_are_those_of_the_checkpoint_unless_some_are_given(tmp_path: Path) -> None:
+    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    for path in (vocab, merges):
+        path.write_text("{}")
+    tokenizer = TokenizerConfig("GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
+    run = run_from(tmp_path, "", tokenizer)
+    assert (run.tokenizer.vocab_file, run.tokenizer.merge_file) == (str(vocab), str(merges))
+    run = run_from(tmp_path, "--vocab-file other.json --merge-file other.txt", tokenizer)
+    assert (run.tokenizer.vocab_file, run.tokenizer.merge_file) == ("other.json", "other.txt")
+    merges.unlink()
+    vocab.unlink()
+    with pytest.raises(ConfigError) as refused:
+        run_from(tmp_path, "", tokenizer)
+    assert "--vocab-file" in str(refused.value) and "--merge-file" in str(refused.value)
 
 
 def test_dropout_is_that_of_the_checkpoint_unless_it_is_given(tmp_path: Path) -> None:
