@@ -61,7 +61,7 @@ def adapter_reader(trained: Trained, checkpoint: Path, context: ParallelContext)
         if record.get("hash") not in (None, digest()):
             raise CheckpointError(
                 f"{path} holds adapters of another model: that in {record.get('path')}, with the hash "
-                f"{record['hash']}; {checkpoint} has {digest()}"
+                f"{record['hash']}; {checkpoint} has {digest()}. Serve the model of these adapters, or leave them out"
             )
         return _filled(store, found, trained, {name: getattr(model, name) for name in LORA_SETTINGS}, context)
 
