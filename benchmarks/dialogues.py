@@ -35,7 +35,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def make_tokenizer(texts: list[str], folder: Path) -> None:
+def make_tokenizer(texts: list[str], folder: Path, size: int = 32_000) -> None:
     """Train a byte-level BPE with Qwen's pattern and normalisation."""
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -47,7 +47,7 @@ def make_tokenizer(texts: list[str], folder: Path) -> None:
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=32_000, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+        vocab_size=size, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator(texts, trainer)
     bpe.save(str(folder / "tokenizer.json"))
