@@ -1,6 +1,7 @@
 """Planned beside counted memory, and the memory of recipes.
 
     python benchmarks/plan_memory.py --number 10 --seed 1       # random configurations of 1, 2 and 4 CPU ranks
+    python benchmarks/plan_memory.py --sharded --number 10      # the same with FSDP2, of 2 and 4
     python benchmarks/plan_memory.py --recipes                  # of the recipes for GPUs
     python benchmarks/plan_memory.py --megatron MEASURED.json   # of what Megatron-LM measured
 
@@ -107,13 +108,20 @@ def draw(chance: random.Random) -> tuple[int, list[str]]:
     return ranks, words.split()
 
 
+def draw_sharded(chance: random.Random) -> tuple[int, list[str]]:
+    """Return the same with FSDP2, in every third ZeRO-2."""
+    ranks, words = draw(chance)
+    words = [word for word in words if word != "--use-distributed-optimizer"] + ["--use-torch-fsdp2"]
+    return ranks, words + ["--torch-fsdp2-no-reshard-after-forward"] * (chance.random() < 0.33)
+
+
 def sound(ranks: int, words: Sequence[str]) -> bool:
-    """Return whether the rules let a configuration start."""
+    """Return whether the rules let a configuration start, and FSDP2 has replicas."""
     try:
-        load(list(words), {"RANK": "0", "WORLD_SIZE": str(ranks)})
+        run = load(list(words), {"RANK": "0", "WORLD_SIZE": str(ranks)})
     except MegalithError:
         return False
-    return True
+    return run.fully_sharded or not run.parallel.fully_shards
 
 
 def build(rank: int, words: Sequence[str], ranks: int) -> tuple[Any, RunConfig, ParallelContext]:
@@ -264,12 +272,12 @@ def write(path: Path, name: str, text: str) -> None:
     path.write_text(f"{before}<!-- {name} -->\n{text}\n<!-- end -->{after}", encoding="utf-8")
 
 
-def random_runs(number: int, seed: int, kept: Path | None) -> tuple[str, float]:
+def random_runs(number: int, seed: int, kept: Path | None, *, sharded: bool) -> tuple[str, float]:
     """Return planned beside counted memory of random configurations as Markdown, and the share that is near."""
     chance, found = random.Random(seed), list[Comparison]()
     drawn: list[tuple[int, list[str]]] = []
     while len(drawn) < number:
-        one = draw(chance)
+        one = (draw_sharded if sharded else draw)(chance)
         drawn += [one] if sound(*one) else []
     lines = kept.read_text(encoding="utf-8").splitlines() if kept and kept.is_file() else []
     saved = [(ranks, flags.split(), tuple(counted)) for ranks, flags, counted in map(json.loads, lines)]
@@ -294,6 +302,7 @@ def main() -> int:
         "--number", type=int, default=10, help="random configurations (default: %(default)s; 0: those kept)"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the draws (default: %(default)s)")
+    parser.add_argument("--sharded", action="store_true", help="draw configurations with FSDP2")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="keep what is counted, and continue from it")
     parser.add_argument("--recipes", action="store_true", help="plan the recipes for GPUs")
     parser.add_argument("--megatron", type=Path, metavar="FILE", help="compare with Megatron-LM's measurements")
@@ -304,7 +313,8 @@ def main() -> int:
     elif options.megatron:
         name, (text, share), wanted = "megatron", megatron(options.megatron), PART
     else:
-        name, (text, share), wanted = "random", random_runs(options.number, options.seed, options.keep), SHARE
+        name, wanted = "sharded" if options.sharded else "random", SHARE
+        text, share = random_runs(options.number, options.seed, options.keep, sharded=options.sharded)
     print(text if options.recipes else text.splitlines()[0])
     if options.markdown:
         write(options.markdown, name, text)

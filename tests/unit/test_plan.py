@@ -21,6 +21,7 @@ from megalith.plan.memory import RankMemory
 from megalith.plan.plan import Plan, plan_run, search_run
 from megalith.plan.record import Mark, Tensors, replay
 
+from ..live_memory import live_bytes
 from .config.test_recipes import RECIPES, VOCABULARIES, gpus
 
 BY_SIZE = {16: "T4", 24: "RTX4090", 32: "V100S", 40: "A100-40GB", 80: "H100"}
@@ -79,8 +80,6 @@ def test_a_larger_micro_batch_does_not_fit() -> None:
 
 
 def test_what_cannot_be_planned_is_said() -> None:
-    with pytest.raises(ConfigError, match="--use-torch-fsdp2"):
-        _plan(2, 4, "--use-torch-fsdp2", 2)
     some = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
     with pytest.raises(ConfigError, match="--recompute-method block"):
         plan_run(f"{DENOISED} {some}".split(), DEVICES["H100"], world_size=1)
@@ -214,29 +213,32 @@ def test_context_parallelism_halves_what_a_rank_keeps(exchange: str) -> None:
 
 
 def test_a_plan_equals_what_a_process_counts() -> None:
-    """One configuration; benchmarks/plan_memory.py has many, with several ranks."""
-    import torch
-
-    from megalith.assemble.training import build_run
-    from megalith.config import load
-    from megalith.distributed.context import ParallelContext
-    from megalith.plan.measure import MemoryTrace
-    from megalith.train.step import train_step
-
+    """One configuration; benchmarks/plan_memory.py has many, with several ranks (tests/distributed/test_plan.py)."""
     words = SMALL.format(3, 4, "--device cpu --recompute-granularity selective").split()
     planned = plan_run(words, DEVICES["CPU"], world_size=1).fullest
-    run = load(words, {})
-    with MemoryTrace(torch.device("cpu")) as trace:
-        built = build_run(run, ParallelContext.solo()).run
-        for _ in range(2):
-            start = len(trace.events)
-            train_step(built.state, iter(built.train), run.num_micro_batches)
-    sizes = [trace.tensors[n].size if n >= 0 else -trace.tensors[~n].size for n in trace.events]
-    live = [sum(sizes[:start])]
-    for size in sizes[start:]:
-        live.append(live[-1] + size)
-    assert planned.allocated_bytes == pytest.approx(live[0], rel=0.02)
-    assert planned.peak_bytes == pytest.approx(max(live), rel=0.02)
+    allocated, peak = live_bytes(words)
+    assert planned.allocated_bytes == pytest.approx(allocated, rel=0.02)
+    assert planned.peak_bytes == pytest.approx(peak, rel=0.02)
+
+
+def test_fsdp2_keeps_whole_gradients_between_micro_batches_and_gathers_in_each_pass() -> None:
+    parameters = 4 * (12 * 64 * 64 + 13 * 64) + (256 + 128) * 64 + 2 * 64
+    flags = "--use-torch-fsdp2"
+    one, several = (_plan(4, size, flags, 2, "CPU") for size in (4, 24))
+    assert one.fullest.allocated == several.fullest.allocated
+    assert one.fullest.allocated["weights"] == 2 * parameters, "half of four bytes"
+    assert one.fullest.peak["gradients"] < 2 * parameters and several.fullest.peak["gradients"] == 4 * parameters
+    assert any(tensors.size == 4 * parameters for tensors in several.fullest.tensors)
+    zero2 = _plan(4, 24, f"{flags} --torch-fsdp2-no-reshard-after-forward", 2, "CPU")
+    assert zero2.fullest.peak["weights"] == 6 * parameters, "its own half and the whole"
+    once = zero2.time.parts["dp"]  # a gather and a reduction, beside which two gathers in each of six micro-batches
+    assert 6 * once < several.time.parts["dp"] < 12 * once
+
+
+def test_megatron_fsdp_is_planned_as_fsdp2() -> None:
+    strategy = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+    whole, other = (_plan(2, 4, flags, 2) for flags in ("--use-torch-fsdp2", strategy))
+    assert whole.ranks == other.ranks and whole.time == other.time
 
 
 def test_segments_are_replayed() -> None:

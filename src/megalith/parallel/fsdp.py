@@ -59,13 +59,16 @@ class FullyShard:
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self._axis = ctx.flatten_axes("cp", "dp")
-        assert self._axis.group is not None, "sharding needs at least two replicas"
+        assert self._axis.size > 1, "sharding needs at least two replicas"
         parameters = list(module.parameters())
         (self.dtype,) = {parameter.dtype for parameter in parameters}
         for parameter in parameters:
             parameter.data = parameter.data.to(at_least_fp32(self.dtype))
         self.shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        mesh = DeviceMesh.from_group(self._axis.group, ctx.device.type, mesh_dim_names=("replicas",))
+        if self._axis.group is None:
+            mesh: DeviceMesh = _PlannedMesh(self._axis)
+        else:
+            mesh = DeviceMesh.from_group(self._axis.group, ctx.device.type, mesh_dim_names=("replicas",))
         policy = MixedPrecisionPolicy(self.dtype, reduce_dtype, cast_forward_inputs=False)
         for unit in units:
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
@@ -74,13 +77,15 @@ class FullyShard:
         assert isinstance(module, FSDPModule)
         self._module, self._reshards = module, reshard_after_forward
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-        gather: Any = _Gather(self._axis)  # Any: these classes have no public type
-        reduce: Any = _Reduce(self._axis)
+        gather: Any = _Gather(self._axis, ctx.device)  # Any: these classes have no public type
+        reduce: Any = _Reduce(self._axis, ctx.device)
         for unit in self._units:
             unit.set_gradient_divide_factor(float(ctx.dp.size))  # over cp gradients are summed, not averaged
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
             unit.set_custom_all_gather(gather)
             unit.set_custom_reduce_scatter(reduce)
+            if self._axis.group is None:
+                _allow_meta(unit, ctx.device)
         self._parameters = dict(module.named_parameters())
         self.shards = {name: _local_shard(parameter.detach()) for name, parameter in self._parameters.items()}
         self._num_micro_batches: int | None = None
@@ -131,11 +136,11 @@ class FullyShard:
 class _Allocator:
     """Allocates the memory that FSDP2 sends and receives."""
 
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self._axis, self._device = axis, device
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(tuple(size), dtype=dtype, device=device)
+        return torch.empty(tuple(size), dtype=dtype, device=self._device)
 
 
 class _Gather(_Allocator):
@@ -154,6 +159,31 @@ class _Reduce(_Allocator):
     ) -> None:
         assert not async_op, "FSDP2 waits in a stream of its own"
         start_reduce_scatter(input_tensor, self._axis, out=output_tensor).wait()
+
+
+class _PlannedMesh(DeviceMesh):
+    """A mesh without process groups, for plans; it stands for its group too."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._index = axis.index
+        ranks, names = torch.arange(axis.size, device="cpu"), ("replicas",)
+        super().__init__("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=axis.index)
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        return self
+
+    def rank(self) -> int:
+        return self._index
+
+
+def _allow_meta(unit: FSDPModule, device: torch.device) -> None:
+    """Let FSDP2 gather into tensors without memory."""
+    state: Any = unit._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    for group in filter(None, groups):  # one at most before torch 2.12
+        group._validate_no_meta_params = lambda: None
+        for parameter in group.fsdp_params:
+            parameter.device = device
 
 
 def _clone_view(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """A step of a part of a model on torch's meta device, whose tensors have shapes and no memory.
 
-The part is built, trained for two steps of one micro-batch by the code that trains a run, and watched in the second
-one. Other ranks are not there: collectives return what they are given (`comm`). The capability of the device that the
-plan is for decides which kernels are taken.
+The part is built, trained for two steps of one micro-batch (with FSDP2 of three where a step has several) by the code
+that trains a run, and watched in the second one. Other ranks are not there: collectives return what they are given
+(`comm`). The capability of the device that the plan is for decides which kernels are taken.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from itertools import islice
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from megalith.plan import experts as routing
 from megalith.plan.devices import Device
 from megalith.plan.experts import replaced, routed
 from megalith.plan.memory import Part
-from megalith.plan.record import FROZEN, Mark, Parameter, Record, Segment, Tensors, largest, replay
+from megalith.plan.record import FIRST, FROZEN, LAST, Mark, Parameter, Record, Segment, Tensors, largest, replay
 from megalith.plan.work import Op as Launch
 from megalith.plan.work import Sent, Work, count_op, size_of
 from megalith.schedules.pipeline import Op
@@ -47,12 +47,20 @@ from megalith.train.step import MicroBatchRunner
 
 META = torch.device("meta")
 _PACKAGE = str(Path(megalith.__file__).parent)
-_CATEGORIES = {"distributed": "communication", "optim": "optimizer", "optim/gradients.py": "gradients"}
+_CATEGORIES = {
+    "distributed": "communication",
+    "optim": "optimizer",
+    "optim/gradients.py": "gradients",
+    "parallel/fsdp.py": "communication",
+}
 
 
 _IN_PLACE = (torch.ops.aten._fused_sgd_.default,)
 """Operators without results that torch lacks on the meta device."""
-_NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "resize_", "detach", "set_", "_unsafe_view"}
+_NO_LAUNCH = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "resize_", "detach", "set_", "_unsafe_view"),
+    "all_gather_copy_in",  # of FSDP2: this rank's rows alone
+}
 
 
 class _Started:
@@ -87,7 +95,18 @@ class MemoryTrace(TorchDispatchMode):
         self.collectives: list[_Started] = []
         self._places: list[tuple[int, int]] = []  # of the marks among these
         self._device, self._block = device, block
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._alive: set[int] = set()
+        resize, see = torch.UntypedStorage.resize_, self._resized  # by which FSDP2 frees what it has gathered
+        self._watched = replaced(torch.UntypedStorage, resize_=lambda memory, size: see(memory, resize(memory, size)))
+
+    def __enter__(self) -> Self:
+        self._watched.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._watched.__exit__(*error)
 
     def mark(self, operation: str, piece: str = "") -> None:
         """Start a segment."""
@@ -110,11 +129,30 @@ class MemoryTrace(TorchDispatchMode):
             for (start, first), (stop, last) in zip(self._places, ends, strict=True)
         ]
 
+    def made(self, start: int, stop: int) -> set[int]:
+        """Return the tensors that were made between two events and are there at the second."""
+        alive: set[int] = set()
+        for number in self.events[start:stop]:
+            (alive.add if number >= 0 else alive.discard)(max(number, ~number))
+        return alive
+
+    def name_gradients(self) -> None:
+        """Call gradients what backward passes made and kept, which are autograd's tensors and FSDP2's."""
+        ends = [*self.marks[1:], Mark(len(self.events), "", "")]
+        starts = dict[str, int]()  # operation -> its first event
+        for mark, end in zip(self.marks, ends, strict=True):
+            if mark.operation[:1] == "B" and end.operation != mark.operation:
+                for number in self.made(starts.pop(mark.operation, mark.event), end.event):
+                    self.tensors[number] = self.tensors[number]._replace(category="gradients")
+            elif mark.operation[:1] == "B":
+                starts.setdefault(mark.operation, mark.event)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         lacking = self._device == META and func in _IN_PLACE
         out = None if lacking else func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.device == self._device:
+            wraps = hasattr(tensor, "__tensor_flatten__")  # others, as DTensor does, and has no memory
+            if isinstance(tensor, Tensor) and tensor.device == self._device and not wraps:
                 self._see(tensor)
         if self._device == META:
             self._count(func, args, kwargs or {}, out)
@@ -134,14 +172,28 @@ class MemoryTrace(TorchDispatchMode):
         memory = tensor.untyped_storage()
         if memory in self._known:
             return
-        self._known.add(memory)
         size = -(-memory.nbytes() // self._block) * self._block
         category, where = _place()
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         what = f"{shape} {str(tensor.dtype).removeprefix('torch.')}, {where}"
-        self.events.append(len(self.tensors))
+        number = self._known[memory] = len(self.tensors)
         self.tensors.append(Tensors(size, category, what))
-        weakref.finalize(memory, self.events.append, ~self.events[-1]).atexit = False
+        self._resized(memory, memory)
+        weakref.finalize(memory, self._end, number).atexit = False
+
+    def _resized(self, memory: Any, resized: Any) -> Any:
+        number = self._known.get(memory)
+        if number is not None and not memory.nbytes():
+            self._end(number)
+        elif number is not None and number not in self._alive:
+            self._alive.add(number)
+            self.events.append(number)
+        return resized
+
+    def _end(self, number: int) -> None:
+        if number in self._alive:
+            self._alive.remove(number)
+            self.events.append(~number)
 
 
 def _place() -> tuple[str, str]:
@@ -149,6 +201,8 @@ def _place() -> tuple[str, str]:
     frame: Any = sys._getframe(3)
     while frame is not None:
         file = frame.f_code.co_filename
+        if frame.f_code.co_name == "init_all_gather_outputs":  # of FSDP2
+            return "weights", "gathered"
         if file.startswith(_PACKAGE) and not file.startswith((f"{_PACKAGE}/plan/", f"{_PACKAGE}/cli/")):
             file = file[len(_PACKAGE) + 1 :]
             function = frame.f_code.co_name
@@ -226,7 +280,7 @@ def context_of(run: RunConfig, rank: int, start: Callable[[str, Axis, Any], Any]
     for names, axis in solo.axes.items():
         ordered = axis.name.split("+")
         (ranks,) = (ranks for ranks in layout.groups(*ordered) if rank in ranks)
-        shares = names in (frozenset(("cp", "dp")), frozenset(("edp",)))
+        shares = names in (frozenset(("cp", "dp")), frozenset(("edp",))) and not run.fully_sharded
         axes[names] = axis if shares else Axis(axis.name, ranks, ranks.index(rank), planned=start)
     pairs = ((ranks[0], ranks[-1]) for ranks in layout.groups("pp") if layout.pp > 1)
     ends = next((Axis("ends", pair, pair.index(rank), planned=start) for pair in pairs if rank in pair), None)
@@ -257,12 +311,15 @@ def measure(run: RunConfig, part: Part, vocab_size: int, device: Device) -> Reco
         trace.mark("", "first step")
         step = partial(_step, run, context, chunks[0], optimizer, deferred, trace)
         step(None)
+        optimizer.zero_grad()
         trace.mark("", "left")
         message = step(part.units)
         trace.mark("", "again")
         if run.layout.ep > 1:  # for the time, which a balanced router would take
             with replaced(routing, ROWS=1):
                 step(part.units)
+    if run.fully_sharded:
+        trace.name_gradients()
     found = replay(trace.events, trace.tensors, trace.marks)
     first, end, again = (
         next(number for number, (mark, _) in enumerate(found) if mark.piece == piece)
@@ -283,12 +340,7 @@ def _name(mark: Mark) -> str:
 
 def _left(trace: MemoryTrace, start: int, stop: int) -> Segment:
     """Return what was made between two events and is there at the second."""
-    alive: set[int] = set()
-    for number in trace.events[start:stop]:
-        if number >= 0:
-            alive.add(number)
-        else:
-            alive.discard(~number)
+    alive = trace.made(start, stop)
     change: dict[str, int] = {}
     for number in alive:
         one = trace.tensors[number]
@@ -300,7 +352,6 @@ def _parameters(
     model: LanguageModel, optimizer: Optimizer, units: Sequence[Sequence[int]]
 ) -> dict[str, list[Parameter]]:
     gradients = optimizer.gradients
-    assert isinstance(gradients, GradientBuffers), "FSDP2 is refused"
     blocks = iter(model.blocks())  # of prediction are after those of the units
     unit_of = {
         parameter: str(number)
@@ -309,13 +360,17 @@ def _parameters(
         for parameter in block.parameters()
     }
     states: dict[str, list[int]] = {}
-    for label, tensor in optimizer.state_tensors().items():
-        states.setdefault(label.partition(".")[2], []).append(tensor.numel() * tensor.element_size())
+    for box in optimizer.state_boxes():
+        states.setdefault(box.name.partition(".")[2], []).append(box.tensor.numel() * box.tensor.element_size())
     found: dict[str, list[Parameter]] = {}
     groups = {name: number for number, group in enumerate(optimizer.groups) for name in group.names}
     for name, parameter in model.named_parameters():
-        kind = gradients.layout.bucket_of(name).kind if name in groups else ()
-        sizes = parameter.numel(), parameter.element_size()
+        if isinstance(gradients, GradientBuffers):
+            kind = gradients.layout.bucket_of(name).kind if name in groups else ()
+            sizes = parameter.numel(), parameter.element_size()
+        else:  # of the first rank, which has as many rows as others have with padding
+            kind, (start, stop) = (), gradients.owned_range(name)
+            sizes = stop - start, model.dtype.itemsize
         one = Parameter(*sizes, kind, tuple(states.get(name, ())), groups.get(name, FROZEN))
         found.setdefault(unit_of.get(parameter, ""), []).append(one)
     return found
@@ -346,22 +401,46 @@ def _step(
     trace: MemoryTrace,
     units: Sequence[Sequence[int]] | None,
 ) -> int:
-    """Train one step of one micro-batch; mark its pieces if `units` are given. Return the bytes of a message."""
-    batches, number = (_batch(run) for _ in range(1)), run.num_micro_batches
-    runner = MicroBatchRunner([model], batches, context, num_micro_batches=number)
-    mark = (lambda *names: None) if units is None else trace.mark
+    """Train one step of one micro-batch, with FSDP2 of a first, another and a last one if there are several.
+
+    Mark its pieces if `units` are given. Return the bytes of a message.
+    """
+    several = run.fully_sharded and run.num_micro_batches > 1
+    kinds = (FIRST, "", LAST) if several else ("",)
+    batches = (_batch(run) for _ in kinds)
+    runner = MicroBatchRunner([model], batches, context, num_micro_batches=run.num_micro_batches)
     model.train()
-    optimizer.zero_grad(number)
-    hooks = _mark_units(model, trace, units) if units else []
+    optimizer.zero_grad(len(kinds) if several else run.num_micro_batches)
+    for number, kind in enumerate(kinds):
+        message = _micro_batch(runner, number, kind, deferred, trace, units)
+    if units is not None:
+        trace.mark("step", "all")
+    optimizer.measure()
+    optimizer.complete_step([0.0, 1e6, 0.0], 1e-4, 0.1)
+    return message
+
+
+def _micro_batch(
+    runner: MicroBatchRunner,
+    number: int,
+    kind: str,
+    deferred: Any,
+    trace: MemoryTrace,
+    units: Sequence[Sequence[int]] | None,
+) -> int:
+    """Compute both passes of a micro-batch; `kind` is added to the names of its operations."""
+    (model,) = runner.chunks
+    mark = (lambda *names: None) if units is None else trace.mark
+    hooks = _mark_units(model, trace, units, kind) if units else []
     hidden = grad = None
-    mark("F", "batch")
-    shape, dtype = runner.activation_shape(0)
+    mark(f"F{kind}", "batch")
+    shape, dtype = runner.activation_shape(number)
     mark("", "input")
     if not model.stage.is_first:
         hidden = torch.empty(shape, dtype=dtype, device=META, requires_grad=True)
-    mark("F", "before")
-    runner.prepare(Op("F", 0, 0))
-    output = runner.forward(0, 0, hidden)
+    mark(f"F{kind}", "before")
+    runner.prepare(Op("F", 0, number))
+    output = runner.forward(0, number, hidden)
     root: Any = output if output.dim() == 0 else get_gradient_edge(output)
     output = output.detach()
     message = 0 if output.dim() == 0 else output.untyped_storage().nbytes()
@@ -369,28 +448,24 @@ def _step(
         grad = torch.empty_like(output)
         mark("", "message")
     del output
-    mark("B", "after")
+    mark(f"B{kind}", "after")
     if deferred is None:
         torch.autograd.backward(root, grad)
     else:
         with deferred.collect(0):
             torch.autograd.backward(root, grad)
     del root
-    runner.release(0)
+    runner.release(number)
     for hook in hooks:
         hook.remove()
     mark("W", "all")
     if deferred is not None:
         deferred.run_deferred(0)
     mark("", "sent")
-    del hidden, grad
-    mark("step", "all")
-    optimizer.measure()
-    optimizer.complete_step([0.0, 1e6, 0.0], 1e-4, 0.1)
     return message
 
 
-def _mark_units(model: LanguageModel, trace: MemoryTrace, units: Sequence[Sequence[int]]) -> list[Any]:
+def _mark_units(model: LanguageModel, trace: MemoryTrace, units: Sequence[Sequence[int]], kind: str) -> list[Any]:
     """Mark where units begin in either pass; return the handles of the hooks."""
     blocks, hooks = list(model.blocks()), []
     passed: set[str] = set()  # recomputation calls layers again
@@ -402,21 +477,21 @@ def _mark_units(model: LanguageModel, trace: MemoryTrace, units: Sequence[Sequen
 
     def begin(piece: str, first: bool, module: nn.Module, args: Any) -> None:
         if enters(f"begin {piece}"):
-            trace.mark("F", piece)
+            trace.mark(f"F{kind}", piece)
             if first and args[0].requires_grad:
-                args[0].register_hook(lambda grad: trace.mark("B", "before"))
+                args[0].register_hook(lambda grad: trace.mark(f"B{kind}", "before"))
 
     def end(piece: str, last: bool, module: nn.Module, args: Any, output: Tensor) -> None:
         if enters(f"end {piece}"):
-            output.register_hook(lambda grad: trace.mark("B", piece))
+            output.register_hook(lambda grad: trace.mark(f"B{kind}", piece))
             if last:
-                trace.mark("F", "after")
+                trace.mark(f"F{kind}", "after")
 
     start = 0
     for number, layers in enumerate(units):
         stop = start + len(layers)
         is_first, is_last = number == 0, number == len(units) - 1
-        hooks.append(blocks[start].register_forward_pre_hook(partial(begin, str(number), is_first)))
-        hooks.append(blocks[stop - 1].register_forward_hook(partial(end, str(number), is_last)))
+        hooks.append(blocks[start].register_forward_pre_hook(partial(begin, str(number), is_first), prepend=True))
+        hooks.append(blocks[stop - 1].register_forward_hook(partial(end, str(number), is_last), prepend=True))
         start = stop
     return hooks

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import chain
 from math import lcm
@@ -19,7 +19,7 @@ from megalith.errors import ConfigError
 from megalith.flat import FlatLayout, lay_out_gradients
 from megalith.layout import Group
 from megalith.plan.devices import Device
-from megalith.plan.record import FROZEN, Parameter, Record, Segment, Tensors, largest
+from megalith.plan.record import FIRST, FROZEN, LAST, Parameter, Record, Segment, Tensors, largest
 from megalith.plan.work import Work
 from megalith.schedules.pipeline import Action, Op, make_schedule
 
@@ -86,13 +86,8 @@ def plan_memory(run: RunConfig, device: Device, record_of: Callable[[Part], Reco
     """Return the memory of each kind of rank, in the order of the pipeline.
 
     Raises:
-        ConfigError: weights are divided over replicas (FSDP2), or T5 recomputes some layers of a stack.
+        ConfigError: T5 recomputes some layers of a stack.
     """
-    if run.fully_sharded:
-        raise ConfigError(
-            "--use-torch-fsdp2: the memory of ZeRO-2 and ZeRO-3 is not planned yet; use --use-distributed-optimizer "
-            "(ZeRO-1) in the plan, which needs more"
-        )
     if run.model.family.encoder_decoder and run.recompute and run.recompute.method == "block":
         raise ConfigError("--recompute-method block: of T5 its memory is not planned; use uniform in the plan")
     alike: dict[object, list[int]] = {}
@@ -123,8 +118,12 @@ def _split(run: RunConfig, stage: int, number: int) -> tuple[Part, list[int]]:
                 if stack:  # between two stacks are norm and embedding, and gradients of what all layers read
                     options = f"{stack} {len(unit)}{' top' * (unit[-1] == layers[-1])}"
                 two = bool(stack) or model.lora_rank is not None  # below the lowest nothing is trained
+                end = " first" * (unit[0] == layers[0]) + " last" * (unit[-1] == layers[-1])  # of what is gathered
                 units.append(unit)
-                kinds.append(f"{'recomputed ' * group.again}{options}{' lowest' * (two and unit[0] in (0, layers[0]))}")
+                kinds.append(
+                    f"{'recomputed ' * group.again}{options}{' lowest' * (two and unit[0] in (0, layers[0]))}"
+                    f"{end * run.fully_sharded}"
+                )
     counts: Counter[str] = Counter()
     chosen = [place for place, kind in enumerate(kinds) if (counts.update([kind]) or counts[kind] <= 2)]
     last = {kinds[place]: index for index, place in enumerate(chosen)}
@@ -162,19 +161,38 @@ class _Moment:
 class _Chunk:
     """A chunk of a stage: its operations, each a sequence of pieces."""
 
-    def __init__(self, part: Part, record: Record, order: Sequence[int]) -> None:
-        self.record, self.order, self._seen = record, order, len(part.units)
+    def __init__(self, part: Part, record: Record, order: Sequence[int], *, sharded: bool) -> None:
+        self.record, self.order, self._seen, self._sharded = record, order, len(part.units), sharded
         self._unit = "layer" if all(len(unit) == 1 for unit in part.units) else "group of layers"
         units = [str(number) for number in order]
-        self.forward = self._pieces("F", ["batch", "before", *units, "after"])
-        self.backward = self._pieces("B", ["after", *reversed(units), "before"])
-        self.kept = _sum(piece.change for _, piece in self.forward)
-        self.freed = _sum(piece.change for _, piece in self.backward)
-        self.peaks = {
-            "F": self._peak("forward", self.forward),
-            "B": self._peak("backward", self.backward),
-            "W": self._peak("weight gradients", self._pieces("W", ["all"])),
+        passes = {
+            way + kind: self._pieces(way + kind, pieces)
+            for kind in (FIRST, "", LAST)
+            for way, pieces in (
+                ("F", ["batch", "before", *units, "after"]),
+                ("B", ["after", *reversed(units), "before"]),
+            )
         }
+        self.forward, self.backward = passes["F"], passes["B"]
+        self.changes = {name: _sum(piece.change for _, piece in pieces) for name, pieces in passes.items()}
+        shared = ("weights", "gradients") if sharded else ()  # by all micro-batches
+        self.kept, self.freed = (
+            Counter({name: size for name, size in self.changes[way].items() if name not in shared}) for way in "FB"
+        )
+        self.peaks = {
+            name: self._peak("forward" if name[0] == "F" else "backward", pieces) for name, pieces in passes.items()
+        }
+        self.peaks["W"] = self._peak("weight gradients", self._pieces("W", ["all"]))
+        self.gathered, now = dict[str, tuple[int, int]](), 0  # by FSDP2, before and after an operation
+        for name, change in self.changes.items():
+            before, now = now, now + change["weights"] * sharded
+            self.gathered[name] = before, now
+        self.reduced = {name: change["gradients"] * sharded for name, change in self.changes.items()}
+
+    def name(self, op: Op, number: int) -> str:
+        """Return the name of an operation of one of so many micro-batches."""
+        name = op.kind + (FIRST if op.micro_batch == 0 else LAST if op.micro_batch == number - 1 else "")
+        return name if self.changes.get(name) else op.kind
 
     def _pieces(self, operation: str, names: Iterable[str]) -> list[tuple[str, Segment]]:
         found = ((name, self.record.segments.get(f"{operation} {name}")) for name in names)
@@ -201,18 +219,24 @@ class _Chunk:
             pieces = self.forward[: max(0, len(self.forward) - 1 - place)]
         else:
             pieces = []
-        return [one for _, piece in pieces for one in piece.kept]
+        return self._tensors(pieces)
+
+    def _tensors(self, pieces: Sequence[tuple[str, Segment]]) -> list[Tensors]:
+        passing = "communication" if self._sharded else ""  # each unit frees what the one before has received
+        return [one for _, piece in pieces for one in piece.kept if one.category != passing]
 
     def work(self) -> dict[str, Work]:
         """Return what a micro-batch computes and sends in each operation."""
         found = {"F": self.forward, "B": self.backward, "W": self._pieces("W", ["all"])}
         passes = {name: Work.of(piece.work for _, piece in pieces) for name, pieces in found.items()}
+        for name, own in passes.items():  # what FSDP2 sends is that of all replicas' sums (`time`)
+            passes[name] = replace(own, sent=tuple(one for one in own.sent if one.axis != "cp+dp"))
         more = len(self.order) / max(1, self._seen)  # nothing else is put off
         passes["W"] = Work(tuple(op._replace(number=more * op.number) for op in passes["W"].ops), passes["W"].sent)
         return passes
 
     def kept_tensors(self) -> list[Tensors]:
-        return [one for _, piece in self.forward for one in piece.kept]
+        return self._tensors(self.forward)
 
     def parameters(self) -> Iterable[Parameter]:
         """Yield the parameters of all layers."""
@@ -229,7 +253,8 @@ class _Stage:
     ) -> None:
         self.run, self.device, self.stages = run, device, tuple(stages)
         split = [_split(run, stages[0], number) for number in range(len(run.stages[stages[0]]))]
-        self.chunks = [_Chunk(part, record_of(part), order) for part, order in split]
+        sharded = run.fully_sharded
+        self.chunks = [_Chunk(part, record_of(part), order, sharded=sharded) for part, order in split]
         # of whichever chunk: outputs of all but the last of the pipeline are alike
         self.message = max(chunk.record.message for chunk in self.chunks)
         if run.layout.pp > 1 and not self.message:
@@ -250,7 +275,8 @@ class _Stage:
         moment = max(self._passes(), self._reduction(fixed), self._update(), key=lambda one: one.total)
         peak = _sum([allocated, moment.bytes])
         whole = [one for chunk in self.chunks for one in chunk.record.left.kept]
-        whole += [Tensors(size, name, f"{name}, flat") for name, size in fixed.items() if name == "gradients"]
+        if not self.run.fully_sharded:
+            whole.append(Tensors(fixed["gradients"], "gradients", "gradients, flat"))
         return RankMemory(
             self.stages,
             sum(len(own) for chunk in self.run.stages[self.stages[0]] for own in stacks_of(self.run, chunk).values()),
@@ -294,7 +320,7 @@ class _Stage:
         flat = lay_out_gradients(
             {str(name): (one.elements,) for name, one in parameters.items()},
             {str(name): one.kind for name, one in parameters.items()},
-            replicas,
+            1 if self.run.fully_sharded else replicas,
         )
         itemsize = self.chunks[0].record.gradient_itemsize
         zero1 = self.run.parallel.shards_optimizer_only
@@ -350,17 +376,20 @@ class _Stage:
         run, pp = self.run, self.run.layout.pp
         number = min(run.num_micro_batches, _ROUNDS * pp)
         schedule = make_schedule(run.pipeline_schedule, pp, len(self.chunks), max(1, number))
-        under_way = _UnderWay(self.chunks, self.message, is_split=schedule.is_split)
+        sharded = self._fixed()["gradients"] if run.fully_sharded else 0  # those of the last step go as it begins
+        under_way = _UnderWay(self.chunks, self.message, -sharded, number, is_split=schedule.is_split)
         best, best_total, what = _Moment({}, ""), -1, None
         for action in schedule.actions(self.stages[0]):
-            here = under_way.begin(action)
-            total = sum(here.values()) + self.chunks[action.op.chunk].peaks[action.op.kind].total
+            here, chunk = under_way.begin(action), self.chunks[action.op.chunk]
+            own = chunk.peaks[chunk.name(action.op, number)]
+            total = sum(here.values()) + own.total
             if total > best_total:
-                own = self.chunks[action.op.chunk].peaks[action.op.kind]
                 best, best_total, what = _Moment(_sum([here, own.bytes]), own.text), total, action.op
                 others = under_way.others(action.op)
                 kept = [one._replace(number=n * one.number) for c, n in others.items() for one in self._kept(c)]
                 best.tensors = [*own.tensors, *kept]
+                if waiting := here["gradients"] + sharded:
+                    best.tensors.append(Tensors(waiting, "gradients", "gradients that are not reduced yet"))
                 if sum(others.values()):
                     best.text += f", with {sum(others.values())} other micro-batches under way"
             under_way.end(action)
@@ -372,18 +401,26 @@ class _Stage:
 
 
 class _UnderWay:
-    """Micro-batches between their first and last operation on a stage, and messages to and from other stages."""
+    """Micro-batches between their first and last operation on a stage, and messages to and from other stages.
 
-    def __init__(self, chunks: Sequence[_Chunk], message: int, *, is_split: bool) -> None:
+    Args:
+        gradients: bytes of FSDP2's as a step begins, against those between steps.
+        number: of micro-batches.
+    """
+
+    def __init__(self, chunks: Sequence[_Chunk], message: int, gradients: int, number: int, *, is_split: bool) -> None:
         self._chunks, self._message, self._is_split = chunks, message, is_split
+        self._gradients, self._number, self._gathered = gradients, number, dict[int, int]()
         self._held: dict[tuple[int, int], Counter[str]] = {}
         self._posted = self._sent = self._local = 0
 
     def begin(self, action: Action) -> Counter[str]:
         """Return the bytes that are there when an operation begins, its input included."""
         self._posted += len(action.receives)
-        messages = self._posted + self._sent + self._local
-        return _sum([*self._held.values(), {"communication": messages * self._message}])
+        messages, chunk = self._posted + self._sent + self._local, self._chunks[action.op.chunk]
+        self._gathered[action.op.chunk] = chunk.gathered.get(chunk.name(action.op, self._number), (0, 0))[0]
+        sharded = {"weights": sum(self._gathered.values()), "gradients": self._gradients}
+        return _sum([*self._held.values(), sharded, {"communication": messages * self._message}])
 
     def others(self, op: Op) -> Counter[int]:
         """Return the number of other micro-batches under way, by chunk."""
@@ -392,6 +429,9 @@ class _UnderWay:
     def end(self, action: Action) -> None:
         """Account for the end of an operation."""
         op, chunk = action.op, self._chunks[action.op.chunk]
+        name = chunk.name(op, self._number)
+        self._gradients += chunk.reduced.get(name, 0)
+        self._gathered[op.chunk] = chunk.gathered.get(name, (0, 0))[1]
         if action.input is not None:
             self._posted -= not action.input.is_local
             self._local -= action.input.is_local

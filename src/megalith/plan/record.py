@@ -16,6 +16,8 @@ from megalith.plan.work import Work
 
 MOST = 10  # tensors that are named
 FROZEN = -1
+FIRST, LAST = " first", " last"
+"""Added to the operations of a step's first and last micro-batches where FSDP2 treats them otherwise."""
 
 Bytes = Mapping[str, int]
 """Category (weights, gradients, optimizer, activations, logits, communication, libraries) -> bytes."""

@@ -65,6 +65,7 @@ def structure(run: RunConfig, part: Part, vocab_size: int, device: Device) -> di
         "settings": chosen,
         "part": [part.kinds, part.is_first, part.is_last, part.recomputed],
         "split": run.pipeline_schedule == "zb-h1",
+        "sharded": [run.layout.cp * run.layout.dp, run.num_micro_batches > 1] if run.fully_sharded else [],
         "stages": run.layout.pp > 1,
         "vocab_size": vocab_size,
         "device": [device.compute, device.block],

@@ -314,12 +314,20 @@ class _Step:
             if ranks == 1 or not count:
                 continue
             buckets = max(1, ceil(count / max(40_000_000, 1_000_000 * ranks)))
-            reduced = clock.collective(axis, "reduce_scatter" if zero1 or sharded else "all_reduce", count * gradient)
-            gathered = clock.collective(axis, "all_gather", count * itemsize) if zero1 or sharded else 0.0
-            passes = run.num_micro_batches * (2 if run.parallel.reshard_after_forward else 1) if sharded else 1
-            for seconds, meanwhile in ((reduced, backward), (gathered, forward)):
+            if sharded:  # a layer is gathered and reduced at once, and the rest
+                buckets = len(kinds) + 1
+            way, parts_of = "reduce_scatter" if zero1 or sharded else "all_reduce", buckets if sharded else 1
+            reduced = parts_of * clock.collective(axis, way, count * gradient / parts_of)
+            gathered = parts_of * clock.collective(axis, "all_gather", count * itemsize / parts_of)
+            moves = [(1, reduced, backward)]
+            if sharded and run.parallel.reshard_after_forward:  # tables of the vocabulary stay to the end of both
+                tables = ends * self.vocab_size * run.model.hidden_size / layout.tp / count * (axis == "dp")
+                again = gathered * (1 - tables)
+                moves += [(run.num_micro_batches, *one) for one in ((gathered, forward), (again, backward))]
+            elif sharded or zero1:
+                moves += [(1, gathered, forward)]
+            for times, seconds, meanwhile in moves:
                 hidden = meanwhile * (1 - 1 / buckets) if clock.rates.asynchronous else 0.0
-                times = passes if seconds is gathered else 1
                 parts["dp"] += times * max(seconds / buckets, seconds - hidden)
         moved = self._offloaded * own
         parts["optimizer"] += moved * (4 + itemsize) / BUS + moved * (32 if itemsize == 2 else 28) / HOST_MEMORY
