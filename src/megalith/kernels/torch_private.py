@@ -92,7 +92,7 @@ def has_onednn_linear() -> bool:
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute y = x W^T + b with oneDNN, in fp32 on a CPU. [..., I], [O, I], [O] -> [..., O]."""
+    """Compute y = x W^T + b with oneDNN, in fp32 or bf16 on a CPU. [..., I], [O, I], [O] -> [..., O]."""
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return y
 

@@ -54,7 +54,7 @@ class ModelRunner(Runner):
         num_blocks: Blocks of the KV cache; the same on all ranks.
         context_length: Maximum number of positions, for models without a position table; as in training if None.
         packs_weights: Whether to move weights into the layout of faster products; the model has them no more then. A
-            half-precision output weight that is the word embedding too is copied.
+            half-precision output weight that is the word embedding too is copied if its products are of fp32.
         adapts: Whether LoRA adapters may be added.
     """
 
@@ -92,7 +92,7 @@ class ModelRunner(Runner):
         """Return the product with the output weight in a faster layout; None if there is none."""
         model, weight = self.model, self.model.output_weight.detach()
         tied = not model.config.untie_embeddings_and_output_weights
-        if tied and weight.dtype == torch.float32:  # a copy would cost more than it gives
+        if tied and weight.dtype == product_dtype(weight):  # a copy would cost more than it gives
             return None
         bias = None if model.output_bias is None else model.output_bias.detach()
         packed = packed_product(weight, bias, product_dtype(weight))

@@ -66,8 +66,17 @@ def test_weights_that_are_not_finite_are_not_packed(value: float) -> None:
     assert packed_product(weight, None, torch.float32) is None
 
 
-def test_bf16_is_left_to_processors_that_multiply_it() -> None:
-    assert packed_product(torch.ones(8, 8, dtype=torch.bfloat16), None, torch.bfloat16) is None
+@needs_onednn
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bf16 on this processor")
+@pytest.mark.parametrize("rows", [1, 16, 65])
+def test_products_of_bf16(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x, weight, bias = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((rows, 24), (50, 24), (50,)))
+    product = packed_product(weight, bias, torch.bfloat16)
+    assert product is not None
+    found = product(x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().t() + bias, rtol=2**-7, atol=2**-6)
 
 
 @needs_onednn
