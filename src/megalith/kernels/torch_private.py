@@ -91,6 +91,11 @@ def has_onednn_linear() -> bool:
     return bool(torch.backends.mkldnn.is_available()) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+def has_onednn_bf16() -> bool:
+    """Return whether `onednn_linear` multiplies bf16 on this processor."""
+    return has_onednn_linear() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute y = x W^T + b with oneDNN, in fp32 or bf16 on a CPU. [..., I], [O, I], [O] -> [..., O]."""
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -10,7 +10,7 @@ from tests.devices import CPU
 
 from megalith.kernels.cpu import products
 from megalith.kernels.cpu.products import packed_product
-from megalith.kernels.torch_private import has_fp16_linear, has_onednn_linear
+from megalith.kernels.torch_private import has_fp16_linear, has_onednn_bf16, has_onednn_linear
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
 from megalith.serve.model_runner import ModelRunner
@@ -66,8 +66,13 @@ def test_weights_that_are_not_finite_are_not_packed(value: float) -> None:
     assert packed_product(weight, None, torch.float32) is None
 
 
-@needs_onednn
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bf16 on this processor")
+@pytest.mark.parametrize("lacks", [("_HAS_ONEDNN_BF16", False), ("_LARGE_WEIGHT", 65)], ids=["bf16", "size"])
+def test_bf16_is_packed_only_where_it_is_faster(lacks: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, *lacks)
+    assert packed_product(torch.ones(8, 8, dtype=torch.bfloat16), None, torch.bfloat16) is None
+
+
+@pytest.mark.skipif(not has_onednn_bf16(), reason="oneDNN has no bf16 on this processor")
 @pytest.mark.parametrize("rows", [1, 16, 65])
 def test_products_of_bf16(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
