@@ -92,7 +92,10 @@ def has_onednn_linear() -> bool:
 
 
 def has_onednn_bf16() -> bool:
-    """Return whether `onednn_linear` multiplies bf16 on this processor."""
+    """Return whether `onednn_linear` multiplies bf16 on this processor.
+
+    From then on oneDNN ignores ONEDNN_MAX_CPU_ISA: not for a module's first lines.
+    """
     return has_onednn_linear() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

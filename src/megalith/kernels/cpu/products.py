@@ -45,7 +45,7 @@ def _is_intel() -> bool:
         return False
 
 
-_HAS_ONEDNN, _HAS_ONEDNN_BF16 = has_onednn_linear(), has_onednn_bf16()
+_HAS_ONEDNN = has_onednn_linear()
 _MIN_ROWS = 2 if _is_intel() else 1
 
 
@@ -81,7 +81,7 @@ def packed_product(weight: Tensor, bias: Tensor | None, product_dtype: torch.dty
     if not is_host(weight.device) or product_dtype not in (torch.float32, torch.bfloat16):
         return None
     if weight.dtype == product_dtype:
-        in_bf16 = weight.dtype == torch.bfloat16 and _HAS_ONEDNN_BF16 and weight.numel() >= _LARGE_WEIGHT
+        in_bf16 = weight.dtype == torch.bfloat16 and weight.numel() >= _LARGE_WEIGHT and has_onednn_bf16()
         if not in_bf16 and min_rows(weight) != 1:
             return None
         packed = onednn_pack(weight, _ROWS_PACKED_FOR)
