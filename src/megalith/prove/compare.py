@@ -103,7 +103,7 @@ def compare(wanted: Record, ranks: Sequence[Record], *, resumed: bool = False) -
     """
     found = Comparison()
     if resumed:
-        compare_state(found, wanted.saved, [rank.saved for rank in ranks], wanted.gradients)
+        compare_state(found, wanted, wanted.saved, [rank.saved for rank in ranks])
     _compare_outputs(found, {} if resumed else wanted.outputs, ranks)
     step = 0
     for moment in dict.fromkeys(name.partition(",")[0] for name in wanted.numbers):
@@ -120,7 +120,7 @@ def compare(wanted: Record, ranks: Sequence[Record], *, resumed: bool = False) -
             if zeros is not None:  # rounding may make a zero of one layout none in another
                 compare_numbers(found, {f"{moment}, num_zeros": _zeros(held)}, ranks)
         compare_numbers(found, {name: value for name, value in numbers.items() if name not in losses}, ranks)
-    compare_state(found, wanted.state, [rank.state for rank in ranks], wanted.gradients)
+    compare_state(found, wanted, wanted.state, [rank.state for rank in ranks])
     return found
 
 
@@ -201,14 +201,14 @@ def compare_gradients(
         found.add("gradient", name, Difference("gradient", name, math.inf, step=step), math.inf)
 
 
-def compare_state(found: Comparison, wanted: Pieces, ranks: Sequence[Pieces], gradients: Sequence[Pieces] = ()) -> None:
-    """Compare weights and optimizer states."""
-    largest = [float(piece.tensor.abs().max()) for step in gradients for pieces in step.values() for piece in pieces]
-    floor = ROUNDING * max(largest, default=0.0)
+def compare_state(found: Comparison, whole: Record, wanted: Pieces, ranks: Sequence[Pieces]) -> None:
+    """Compare weights and optimizer states, which are those of `whole` after one of its steps."""
+    steps = (piece.tensor for step in whole.gradients for pieces in step.values() for piece in pieces)
+    floor = ROUNDING * max((float(gradient.abs().max()) for gradient in steps), default=0.0)
     for name in sorted(wanted, key=depth):
         held = [(rank, piece) for rank, pieces in enumerate(ranks) for piece in pieces.get(name, ())]
-        kind = "moment" if name.startswith("optimizer.") else "weight"
-        compare_tensor(found, kind, name, joined_pieces(wanted[name]), held, floor, 0)
+        kind, least = ("moment", floor) if name.startswith("optimizer.") else ("weight", floor * whole.amplified)
+        compare_tensor(found, kind, name, joined_pieces(wanted[name]), held, least, 0)
 
 
 def compare_tensor(

@@ -56,6 +56,8 @@ class Record:
         outputs: Layer -> norms of its output vectors in the first step.
         state: Weights and optimizer states after the last step, by their keys in a checkpoint.
         saved: Those after the step that is saved; of a run that resumes there, those that it starts with.
+        amplified: How much larger than the rounding of a gradient that it makes of a weight's whose gradient is zero
+            but for it: Adam divides by the root of the second moment, and eps.
     """
 
     numbers: dict[str, float] = field(default_factory=dict)
@@ -63,6 +65,7 @@ class Record:
     outputs: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     state: Pieces = field(default_factory=dict)
     saved: Pieces = field(default_factory=dict)
+    amplified: float = 1.0
 
 
 def record(rank: int, miniature: Miniature, *, exact: bool = True, killed_after: int = 0, **settings: Any) -> Record:
@@ -77,7 +80,8 @@ def record(rank: int, miniature: Miniature, *, exact: bool = True, killed_after:
     context = ParallelContext.solo(device)
     if miniature.world_size > 1:
         context = ParallelContext.create(config.layout, device)
-    found = Record()
+    rates = config.schedule.lr, config.optimizer.decoupled_lr or 0.0
+    found = Record(amplified=max(1.0, config.train_iters * max(rates) / config.optimizer.adam_eps))
     with ExitStack() as stack:
         for place in config.checkpoint.save_folders:
             stack.enter_context(DirectoryStore(place, context).claim())
