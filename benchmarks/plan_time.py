@@ -29,6 +29,7 @@ from plan_memory import BASE, SECONDS, build, draw, sound, write
 from megalith.config import load
 from megalith.distributed.comm import barrier
 from megalith.distributed.forked import run_forked
+from megalith.kernels.cpu.process import keep_freed_memory
 from megalith.plan.devices import DEVICES
 from megalith.plan.plan import plan_run
 from megalith.plan.time import step_time
@@ -45,6 +46,7 @@ PUBLISHED = Path(__file__).with_name("plan_published.json")
 
 def train(rank: int, words: Sequence[str], ranks: int) -> float:
     """Train as one rank; return the median seconds of a step."""
+    keep_freed_memory(ranks)  # as `megalith train` does
     trained, run, context = build(rank, words, ranks)
     times, batches = list[float](), iter(trained.train)
     for number in range(WARM_UPS + STEPS):

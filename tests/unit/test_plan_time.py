@@ -13,7 +13,7 @@ import pytest
 from megalith.config import RunConfig, load
 from megalith.plan.devices import DEVICES, Link
 from megalith.plan.plan import plan_run
-from megalith.plan.rates import table_of, with_measured
+from megalith.plan.rates import _launches, measure_here, table_of, with_measured
 from megalith.plan.time import StepTime, bubble, course, step_time, transfers
 from megalith.schedules.pipeline import make_schedule
 from megalith.schedules.simulator import Costs, simulate
@@ -28,6 +28,10 @@ WORDS = (
 
 def _run(flags: str = "", world_size: int = 1) -> RunConfig:
     return load((WORDS + flags).split(), {"RANK": "0", "WORLD_SIZE": str(world_size)}, files=False)
+
+
+def _fp32() -> RunConfig:
+    return load(WORDS.replace("--bf16", "").split(), {"RANK": "0", "WORLD_SIZE": "1"}, files=False)
 
 
 def _time(flags: str = "", world_size: int = 1, device: str = "H100", nodes: int = 1) -> StepTime:
@@ -95,6 +99,38 @@ def test_formulas_agree_with_the_launches_that_were_seen(flags: str, tmp_path: P
     assert plan.time.step_seconds == pytest.approx(formula.step_seconds, rel=0.15)
 
 
+def test_launches_and_what_is_beside_them_are_told_apart() -> None:
+    numbers = [600.0, 1500.0, 800.0, 2300.0, 1300.0, 3900.0]  # of three structures with 2 and 8 layers
+    layers = [2, 8] * 3
+    times = [8e-6 * number + 4 * (6e-4 * count + 2e-4) for number, count in zip(numbers, layers, strict=True)]
+    assert _launches(numbers, times, False) == pytest.approx((8e-6, 2e-4, 6e-4))
+    launch, host, layer = _launches(numbers, times, True)
+    assert layer == 0 and launch > 8e-6 and host >= 0
+
+
+def test_a_layer_takes_its_time_again_where_it_is_recomputed() -> None:
+    cpu = DEVICES["CPU"]
+    slow = replace(cpu, rates=replace(cpu.rates, layer=1.0))
+    number = _run().num_micro_batches
+    for flags, passes in (("", 24), (AGAIN, 48), (AGAIN.replace("uniform", "block"), 25)):
+        took = [step_time(_run(flags), VOCABULARY, device).step_seconds for device in (cpu, slow)]
+        assert took[1] - took[0] == pytest.approx(number * passes)
+
+
+def test_measured_steps_correct_the_times_of_their_dtype() -> None:
+    cpu = DEVICES["CPU"]
+    half = replace(cpu, rates=replace(cpu.rates, steps={"bf16": 0.5}))
+    for device, run, factor in ((half, _run(), 2), (half, _fp32(), 1)):
+        corrected, plain = (step_time(run, VOCABULARY, one).step_seconds for one in (device, cpu))
+        assert corrected == pytest.approx(factor * plain)
+
+
+def test_a_pass_has_the_rate_of_its_kind_and_dtype() -> None:
+    rates = replace(DEVICES["CPU"].rates, memory={"memory": [(1, 8.0)], "math": [(1, 4.0)], "math bf16": [(1, 2.0)]})
+    found = {kind: rates.passes(kind, 100) for kind in ("math bf16", "math fp16", "math", "gelu bf16", "memory")}
+    assert found == {"math bf16": 2, "math fp16": 4, "math": 4, "gelu bf16": 8, "memory": 8}
+
+
 def test_rates_that_were_measured_replace_those_of_the_table(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device = DEVICES["CPU"]
@@ -105,6 +141,18 @@ def test_rates_that_were_measured_replace_those_of_the_table(tmp_path: Path, mon
     assert with_measured(device, 2).rates == slow and with_measured(device, 8).rates == device.rates
     table_of(device).write_text("{", encoding="utf-8")
     assert with_measured(device, 1) == device
+
+
+@pytest.mark.full
+def test_this_machine_is_measured_alone_and_with_all_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert len(list(measure_here(DEVICES["CPU"]))) == 3
+    for ranks in (1, 64):
+        rates = with_measured(DEVICES["CPU"], ranks).rates
+        assert rates.source != DEVICES["CPU"].rates.source
+        assert rates.steps.keys() == {"fp32", "bf16"} and all(0.2 < speed < 5 for speed in rates.steps.values())
+        assert rates.launch > 0 and rates.product("fp32", 1e9) > 1e9 and rates.passes("gelu bf16", 1e6) > 1e6
+    assert rates.operations.keys() == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
 
 
 def test_failures_and_saves_cost_days() -> None:

@@ -79,7 +79,9 @@ def make_parser() -> CommandParser:
         "--report", action="store_true", help="print it as a Markdown block for an issue, without paths and host names"
     )
     parser.add_argument(
-        "--measure", action="store_true", help="measure this machine's rates for the times of megalith plan (a minute)"
+        "--measure",
+        action="store_true",
+        help="measure this machine's rates for the times of megalith plan (two minutes)",
     )
     return parser
 

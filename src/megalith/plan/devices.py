@@ -39,7 +39,8 @@ class Rates:
     Attributes:
         products: dtype -> FLOPs of a matrix product and FLOP/s that it reaches, ascending; between them by logarithms.
         attention: part of the rate of products that fused attention reaches.
-        memory: kind of pass -> its bytes and the bytes a second that it reaches, ascending; others are as "memory".
+        memory: kind of pass (`work.Op`) -> its bytes and the bytes a second that it reaches, ascending. Without its
+            dtype where it is not there with it; others are as "memory".
         launch: seconds from one launch to the next.
         asynchronous: whether launches and collectives go on while the host prepares the next ones.
         inside, between: links between devices of a node, and between nodes.
@@ -47,7 +48,9 @@ class Rates:
         watts: of a device and its share of the node under load.
         source: of these figures.
         host: seconds of a micro-batch besides its launches, where these are not asynchronous.
+        layer: the same of each layer in it, and again where it is recomputed.
         operations: collective -> the link within a node as it is for this one, if it was measured.
+        steps: dtype of weights -> speed of whole training steps over what the rates above say, if it was measured.
         efficiency: speed of finished runs over what the other rates say (`calibration`).
     """
 
@@ -62,7 +65,9 @@ class Rates:
     watts: float
     source: str
     host: float = 0.0
+    layer: float = 0.0
     operations: Mapping[str, Link] = field(default_factory=dict)
+    steps: Mapping[str, float] = field(default_factory=dict)
     efficiency: float = 1.0
 
     def product(self, dtype: str, flops: float, *, attention: bool = False) -> float:
@@ -77,7 +82,8 @@ class Rates:
 
     def passes(self, kind: str, size: float) -> float:
         """Return the bytes a second of a pass over so many bytes."""
-        return _between(self.memory.get(kind) or self.memory["memory"], size)
+        table = self.memory.get(kind) or self.memory.get(kind.partition(" ")[0]) or self.memory["memory"]
+        return _between(table, size)
 
 
 def _between(table: Table, size: float) -> float:
@@ -201,7 +207,7 @@ _GUESS = "products: assumed, no measurement is known"
 CPU_RATES = Rates(
     {"fp32": [(1e6, 2e10), (1e8, 8e10), (1e9, 1e11)], "bf16": [(1e6, 2e10), (1e8, 1e11), (1e9, 2.1e11)]},
     attention=0.5,
-    memory={"memory": [(1e6, 8e9)], "math": [(1e6, 2e9)], "random": [(1e6, 1e9)]},
+    memory={"memory": [(1e6, 8e9)], "gelu": [(1e6, 2e9)], "math": [(1e6, 2e9)], "random": [(1e6, 1e9)]},
     launch=1.2e-5,
     asynchronous=False,
     inside=Link(1e-4, 1e9),

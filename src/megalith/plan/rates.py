@@ -2,7 +2,8 @@
 
 Measured are products of square matrices, passes over memory by size and kind, fused attention, what training steps of
 tiny models take for each launch and beside them, and an all-reduce between ranks on this machine. On a CPU all this is
-measured by one rank, with its threads, and by one rank for each core, all at once: these share caches and memory.
+measured by one rank, with its threads, and by one rank for each core, all at once: these share caches and memory. There
+the steps of small models then show how much slower all is together: data are in no cache, ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -28,11 +29,29 @@ from megalith.plan.remember import cache_folder
 _SAMPLES, _SECONDS = 5, 0.02
 _LAYERS, _MICRO_BATCHES = (2, 8), 4
 _SMALL, _LARGE = 2**16, 2**24  # bytes of collectives
+_CALLS = 20  # of each, in each sample
 _TINY = (  # of which nothing but launches counts
     "--num-layers {} --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 --lr 1e-3 "
     "--micro-batch-size 1 --global-batch-size 4 --train-iters 1 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 127 --hidden-dropout 0 --attention-dropout 0 --num-workers 0 --eval-iters 0 --split 100,0,0"
+    "--vocab-size 127 --num-workers 0 --eval-iters 0 --split 100,0,0"
 )
+_OF_TINY = (  # with more and more launches in a layer
+    "--hidden-dropout 0 --attention-dropout 0",
+    "--hidden-dropout 0 --attention-dropout 0 --swiglu --normalization RMSNorm --position-embedding-type rope",
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --recompute-granularity selective",
+)
+_TINIES = [f"{_TINY.format(layers)} {more}".split() for more in _OF_TINY for layers in _LAYERS]
+_SMALL_MODELS = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --hidden-dropout 0 --attention-dropout 0",
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --position-embedding-type rope --swiglu",
+    "--num-layers 2 --hidden-size 512 --num-attention-heads 8",
+)
+_OF_SMALL = (
+    "--seq-length 256 --max-position-embeddings 256 --lr 1e-3 --micro-batch-size 2 --global-batch-size {} "
+    "--train-iters 8 --mock-data --tokenizer-type NullTokenizer --vocab-size 4095 --padded-vocab-size 4096 "
+    "--num-workers 0 --eval-iters 0 --split 100,0,0 --log-interval 1"
+)
+_DTYPES = {"fp32": "", "bf16": "--bf16"}
 
 
 def table_of(device: Device) -> Path:
@@ -77,30 +96,91 @@ def measure_here(device: Device) -> Iterator[str]:
             found[ranks] = run_forked(ranks, _measure, "cpu", each, ranks, seconds=300)[0] | {"threads": each}
     else:
         found[1] = _measure(0, "cuda", threads, 1) | {"threads": threads}
-    numbers = []  # of the launches of tiny models
-    for layers in _LAYERS:
-        work = plan_run(_TINY.format(layers).split(), device, world_size=1).ranks[0].work
+    numbers = list[float]()  # of the launches of tiny models
+    for words in _TINIES:
+        work = plan_run(words, device, world_size=1).ranks[0].work
         passes = {name: sum(op.number for op in one.ops) for name, one in work.items()}
         numbers.append(_MICRO_BATCHES * (passes["F"] + passes["B"]) + passes["step"])
     entries = {}
     for ranks, seen in found.items():
-        by = f"megalith doctor --measure, {ranks} ranks of {seen.pop('threads')} threads"
-        few, many = seen.pop("tiny")
-        launch = max(0.0, many - few) / (numbers[1] - numbers[0])
-        host = max(0.0, few - launch * numbers[0]) / _MICRO_BATCHES
+        each = seen.pop("threads")
+        by = f"megalith doctor --measure, {ranks} ranks of {each} threads"
+        launch, host, layer = _launches(numbers, seen.pop("tiny"), device.rates.asynchronous)
         inside = seen.get("operations", {}).get("all_reduce", device.rates.inside)
         source = f"measured on {date.today()} by {by}"
-        entries[ranks] = replace(device.rates, **seen, launch=launch, host=host, inside=inside, source=source)
+        rates = replace(device.rates, **seen, launch=launch, host=host, layer=layer, inside=inside, source=source)
+        if device.compute is None:
+            rates = replace(rates, steps=_of_steps(replace(device, rates=rates), ranks, each))
+        entries[ranks] = rates
         best = max(rate for table in seen["products"].values() for _, rate in table)
         memory = seen["memory"]["memory"][-1][1]
+        found_steps = "".join(f", {dtype} steps at {speed:.2f} of this" for dtype, speed in rates.steps.items())
         yield (
             f"{ranks} ranks: products {best / 1e9:.0f} GFLOP/s, memory {memory / 1e9:.1f} GB/s, "
-            f"{1e6 * launch:.1f} us a launch, link {1e6 * inside.alpha:.0f} us and {inside.beta / 1e9:.1f} GB/s"
+            f"{1e6 * launch:.1f} us a launch and {1e6 * layer:.0f} us a layer, "
+            f"link {1e6 * inside.alpha:.0f} us and {inside.beta / 1e9:.1f} GB/s{found_steps}"
         )
     path = table_of(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({ranks: asdict(rates) for ranks, rates in entries.items()}), encoding="utf-8")
     yield f"saved in {path}: megalith plan --gpus reads it"
+
+
+def _launches(numbers: list[float], seconds: list[float], asynchronous: bool) -> tuple[float, float, float]:
+    """Return seconds of a launch, of a micro-batch, and of a layer in it (0 if launches go ahead) of tiny models."""
+    import torch
+
+    layers = [0 if asynchronous else _MICRO_BATCHES * count for _ in _OF_TINY for count in _LAYERS]
+    rows = [(number, _MICRO_BATCHES, count) for number, count in zip(numbers, layers, strict=True)]
+    # of relative errors; a column of zeros gets none
+    scaled = torch.tensor(rows, dtype=torch.float64) / torch.tensor(seconds, dtype=torch.float64)[:, None]
+    solved = torch.linalg.lstsq(scaled, torch.ones(len(rows), 1, dtype=torch.float64), driver="gelsd").solution
+    launch, host, layer = (max(0.0, float(one)) for one in solved.flatten())
+    return launch, host, layer
+
+
+def _of_steps(device: Device, ranks: int, threads: int) -> dict[str, float]:
+    """Return `Rates.steps`: of each dtype the median of planned over measured times of small models."""
+    from megalith.distributed.forked import run_forked
+    from megalith.plan.plan import plan_run, time_of
+
+    found = {}
+    for dtype, flag in _DTYPES.items():
+        speeds = list[float]()
+        for model in _SMALL_MODELS:
+            words = [*model.split(), *_OF_SMALL.format(8 * ranks).split(), *flag.split()]
+            seconds = max(run_forked(ranks, _steps, words, threads, ranks, seconds=300))
+            plan = plan_run(words, device, world_size=ranks)
+            planned = time_of(plan.run, plan.run.data.padded_vocab_size or 0, device, plan.ranks, 1)
+            speeds.append(planned.step_seconds / seconds)
+        found[dtype] = statistics.median(speeds)
+    return found
+
+
+def _steps(rank: int, words: list[str], threads: int, ranks: int) -> float:
+    """Train as one of `ranks` replicas; return the median seconds of a step."""
+    import torch
+
+    from megalith.assemble.training import build_run
+    from megalith.config import load
+    from megalith.distributed.comm import barrier
+    from megalith.distributed.context import ParallelContext
+    from megalith.kernels.cpu.process import keep_freed_memory
+    from megalith.train.step import train_step
+
+    torch.set_num_threads(threads)
+    keep_freed_memory(ranks)
+    host = torch.device("cpu")
+    run = load(words, {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}, files=False)
+    context = ParallelContext.create(run.layout, host) if ranks > 1 else ParallelContext.solo(host)
+    built, times = build_run(run, context).run, list[float]()
+    batches = iter(built.train)
+    for _ in range(1 + _SAMPLES):
+        barrier(context.world)
+        start = time.perf_counter()
+        train_step(built.state, batches, run.num_micro_batches)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
 
 
 def this_device() -> Device:
@@ -121,10 +201,13 @@ def this_device() -> Device:
 def _measure(rank: int, kind: str, threads: int, ranks: int) -> dict[str, Any]:
     import torch
 
+    from megalith.kernels.cpu.process import keep_freed_memory
+
     torch.set_num_threads(threads)
+    keep_freed_memory(ranks)  # as `megalith train` does
     clock = _Clock(torch.device(kind))
     found: dict[str, Any] = {"products": clock.products(), "memory": clock.memory()}
-    found["tiny"] = [clock.tiny_step(layers) for layers in _LAYERS]
+    found["tiny"] = [clock.tiny_step(words) for words in _TINIES]
     found["attention"] = clock.attention(found["products"])
     if ranks > 1:
         found["operations"] = clock.links(ranks)
@@ -196,6 +279,10 @@ class _Clock:
         y = self.torch.empty_like(x)
         yield "memory", 12.0 * elements, lambda: self.torch.add(x, y, out=y)
         yield "math", 8.0 * elements, lambda: self.torch.exp(x, out=y)
+        yield "gelu", 8.0 * elements, lambda: self.torch.ops.aten.gelu.out(x, approximate="tanh", out=y)
+        half, out = x.bfloat16(), y.bfloat16()
+        yield "math bf16", 4.0 * elements, lambda: self.torch.exp(half, out=out)
+        yield "gelu bf16", 4.0 * elements, lambda: self.torch.ops.aten.gelu.out(half, approximate="tanh", out=out)
         yield "random", 4.0 * elements, lambda: y.bernoulli_(0.9)
         bits = self.torch.empty(elements, dtype=self.torch.int32, device=self.device)
         yield "bits", 4.0 * elements, lambda: bits.random_()
@@ -210,17 +297,30 @@ class _Clock:
         best = products["fp32" if self.host else "bf16"][-2][1]
         return flops / self.seconds(lambda: attend(q, k, v, is_causal=True).sum().backward()) / best
 
-    def tiny_step(self, layers: int) -> float:
+    def tiny_step(self, words: list[str]) -> float:
         """Return the seconds of a training step of a tiny model."""
         from megalith.assemble.training import build_run
         from megalith.config import load
         from megalith.distributed.context import ParallelContext
         from megalith.train.step import train_step
 
-        run = load([*_TINY.format(layers).split(), "--device", self.device.type], {}, files=False)
+        run = load([*words, "--device", self.device.type], {}, files=False)
         built = build_run(run, ParallelContext.solo(self.device)).run
         batches = iter(built.train)
         return self.seconds(lambda: train_step(built.state, batches, run.num_micro_batches))
+
+    def _beside_products(self, call: Callable[[Any], Any], x: Any, world: Any) -> float:
+        """Return the mean time of a call behind a millisecond of products, with which ranks wait for each other."""
+        from megalith.distributed import comm
+
+        a = self.torch.rand(256, 256)
+        comm.barrier(world)
+        start = time.perf_counter()
+        for _ in range(_CALLS):
+            for _ in range(3):
+                a @ a
+            call(x)
+        return (time.perf_counter() - start) / _CALLS
 
     def links(self, ranks: int) -> dict[str, Link]:
         """Return latency and bandwidth of collectives, as `time.Clock.collective` has them."""
@@ -238,13 +338,12 @@ class _Clock:
         for name, call in calls.items():
             medians = []
             for size in (_SMALL, _LARGE):
-                x, times = self.torch.ones(size // 4 // ranks * ranks), list[float]()
-                for _ in range(4 * _SAMPLES):
-                    comm.barrier(world)
-                    start = time.perf_counter()
-                    call(x)
-                    times.append(time.perf_counter() - start)
-                medians.append(statistics.median(times))
+                x = self.torch.ones(size // 4 // ranks * ranks)
+                rounds = [
+                    self._beside_products(call, x, world) - self._beside_products(lambda _: None, x, world)
+                    for _ in range(_SAMPLES)
+                ]
+                medians.append(max(0.0, statistics.median(rounds)))
             steps = 2 if name == "all_reduce" else 1
             beta = steps * (_LARGE - _SMALL) * (ranks - 1) / ranks / max(1e-9, medians[1] - medians[0])
             alpha = medians[0] / steps - _SMALL * (ranks - 1) / ranks / beta

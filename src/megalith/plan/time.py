@@ -150,7 +150,7 @@ class Clock:
         """Return the seconds of launches as products, passes over memory, and launching."""
         rates, (kind, _, dtype) = self.rates, op.kind.partition(" ")
         products = op.flops / rates.product(dtype, op.flops, attention=kind == "attention") if op.flops else 0.0
-        memory = op.bytes / rates.passes(kind, op.bytes)
+        memory = op.bytes / rates.passes(op.kind, op.bytes)
         product, moved = (products, 0.0) if products >= memory else (0.0, memory)
         if not rates.asynchronous:
             return product * op.number, moved * op.number, rates.launch * op.number
@@ -228,14 +228,14 @@ class _Step:
         parts = dict.fromkeys(PARTS, 0.0)
         for name in PARTS[:6]:
             parts[name] = number * (forward[name] + backward[name])
-        parts["launches"] += number * self.clock.rates.host
+        parts["launches"] += number * (self.clock.rates.host + self.clock.rates.layer * self._layer_passes(slowest))
         passes = [(sum(f.values()), sum(b.values()), w) for f, b, w in stages]
         parts["bubble"] = bubble(run.pipeline_schedule, passes, chunks)
         if layout.pp > 1:
             sent = transfers(run.pipeline_schedule, layout.pp, chunks, number)
             parts["pp"] = sent * self.clock.collective("pp", "send", self.layers.hidden_bytes)
         self._update(slowest, sum(forward.values()), sum(backward.values()), parts)
-        slower = 1 / self.clock.rates.efficiency
+        slower = 1 / self.clock.rates.efficiency / self.clock.rates.steps.get(self.clock.dtype, 1.0)
         parts = {name: slower * value for name, value in parts.items()}
         passes = [(slower * f, slower * b, slower * w) for f, b, w in passes]
         seconds, length = sum(parts.values()), run.data.seq_length
@@ -252,6 +252,15 @@ class _Step:
         found = {key: self._stage(number) for key, number in {key: n for n, key in enumerate(keys)}.items()}
         return [found[key] for key in keys]
 
+    def _layer_passes(self, stage: int) -> int:
+        """Return the number of layers of a stage, those that are recomputed twice."""
+        return sum(len(chunk) + len(self._repeated(len(chunk))) for chunk in self.stages[stage])
+
+    def _repeated(self, layers: int) -> set[int]:
+        """Return which layers of a chunk of so many are recomputed."""
+        groups = self._recompute.groups(layers) if self._recompute else ()
+        return {layer for group in groups if group.again for layer in group.layers}
+
     def _stage(self, stage: int) -> tuple[dict[str, float], dict[str, float], float]:
         """Return the parts of forward and backward passes of a micro-batch, and the seconds of weight gradients."""
         if stage in self.seen:
@@ -261,8 +270,7 @@ class _Step:
         forward, backward, delayed = self.clock.parts(Work()), self.clock.parts(Work()), 0.0
         kinds: Counter[tuple[int, int | None, bool]] = Counter()
         for chunk in self.stages[stage]:
-            groups = recompute.groups(len(chunk)) if recompute and recompute.method else ()
-            repeated = {layer for group in groups if group.again for layer in group.layers}
+            repeated = self._repeated(len(chunk))
             kinds.update((self._experts[n], self._windows[n], place in repeated) for place, n in enumerate(chunk))
         for (experts, window, again), times in kinds.items():
             passes = self._layer(experts, window)

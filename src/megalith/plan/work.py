@@ -14,7 +14,8 @@ _DTYPES = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "
 _KINDS = {
     "bits": ("random_",),
     "random": ("bernoulli", "uniform", "normal_", "dropout"),
-    "math": ("gelu", "silu", "sigmoid", "tanh", "exp", "softmax", "log", "pow", "sin", "cos", "rsqrt", "erf"),
+    "gelu": ("gelu",),
+    "math": ("silu", "sigmoid", "tanh", "exp", "softmax", "log", "pow", "sin", "cos", "rsqrt", "erf"),
 }
 """Kind of a pass -> what the names of its operators contain."""
 
@@ -27,7 +28,7 @@ class Op(NamedTuple):
         bytes: read and written, each tensor once.
         number: how many.
         kind: "product" or "attention" and the dtype multiplied ("product bf16"), or what a pass over memory does:
-            "memory", or one of `_KINDS`, which are slower on a CPU.
+            "memory", or one of `_KINDS`, which are slower on a CPU, with the dtype if it is a half ("gelu bf16").
     """
 
     flops: float
@@ -104,5 +105,6 @@ def count_op(name: str, given: Sequence[Any], found: Any, *, causal: bool = Fals
         q, k = tensors[int(backward) : int(backward) + 2]
         flops = (10 if backward else 4) * q.numel() * k.shape[-2]
         return Op(flops / 2 if causal else flops, moved, kind=f"attention {_DTYPES.get(str(q.dtype), 'fp32')}")
-    kinds = (kind for kind, words in _KINDS.items() if any(word in name for word in words))
-    return Op(0, moved, kind=next(kinds, "memory"))
+    kind = next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), "memory")
+    dtype = _DTYPES.get(str(tensors[0].dtype), "fp32") if tensors else "fp32"
+    return Op(0, moved, kind=f"{kind} {dtype}" if kind in ("gelu", "math") and dtype != "fp32" else kind)
