@@ -57,6 +57,7 @@ _LEFT_OUT: Mapping[str, Any] = {
     "use_mp_args_from_checkpoint_args": False,
     "exit_on_missing_checkpoint": False,
     "finetune": False,
+    **dict.fromkeys(("no_load_optim", "no_load_rng", "no_save_optim", "no_save_rng"), False),
     "async_save": False,
     "keep_best": False,
     "rehearse_resume": False,

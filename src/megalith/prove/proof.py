@@ -50,6 +50,8 @@ _UNCOVERED = {
     "moe_expert_capacity_factor": "the capacity of experts, which is of one rank's tokens, as in Megatron",
     "moe_router_force_load_balancing": "random routing",
     "hooks": "your hooks",
+    "no_load_optim": "restarts with --no-load-optim, which lose the moments: a miniature continues with them",
+    "no_save_optim": "restarts from checkpoints without moments (--no-save-optim): those of a miniature have them",
     "step_batch_size_schedule": "--step-batch-size-schedule: the batch is constant",
     "use_cpu_initialization": "--use-cpu-initialization: weights are drawn by name",
     "use_precision_aware_optimizer": "dtypes of optimizer states",

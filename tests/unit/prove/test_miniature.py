@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from megalith.config import RunConfig, load
+from megalith.prove.compare import Comparison
 from megalith.prove.miniature import MOST_RANKS, Miniature, miniatures, write_data
+from megalith.prove.proof import Proof, Result
 
 BASE = (
     "--num-layers 48 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 "
@@ -113,6 +115,18 @@ def test_what_was_changed_stands_beside_what_the_run_has(tmp_path: Path) -> None
     assert one.config().model.qk_layernorm
     assert one.config().model.hidden_dropout == 0.1
     assert one.rounded().config().precision.bf16
+
+
+def test_checkpoints_have_and_give_their_optimizer_states_whatever_the_first_start_left_out(tmp_path: Path) -> None:
+    (one,) = found(
+        "--load c --save c --save-interval 9 --no-load-optim --no-load-rng --no-save-optim --no-save-rng", 1, tmp_path
+    )
+    names = ("no_load_optim", "no_load_rng", "no_save_optim", "no_save_rng")
+    settings = one.config().checkpoint
+    assert not any(getattr(settings, name) for name in names)
+    assert {one.changed[name] for name in names} == {(True, False)}
+    lines = Proof(one.config(), [], results=[Result(one, Comparison())]).uncovered
+    assert all(any(flag in line for line in lines) for flag in ("--no-load-optim", "--no-save-optim"))
 
 
 @pytest.mark.parametrize(
