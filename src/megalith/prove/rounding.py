@@ -116,10 +116,10 @@ def _compare_tensor(
     step: int,
 ) -> None:
     kind = f"{ROUNDED}{'gradient' if step else 'moment' if name.startswith('optimizer.') else 'weight'}"
-    worst, fine = 0.0, dtype in _HALF and _share(pieces, dtype) <= FEW
+    worst, fine = 0.0, dtype in _HALF and _share(pieces, dtype, unknown=1.0) <= FEW
     for rank, piece in held:
         error = float((box(one, piece) - piece.tensor.double())[~piece.tensor.isnan()].norm())
-        coarse = f"rounded to {dtype} on rank {rank}" if fine and _share([piece], dtype) >= ALL else ""
+        coarse = f"rounded to {dtype} on rank {rank}" if fine and _share([piece], dtype, unknown=0.0) >= ALL else ""
         if coarse or not error <= bound:
             size = error / (float(one.norm()) or 1.0)
             found.add(kind, name, Difference(kind, name, size, None, rank, step, what=coarse), math.inf)
@@ -128,10 +128,10 @@ def _compare_tensor(
     found.add(kind, name, None, worst / bound if worst else 0.0)
 
 
-def _share(pieces: Sequence[Piece], dtype: torch.dtype) -> float:
-    """Return the share of elements of fp32 pieces that `dtype` represents; 0 of few elements and other dtypes."""
+def _share(pieces: Sequence[Piece], dtype: torch.dtype, *, unknown: float) -> float:
+    """Return the share of elements of fp32 pieces that `dtype` represents; `unknown` of few and of other dtypes."""
     tensors = [piece.tensor[piece.tensor.isfinite() & (piece.tensor != 0)] for piece in pieces]
     elements = torch.cat(tensors) if tensors else torch.zeros(0)
     if elements.dtype != torch.float32 or len(elements) < 16:
-        return 0.0
+        return unknown
     return float((elements == elements.to(dtype).float()).double().mean())

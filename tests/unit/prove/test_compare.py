@@ -7,6 +7,7 @@ import torch
 
 from megalith.prove.compare import compare
 from megalith.prove.record import Piece, Pieces, Record
+from megalith.prove.rounding import compare_rounded
 
 
 def _pieces(**values: float) -> Pieces:
@@ -27,3 +28,17 @@ def test_weights_whose_gradient_is_zero_may_differ_by_what_the_update_makes_of_r
     compared = compare(whole, [rank])
     assert [one.name for one in compared.differences] == names
     assert compared.counts["weight"] == 2
+
+
+@pytest.mark.parametrize(("zeros", "names"), [(0, ["gradient"]), (4, [])], ids=["enough", "few"])
+def test_a_gradient_is_rounded_on_a_rank_where_enough_elements_of_one_process_are_not(
+    zeros: int, names: list[str]
+) -> None:
+    fine = torch.linspace(1.0, 2.0, 19)[1:17]  # none of which bf16 represents
+    fine[:zeros] = 0.0
+
+    def of(tensor: torch.Tensor) -> Record:
+        return Record(gradients=[{"gradient": [Piece((0,), (16,), tensor)]}])
+
+    compared = compare_rounded(of(fine.double()), of(fine), [of(fine.bfloat16().float())], torch.bfloat16, routed=False)
+    assert [one.name for one in compared.differences] == names

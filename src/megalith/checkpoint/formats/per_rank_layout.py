@@ -77,6 +77,11 @@ class Target(ParallelLayout):
     def has_optimizer(self) -> bool:
         return "optimizer" in self.common
 
+    @property
+    def wide(self) -> torch.dtype:
+        """Return the dtype of moments and main weights: fp32, and of a model in fp64 (`megalith prove`) its own."""
+        return self.dtype if self.dtype.itemsize > 4 else torch.float32
+
     def chunks(self) -> Iterator[Chunk]:
         """Yield at least a part of every layer and expert of every tensor in model space that the files hold."""
         for stage, ep_rank in product(range(self.pp), range(self.ep)):
@@ -230,7 +235,7 @@ class RankFiles:
     def _model(self, chunk: int) -> dict[str, Tensor | None]:
         stages, target = self._target.stages, self._target
         last = self.pp == len(stages) - 1 and chunk == len(stages[self.pp]) - 1
-        dtypes = dict.fromkeys(target.params.buffers, torch.float32)
+        dtypes = dict.fromkeys(target.params.buffers, target.wide)
         layers = target.params.layers_in(stages[self.pp][chunk])
         return OrderedDict(
             (raw, None if name is None else self._tensor(name, dtypes.get(name, target.dtype)))
@@ -273,7 +278,7 @@ class RankFiles:
                 "optimizer has more (--use-mup makes them); use --format torch_dist, or --no-optim"
             )
         states = [self._state(name, step) for part in names for name in part]
-        half = self._target.dtype != torch.float32
+        half = self._target.dtype != self._target.wide
         first, numbered = 0, []
         for group, part in zip(groups, names, strict=True):
             # Apex and TransformerEngine, which half precision is trained with, count steps by group.
@@ -283,12 +288,12 @@ class RankFiles:
         plain = {"state": dict(enumerate(states)), "param_groups": numbered}
         if not half:
             return plain
-        main = [[self._tensor(name, torch.float32, _prefix(MAIN)) for name in part] for part in names]
+        main = [[self._tensor(name, self._target.wide, _prefix(MAIN)) for name in part] for part in names]
         return {"optimizer": plain, **scaler, "fp32_from_fp16_params": main}
 
     def _state(self, name: str, step: Tensor) -> dict[str, Tensor]:
         count = torch.tensor(float(step), dtype=torch.float32)
-        return {"step": count, **{kind: self._tensor(name, torch.float32, _prefix(kind)) for kind in MOMENTS}}
+        return {"step": count, **{kind: self._tensor(name, self._target.wide, _prefix(kind)) for kind in MOMENTS}}
 
     # --- distrib_optim.pt -----------------------------------------------------------------------------------------
 
@@ -304,8 +309,8 @@ class RankFiles:
 
     def _buffer_body(self, parts: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[Any, Any]:
         args = vars(self._target.common["args"])
-        wide = self._target.dtype == torch.float32 or args.get("accumulate_allreduce_grads_in_fp32", True)
-        kind = (self._target.dtype, torch.float32 if wide else self._target.dtype)
+        wide = self._target.dtype == self._target.wide or args.get("accumulate_allreduce_grads_in_fp32", True)
+        kind = (self._target.dtype, self._target.wide if wide else self._target.dtype)
         chunks = {chunk: {kind: self._buffers(shapes)} for chunk, shapes in enumerate(parts)}
         return {"buckets_coalesced": True, **chunks}
 
@@ -314,9 +319,9 @@ class RankFiles:
         where = buffer_ranges(shapes, [size], self.folder)
         found: dict[str, Any] = {}
         for label, kind in BUFFERS.items():
-            found[label] = torch.empty(size, device="meta")
+            found[label] = torch.empty(size, dtype=self._target.wide, device="meta")
             # Weights in fp32 are the master weights.
-            prefix = "" if kind == MAIN and self._target.dtype == torch.float32 else _prefix(kind)
+            prefix = "" if kind == MAIN and self._target.dtype == self._target.wide else _prefix(kind)
             for name, place in where.items():
                 self._add(name, found[label], found[label][place.start : place.stop].view(place.shape), prefix)
         return {**found, "numel_unpadded": size}
