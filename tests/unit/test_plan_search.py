@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -115,8 +116,10 @@ def test_the_command_proposes_layouts(
 
 
 def test_what_fits_nowhere_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="no layout"):
-        plan(["--gpus", "1xT4", "--preset", "llama3-405b"])
+    with pytest.raises(ConfigError, match="no layout") as error:
+        plan(["--gpus", "4xT4", "--preset", "llama3-405b"])
+    needed = re.search(r"less than ([\d.]+) GiB", str(error.value))
+    assert needed and 15.9 < float(needed[1]) * 2**30 / (406e9 / 4) <= 18  # bytes of each parameter
     assert not _search("", 1, "T4").best(1).best
 
 

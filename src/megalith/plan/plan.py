@@ -255,7 +255,14 @@ def search_run(
     search = Search(base, device, world_size=world_size, nodes=nodes, tokens=tokens, memory=partial(_memory, device))
     found = search.best(number, task)
     if not found.best:
-        short = f": the closest needs {found.least / GIB:.1f} GiB more" if found.least is not None else ""
+        short = ""
+        if found.least is not None:
+            short = f": the closest needs {found.least / GIB:.1f} GiB more"
+        elif found.fewest is not None and found.fewest > device.room:
+            short = (
+                f": in no layout do weights, gradients and optimizer states take less than {found.fewest / GIB:.1f} "
+                f"GiB of each, and tensors may take {device.room / GIB:.1f} GiB"
+            )
         raise ConfigError(
             f"no layout of this model fits {world_size} x {device.name}{short}; plan for more or larger devices, or a "
             "smaller model"

@@ -94,6 +94,7 @@ class Found:
         layouts, tried: number of layouts, and of variants whose time was computed.
         planned: number of variants whose memory was planned.
         least: bytes by which the closest layout that was planned is short; None if none was.
+        fewest: bytes of weights, gradients and optimizer states in the layout that needs the fewest; None without any.
     """
 
     best: list[Choice] = field(default_factory=list)
@@ -102,6 +103,7 @@ class Found:
     tried: int = 0
     planned: int = 0
     least: int | None = None
+    fewest: int | None = None
 
 
 class Search:
@@ -184,7 +186,9 @@ class Search:
                 own = {**layout, "num_virtual_stages_per_pipeline_rank": chunks, "pipeline_schedule": schedule}
                 for ep, etp in self._experts(tp, cp * rest):
                     whole = {**own, "expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
-                    if self._held({**whole, "use_distributed_optimizer": True}) <= self.room:
+                    held = self._held({**whole, "use_distributed_optimizer": True})
+                    self.found.fewest = min(held, self.found.fewest or held)
+                    if held <= self.room:
                         yield whole
 
     def _schedules(self, pp: int, units: int, samples: int) -> Iterator[tuple[int | None, str]]:
