@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from megalith.config import RunConfig, load
 from megalith.distributed.forked import run_forked
 from megalith.errors import ConfigError, PeerError
-from megalith.prove.compare import compare
+from megalith.prove.compare import ROUNDED, compare
 from megalith.prove.miniature import miniatures, write_data
-from megalith.prove.proof import warm
+from megalith.prove.proof import prove, warm, write_base
 from megalith.prove.record import record
 
 RECORD = Path(__file__).with_name("configurations.jsonl")
@@ -78,6 +78,7 @@ _SHARED = (
     ("", "--untie-embeddings-and-output-weights"),
     ("", "--init-method-xavier-uniform"),
     ("", "--rampup-batch-size 16 16 160"),
+    ("", "--ckpt-format torch"),
 )
 _CAUSAL = (
     ("", "--position-embedding-type rope", "--position-embedding-type yarn", "--position-embedding-type none"),
@@ -94,6 +95,11 @@ _CAUSAL = (
     ("", "--reset-attention-mask", "--reset-position-ids"),
     ("", "--use-mup"),
     ("", "--sft", "--sft --no-sft-packing"),
+    (
+        "",
+        "--lora-rank 4 --pretrained-checkpoint base",
+        "--lora-rank 4 --pretrained-checkpoint base --lora-targets q_proj,v_proj",
+    ),
 )
 _EXPERTS = (
     ("", "--moe-router-topk 1", "--moe-router-topk 2"),
@@ -199,16 +205,36 @@ def drawn(seed: int, number: int) -> Sequence[Configuration]:
     return list(found)
 
 
+def proven_whole(configuration: Configuration) -> dict[str, Any]:
+    """Prove a configuration with resumes, exports and its own precision; return what was compared."""
+    run = configuration.run()
+    try:
+        proof = prove(run, (_BASE + configuration.flags).split())
+    except (PeerError, ConfigError) as error:
+        return {"miniatures": [], "compared": 0, "worst": 0.0, "differences": [str(error)[-800:]], "whole": True}
+    wrong = [f"{one.miniature}: {one.cause or one.failure[-800:]}" for one in proof.results if not one.holds]
+    compared = [result.comparison for result in proof.results]
+    errors = [worst for one in compared for kind, (worst, _) in one.worst.items() if not kind.startswith(ROUNDED)]
+    return {
+        "miniatures": [str(result.miniature) for result in proof.results],
+        "compared": sum(sum(one.counts.values()) for one in compared),
+        "worst": max(errors, default=0.0),
+        "differences": wrong,
+        "whole": True,
+    }
+
+
 def proven(configuration: Configuration) -> dict[str, Any]:
     """Train the miniatures of a configuration in their layouts and in one process; return what was compared."""
     run, differences, worst, compared, names = configuration.run(), list[str](), 0.0, 0, list[str]()
-    warm(run, checkpoints=False)
+    warm(run, checkpoints=run.model.lora_rank is not None)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_data(run, folder)
         for miniature in miniatures(run, folder):
             names.append(str(miniature))
             try:
+                write_base(miniature)
                 (alone,) = run_forked(1, record, miniature.alone(), seconds=_SECONDS)
                 ranks = run_forked(miniature.world_size, record, miniature, seconds=_SECONDS)
             except (PeerError, ConfigError) as error:
@@ -243,6 +269,8 @@ _FEATURES = {
     "window": "window-size",
     "losses": "calculate-per-token-loss|label-smoothing|aux-loss-coeff|z-loss-coeff",
     "fine-tuning": "sft",
+    "LoRA": "lora-rank",
+    "files of format torch": "ckpt-format torch",
     "Muon": "optimizer (adaptive_)?muon",
     "SOAP": "optimizer soap",
     "Lion, SGD": "optimizer (lion|sgd)",
@@ -263,14 +291,17 @@ def coverage(lines: Sequence[dict[str, Any]]) -> list[list[str]]:
         having = [line for line in lines if re.search(pattern, line["flags"])]
         eight = sum(line["gpus"] == 8 for line in having)
         rows.append([name, str(len(having)), str(eight), str(sum(line["compared"] for line in having))])
+    whole = [line for line in lines if line.get("whole")]
+    eight = sum(line["gpus"] == 8 for line in whole)
+    rows.append(["resumes and exports", str(len(whole)), str(eight), str(sum(line["compared"] for line in whole))])
     return rows
 
 
-def line_of(seed: int, number: int, configuration: Configuration) -> dict[str, Any]:
+def line_of(seed: int, number: int, configuration: Configuration, *, whole: bool = True) -> dict[str, Any]:
     """Prove a configuration and return its line of the record."""
     torch.set_num_threads(1)
     try:
-        outcome = proven(configuration)
+        outcome = (proven_whole if whole else proven)(configuration)
     except ConfigError as error:
         outcome = {"miniatures": [], "compared": 0, "worst": 0.0, "differences": [f"no miniature: {error}"]}
     return {"seed": seed, "number": number, "gpus": configuration.gpus, "flags": configuration.flags, **outcome}
@@ -283,7 +314,9 @@ def batch(seed: int) -> list[dict[str, Any]]:
 
 def again(line: dict[str, Any]) -> dict[str, Any]:
     """Prove a configuration of the record again; return its new line."""
-    return line_of(line["seed"], line["number"], Configuration(line["flags"], line["gpus"]))
+    return line_of(
+        line["seed"], line["number"], Configuration(line["flags"], line["gpus"]), whole=line.get("whole", False)
+    )
 
 
 def known() -> list[dict[str, Any]]:

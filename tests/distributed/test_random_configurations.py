@@ -38,6 +38,13 @@ FOUND = {
         f"{GPT} --tensor-model-parallel-size 2 --optimizer soap --swiglu --num-experts 8 --moe-router-topk 2",
         2,
     ),
+    "Adam makes weights of rounding": (
+        f"{GPT} --tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel --use-torch-fsdp2 "
+        "--torch-fsdp2-no-reshard-after-forward --recompute-activations --rotary-percent 0.5 --qk-layernorm "
+        "--window-size 16,0 --decoupled-lr 1e-2 --bf16 --clip-grad 0 --reset-attention-mask --overlap-param-gather "
+        "--untie-embeddings-and-output-weights --init-method-xavier-uniform",
+        8,
+    ),
 }
 
 

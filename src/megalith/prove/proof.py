@@ -189,9 +189,7 @@ def prove(
         chosen = miniatures(run, folder)
         proof = Proof(run, command, device, left=chosen[1:] if quick else [])
         for miniature in chosen[:1] if quick else chosen:
-            if (base := miniature.values.get("pretrained_checkpoint")) is not None:
-                whole: dict[str, Any] = {"lora_rank": None, "pretrained_checkpoint": None, "save": base}
-                run_forked(1, partial(record, save_interval=STEPS, **whole), miniature.alone(), seconds=SECONDS)
+            write_base(miniature)
             (alone,) = run_forked(1, record, miniature.alone(), seconds=SECONDS)
             checkpoints = folder / str(len(proof.results)) if saves else None
             result, ranks = _compared(miniature, alone)
@@ -203,6 +201,13 @@ def prove(
                 _compare_outside(result, checkpoints, () if proof.results else references, logits=not proof.results)
             proof.results.append(result)
         return proof
+
+
+def write_base(miniature: Miniature) -> None:
+    """Train the whole model whose checkpoint a miniature of adapters starts from, if it is one."""
+    if (base := miniature.values.get("pretrained_checkpoint")) is not None:
+        whole: dict[str, Any] = {"lora_rank": None, "pretrained_checkpoint": None, "save": base}
+        run_forked(1, partial(record, save_interval=STEPS, **whole), miniature.alone(), seconds=SECONDS)
 
 
 def warm(run: RunConfig, *, checkpoints: bool) -> None:
