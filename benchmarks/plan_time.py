@@ -20,22 +20,18 @@ import json
 import random
 import statistics
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from plan_memory import BASE, SECONDS, build, draw, sound, write
+from plan_memory import BASE, SECONDS, draw, sound, write
 
 from megalith.config import load
-from megalith.distributed.comm import barrier
 from megalith.distributed.forked import run_forked
-from megalith.kernels.cpu.process import keep_freed_memory
 from megalith.plan.devices import DEVICES
 from megalith.plan.plan import plan_run
+from megalith.plan.rates import step_seconds
 from megalith.plan.time import step_time
-from megalith.train.step import train_step
 
-WARM_UPS, STEPS = 1, 3
+STEPS = 6  # of `step_seconds`
 WITHIN, SHARE = 0.20, 0.80  # of random configurations
 BESIDE = 0.15  # of published runs
 COMMON = (
@@ -44,29 +40,15 @@ COMMON = (
 PUBLISHED = Path(__file__).with_name("plan_published.json")
 
 
-def train(rank: int, words: Sequence[str], ranks: int) -> float:
-    """Train as one rank; return the median seconds of a step."""
-    keep_freed_memory(ranks)  # as `megalith train` does
-    trained, run, context = build(rank, words, ranks)
-    times, batches = list[float](), iter(trained.train)
-    for number in range(WARM_UPS + STEPS):
-        barrier(context.world)
-        start = time.perf_counter()
-        train_step(trained.state, batches, run.num_micro_batches, pipeline_schedule=run.pipeline_schedule)
-        if number >= WARM_UPS:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def random_runs(number: int, seed: int) -> tuple[str, float]:
     """Return predicted beside measured times as Markdown, and the share that is near."""
     chance, drawn = random.Random(seed), list[tuple[int, list[str]]]()
     while len(drawn) < number:
         ranks, words = draw(chance)
-        words = [word if word != "3" else str(WARM_UPS + STEPS) for word in words]  # --train-iters of BASE
+        words = [word if word != "3" else str(STEPS) for word in words]  # --train-iters of BASE
         if ranks in (1, 2) and sound(ranks, words):
             drawn.append((ranks, words))
-    medians = [max(run_forked(ranks, train, words, ranks, seconds=SECONDS)) for ranks, words in drawn]
+    medians = [max(run_forked(ranks, step_seconds, words, ranks, seconds=SECONDS)) for ranks, words in drawn]
     lines, near = list[str](), 0
     for (ranks, words), median in zip(drawn, medians, strict=True):
         planned = plan_run(words, DEVICES["CPU"], world_size=ranks).time.step_seconds

@@ -20,7 +20,6 @@ import torch
 from megalith.config import load
 from megalith.config.reading import tomllib
 from megalith.errors import MegalithError
-from megalith.prove.compare import ROUNDED
 from megalith.prove.proof import Proof, prove
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,19 +85,15 @@ def proven(case: Case, quick: bool) -> dict[str, Any]:
 
 def outcome(proof: Proof) -> dict[str, Any]:
     """Return what a proof says, for the record."""
-    compared = [result.comparison for result in proof.results]
-    worst = {ROUNDED: 0.0, "": 0.0}
-    for kind, (error, _) in [pair for one in compared for pair in one.worst.items()]:
-        group = ROUNDED if kind.startswith(ROUNDED) else ""
-        worst[group] = max(worst[group], error)
+    compared = proof.compared
     causes = [str(result.cause or result.failure[-600:]) for result in proof.results if not result.holds]
     return {
         "verdict": "proven" if proof.holds else "mismatch",
         "why": _line("; ".join(causes)),
         "miniatures": ", ".join(str(result.miniature) for result in proof.results),
-        "compared": sum(sum(one.counts.values()) for one in compared),
-        "worst": worst[""],
-        "rounding": worst[ROUNDED],
+        "compared": sum(compared.counts.values()),
+        "worst": compared.largest(rounded=False),
+        "rounding": compared.largest(rounded=True),
     }
 
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from megalith.config import RunConfig, load
 from megalith.distributed.forked import run_forked
 from megalith.errors import ConfigError, PeerError
-from megalith.prove.compare import ROUNDED, compare
+from megalith.prove.compare import compare
 from megalith.prove.miniature import miniatures, write_data
 from megalith.prove.proof import prove, warm, write_base
 from megalith.prove.record import record
@@ -213,12 +213,10 @@ def proven_whole(configuration: Configuration) -> dict[str, Any]:
     except (PeerError, ConfigError) as error:
         return {"miniatures": [], "compared": 0, "worst": 0.0, "differences": [str(error)[-800:]], "whole": True}
     wrong = [f"{one.miniature}: {one.cause or one.failure[-800:]}" for one in proof.results if not one.holds]
-    compared = [result.comparison for result in proof.results]
-    errors = [worst for one in compared for kind, (worst, _) in one.worst.items() if not kind.startswith(ROUNDED)]
     return {
         "miniatures": [str(result.miniature) for result in proof.results],
-        "compared": sum(sum(one.counts.values()) for one in compared),
-        "worst": max(errors, default=0.0),
+        "compared": sum(proof.compared.counts.values()),
+        "worst": proof.compared.largest(rounded=False),
         "differences": wrong,
         "whole": True,
     }

@@ -471,7 +471,7 @@ def test_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         pytest.param(EXPERTS, marks=pytest.mark.full),
         pytest.param(f"{LLAMA} {LORA} --tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.full),
         pytest.param(f"{LLAMA} {LORA} --use-distributed-optimizer", marks=pytest.mark.full),
-        pytest.param(f"{LLAMA} --ckpt-format torch --use-distributed-optimizer", marks=pytest.mark.full),
+        pytest.param("--ckpt-format torch --use-distributed-optimizer", marks=pytest.mark.full),
     ],
 )
 def test_no_fault_no_alarm(flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,8 @@ def has_onednn_linear() -> bool:
 def has_onednn_bf16() -> bool:
     """Return whether `onednn_linear` multiplies bf16 on this processor.
 
-    From then on oneDNN ignores ONEDNN_MAX_CPU_ISA: not for a module's first lines.
+    The answer fixes oneDNN's instruction set, so that ONEDNN_MAX_CPU_ISA has no effect any more: not to be asked for on
+    import.
     """
     return has_onednn_linear() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 

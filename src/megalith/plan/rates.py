@@ -13,7 +13,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import date
@@ -49,7 +49,7 @@ _SMALL_MODELS = (
 _OF_SMALL = (
     "--seq-length 256 --max-position-embeddings 256 --lr 1e-3 --micro-batch-size 2 --global-batch-size {} "
     "--train-iters 8 --mock-data --tokenizer-type NullTokenizer --vocab-size 4095 --padded-vocab-size 4096 "
-    "--num-workers 0 --eval-iters 0 --split 100,0,0 --log-interval 1"
+    "--num-workers 0 --eval-iters 0 --split 100,0,0"
 )
 _DTYPES = {"fp32": "", "bf16": "--bf16"}
 
@@ -149,7 +149,7 @@ def _of_steps(device: Device, ranks: int, threads: int) -> dict[str, float]:
         speeds = list[float]()
         for model in _SMALL_MODELS:
             words = [*model.split(), *_OF_SMALL.format(8 * ranks).split(), *flag.split()]
-            seconds = max(run_forked(ranks, _steps, words, threads, ranks, seconds=300))
+            seconds = max(run_forked(ranks, step_seconds, words, ranks, threads, seconds=300))
             plan = plan_run(words, device, world_size=ranks)
             planned = time_of(plan.run, plan.run.data.padded_vocab_size or 0, device, plan.ranks, 1)
             speeds.append(planned.step_seconds / seconds)
@@ -157,8 +157,8 @@ def _of_steps(device: Device, ranks: int, threads: int) -> dict[str, float]:
     return found
 
 
-def _steps(rank: int, words: list[str], threads: int, ranks: int) -> float:
-    """Train as one of `ranks` replicas; return the median seconds of a step."""
+def step_seconds(rank: int, words: Sequence[str], ranks: int, threads: int = 1) -> float:
+    """Train on a CPU as one rank of a group that is joined (`run_forked`); return the median seconds of a step."""
     import torch
 
     from megalith.assemble.training import build_run
@@ -169,7 +169,7 @@ def _steps(rank: int, words: list[str], threads: int, ranks: int) -> float:
     from megalith.train.step import train_step
 
     torch.set_num_threads(threads)
-    keep_freed_memory(ranks)
+    keep_freed_memory(ranks)  # as `megalith train` does
     host = torch.device("cpu")
     run = load(words, {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}, files=False)
     context = ParallelContext.create(run.layout, host) if ranks > 1 else ParallelContext.solo(host)
@@ -178,7 +178,7 @@ def _steps(rank: int, words: list[str], threads: int, ranks: int) -> float:
     for _ in range(1 + _SAMPLES):
         barrier(context.world)
         start = time.perf_counter()
-        train_step(built.state, batches, run.num_micro_batches)
+        train_step(built.state, batches, run.num_micro_batches, pipeline_schedule=run.pipeline_schedule)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
@@ -204,7 +204,8 @@ def _measure(rank: int, kind: str, threads: int, ranks: int) -> dict[str, Any]:
     from megalith.kernels.cpu.process import keep_freed_memory
 
     torch.set_num_threads(threads)
-    keep_freed_memory(ranks)  # as `megalith train` does
+    if kind == "cpu":
+        keep_freed_memory(ranks)
     clock = _Clock(torch.device(kind))
     found: dict[str, Any] = {"products": clock.products(), "memory": clock.memory()}
     found["tiny"] = [clock.tiny_step(words) for words in _TINIES]

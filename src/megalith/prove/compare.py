@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX
 from megalith.prove.miniature import SAVED
 from megalith.prove.record import Piece, Pieces, Record
 
@@ -84,6 +85,10 @@ class Comparison:
             self.differences.append(difference)
         elif error >= self.worst.get(kind, (0.0, ""))[0]:
             self.worst[kind] = (error, name)
+
+    def largest(self, *, rounded: bool) -> float:
+        """Return the largest difference within bounds: relative, or in the run's own precision of its bound."""
+        return max((error for kind, (error, _) in self.worst.items() if kind.startswith(ROUNDED) == rounded), default=0)
 
     def merge(self, other: Comparison) -> None:
         """Add another comparison."""
@@ -202,38 +207,55 @@ def compare_gradients(
 
 
 def compare_state(found: Comparison, whole: Record, wanted: Pieces, ranks: Sequence[Pieces]) -> None:
-    """Compare weights and optimizer states, which are those of `whole` after one of its steps."""
+    """Compare weights and optimizer states, which are those of `whole` after one of its steps.
+
+    Elements of weights whose second moment is that of rounding may differ by what Adam makes an update of.
+    """
     steps = (piece.tensor for step in whole.gradients for pieces in step.values() for piece in pieces)
     floor = ROUNDING * max((float(gradient.abs().max()) for gradient in steps), default=0.0)
     for name in sorted(wanted, key=depth):
         held = [(rank, piece) for rank, pieces in enumerate(ranks) for piece in pieces.get(name, ())]
-        kind, least = ("moment", floor) if name.startswith("optimizer.") else ("weight", floor * whole.amplified)
+        kind, least = "moment" if name.startswith("optimizer.") else "weight", torch.tensor(floor, dtype=torch.float64)
+        if second := wanted.get(f"{OPTIMIZER_PREFIX}exp_avg_sq.{name}"):
+            least = torch.where(joined_pieces(second) <= floor**2, floor * whole.amplified, least)
         compare_tensor(found, kind, name, joined_pieces(wanted[name]), held, least, 0)
 
 
 def compare_tensor(
-    found: Comparison, kind: str, name: str, wanted: Tensor, held: Iterable[tuple[int, Piece]], floor: float, step: int
+    found: Comparison,
+    kind: str,
+    name: str,
+    wanted: Tensor,
+    held: Iterable[tuple[int, Piece]],
+    floor: float | Tensor,
+    step: int,
 ) -> None:
-    """Compare a tensor with its pieces on all ranks: each element is held somewhere, and rightly wherever it is."""
+    """Compare a tensor with its pieces on all ranks: each element is held somewhere, and rightly wherever it is.
+
+    Args:
+        floor: Difference that is rounding, whatever the size of the tensor; of all elements, or of each.
+    """
     largest, worst = float(wanted.abs().max()) if wanted.numel() else 0.0, 0.0
-    bound = TOLERANCE * largest + floor
+    bound = (TOLERANCE * largest + torch.as_tensor(floor, dtype=torch.float64)).expand(wanted.shape)
     covered = torch.zeros(wanted.shape, dtype=torch.bool)
     for rank, piece in held:
         if piece.shape != tuple(wanted.shape):
             found.add(kind, name, Difference(kind, name, math.inf, rank=rank, step=step), math.inf)
             return
         there, owned = box(wanted, piece), ~piece.tensor.isnan()
-        error = float((there - piece.tensor)[owned].abs().max()) if bool(owned.any()) else 0.0
-        if not error <= bound:
+        errors, allowed = (there - piece.tensor)[owned].abs(), box(bound, piece)[owned]
+        if not bool((errors <= allowed).all()):
+            error = float(errors.max())
             ratio = _ratio(there[owned], piece.tensor[owned], largest)
             found.add(kind, name, Difference(kind, name, error / (largest or 1.0), ratio, rank, step), math.inf)
             return
-        worst = max(worst, error)
+        if float(errors.sum()):
+            worst = max(worst, TOLERANCE * float((errors / allowed).nan_to_num().max()))  # 0 of 0 allowed is none
         box(covered, piece).logical_or_(owned)
     if not bool(covered.all()):
         found.add(kind, f"{name}: some elements are held by no rank", Difference(kind, name, math.inf, step=step), 0.0)
         return
-    found.add(kind, name, None, worst / (largest + floor / TOLERANCE) if worst else 0.0)
+    found.add(kind, name, None, worst)
 
 
 def box(tensor: Tensor, piece: Piece) -> Tensor:

@@ -93,8 +93,8 @@ _PRECISION = (
     "moe_router_dtype",
     *_DTYPES,
 )
-LOSS_SCALE = 1024.0
-"""Largest loss scale: that of a run may overflow for longer than a miniature trains."""
+LOSS_SCALE = 64.0
+"""Largest loss scale: that of a run may overflow for longer than a miniature trains, whose weights are large."""
 
 
 @dataclass(frozen=True)

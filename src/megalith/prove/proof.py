@@ -69,6 +69,7 @@ class Result:
     Attributes:
         cause: Of its first difference; None if there is none.
         failure: Why its ranks ended, where one process did not; empty if they did not.
+        overflow: Step of one process that overflowed in the run's own precision, which is then not compared; else "".
         resumed: Layouts in which its checkpoint was continued.
         outside: What that checkpoint was compared with besides.
     """
@@ -77,6 +78,7 @@ class Result:
     comparison: Comparison
     cause: Cause | None = None
     failure: str = ""
+    overflow: str = ""
     resumed: list[str] = field(default_factory=list)
     outside: list[Outside] = field(default_factory=list)
 
@@ -102,6 +104,14 @@ class Proof:
         return all(result.holds for result in self.results)
 
     @property
+    def compared(self) -> Comparison:
+        """Return what was compared of all miniatures."""
+        whole = Comparison()
+        for result in self.results:
+            whole.merge(result.comparison)
+        return whole
+
+    @property
     def uncovered(self) -> list[str]:
         """Return what this proof does not show."""
         changed = {name for result in self.results for name in result.miniature.changed}
@@ -110,6 +120,8 @@ class Proof:
         left = [f"the miniature {one}, left out by --quick" for one in self.left]
         if not all(result.resumed for result in self.results):
             left.append("checkpoints, resumes and exports, left out by --quick or after a mismatch")
+        dtype = self.run.precision.params_dtype
+        left += [f"{dtype}: {one.overflow} of {one.miniature} overflows" for one in self.results if one.overflow]
         left += [line for result in self.results for one in result.outside for line in one.uncovered]
         texts = [text for name, text in _UNCOVERED.items() if name in changed]
         return [*ALWAYS_UNCOVERED, *dict.fromkeys([*texts, *left])]
@@ -242,6 +254,10 @@ def _compare_rounded(result: Result, alone: Record, *, routed: bool) -> None:
         ranks = run_forked(own.world_size, partial(record, exact=False), own, seconds=SECONDS)
     except PeerError as error:
         result.failure = f"in {own.dtype}: {error}"
+        return
+    lacking = next((name for name in alone.numbers if name not in rounded.numbers), "")
+    if lacking:  # a step is skipped without a norm
+        result.overflow = lacking.partition(",")[0]
         return
     found = compare_rounded(alone, rounded, ranks, getattr(torch, own.dtype), routed=routed)
     result.comparison.merge(found)

@@ -56,8 +56,8 @@ class Record:
         outputs: Layer -> norms of its output vectors in the first step.
         state: Weights and optimizer states after the last step, by their keys in a checkpoint.
         saved: Those after the step that is saved; of a run that resumes there, those that it starts with.
-        amplified: How much larger than the rounding of a gradient that it makes of a weight's whose gradient is zero
-            but for it: Adam divides by the root of the second moment, and eps.
+        amplified: Largest change of a weight in the whole run over the rounding of its gradient, if the gradient has
+            nothing else: Adam divides it by eps, as the second moment is far below.
     """
 
     numbers: dict[str, float] = field(default_factory=dict)

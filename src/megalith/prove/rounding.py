@@ -64,9 +64,10 @@ def _compare_numbers(
             rounded[name] = kind
             errors[kind] = max(errors.get(kind, least), abs(alone.numbers[name] - value) / max(abs(value), 1e-300))
     for name, kind in rounded.items():
-        if name.startswith("step 1,") and not errors[kind] <= MOST * least:
-            values = exact.numbers[name], alone.numbers[name]
-            found.add(f"{ROUNDED}number", name, _off("number", name, errors[kind], values=values), math.inf)
+        values = exact.numbers[name], alone.numbers[name]
+        own = abs(values[1] - values[0]) / max(abs(values[0]), 1e-300)
+        if name.startswith("step 1,") and not own <= MOST * least:
+            found.add(f"{ROUNDED}number", name, _off("number", name, own, values=values), math.inf)
         compare_numbers(found, {name: alone.numbers[name]}, ranks, FACTOR * errors[kind], f"{ROUNDED}number")
     others = {
         name: value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from megalith.checkpoint import DirectoryStore
 from megalith.config import ModelConfig, RunConfig
 from megalith.config.from_args import MODEL_SETTINGS, changed_sources, model_from_args
 from megalith.config.run import all_settings
+from megalith.config.values import marked_layers
 from megalith.errors import CheckpointError
 from megalith.nn.precision import product_dtype_on
 from megalith.tokenizers.fingerprint import fingerprint_differences, side_by_side
@@ -191,6 +192,12 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
         "ffn_hidden_size": model.ffn_size,
         "add_qkv_bias": model.qkv_bias,
     }
+    for name, marks in (
+        ("no_rope_freq", marked_layers(model.no_rope_freq, model.num_layers)),
+        ("window_attn_skip_freq", tuple(window is None for window in model.windows)),
+    ):
+        if values[name] is not None:  # a list has several spellings, and a checkpoint its own
+            values[name] = _as_digits(marks)
     if model.multi_latent_attention:
         values |= {"kv_channels": None, "rope_type": model.rotary_kind}
     else:
@@ -213,10 +220,15 @@ def _of_experts(model: ModelConfig) -> dict[str, Any]:
     names = [name for name in ARCHITECTURE if name.startswith("moe_") or name in ("num_experts", "chooses_by")]
     if not model.mixture:
         return dict.fromkeys(names)
-    pattern = "".join("1" if experts else "0" for experts in model.experts)
+    pattern = _as_digits(map(bool, model.experts))
     given = {name: getattr(model, name) for name in names}
     by = "quantile_balancing" if model.chooses_by == "quantile_balancing" else "another"  # only that has offsets
     return {**given, "moe_layer_freq": pattern, "moe_ffn_hidden_size": model.expert_size, "chooses_by": by}
+
+
+def _as_digits(marks: Iterable[bool]) -> str:
+    """Return 1 for each layer that is marked, and 0 for others."""
+    return "".join(str(int(mark)) for mark in marks)
 
 
 def _other_tokenizer(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:

@@ -15,16 +15,23 @@ def _pieces(**values: float) -> Pieces:
 
 
 @pytest.mark.parametrize(
-    ("amplified", "found", "names"),
-    [(3e3, 2e-12, []), (1.0, 2e-12, ["bias"]), (3e3, 1e-3, ["bias"])],
-    ids=["rounding through Adam", "rounding of SGD", "fault"],
+    ("amplified", "moment", "found", "names"),
+    [
+        (3e3, 1e-34, 2e-12, []),
+        (1.0, 1e-34, 2e-12, ["bias"]),
+        (3e3, 1e-4, 2e-12, ["bias"]),
+        (3e3, None, 2e-12, ["bias"]),
+        (3e3, 1e-34, 1e-3, ["bias"]),
+    ],
+    ids=["rounding through Adam", "a small rate", "a gradient", "another optimizer", "fault"],
 )
-def test_weights_whose_gradient_is_zero_may_differ_by_what_the_update_makes_of_rounding(
-    amplified: float, found: float, names: list[str]
+def test_weights_whose_gradient_is_zero_may_differ_by_what_adam_makes_of_rounding(
+    amplified: float, moment: float | None, found: float, names: list[str]
 ) -> None:
     gradients = [_pieces(weight=0.1, bias=1e-17)]
-    whole = Record(gradients=gradients, state=_pieces(weight=1.0, bias=-2e-12), amplified=amplified)
-    rank = Record(gradients=gradients, state=_pieces(weight=1.0, bias=found), amplified=amplified)
+    moments = {} if moment is None else _pieces(**{"optimizer.state.exp_avg_sq.bias": moment})
+    whole = Record(gradients=gradients, state=_pieces(weight=1.0, bias=-2e-12) | moments, amplified=amplified)
+    rank = Record(gradients=gradients, state=_pieces(weight=1.0, bias=found) | moments)
     compared = compare(whole, [rank])
     assert [one.name for one in compared.differences] == names
     assert compared.counts["weight"] == 2

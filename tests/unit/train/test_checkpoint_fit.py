@@ -57,6 +57,22 @@ def test_flags_are_shown_as_typed(changes: dict[str, object], flag: str) -> None
         check_fits(found_of(run_of()), run_of(**changes), IDENTITY)
 
 
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("no_rope_freq", {"position_embedding_type": "rope"}),
+        ("window_attn_skip_freq", {"window_size": "4,0"}),
+        ("moe_layer_freq", {"num_experts": 4}),
+    ],
+)
+@pytest.mark.parametrize("spelling", ["[0,1,0,1]", "([0]+[1])*2", "[ 0, 1 ]*2"])
+def test_layers_are_compared_however_their_list_is_spelled(name: str, more: dict[str, object], spelling: str) -> None:
+    run, other = (run_of(num_layers=4, **more, **{name: value}) for value in (spelling, "[1,1,0,1]"))
+    check_fits(found_of(run), run, IDENTITY)
+    with pytest.raises(CheckpointError, match=f"--{name.replace('_', '-')}"):
+        check_fits(found_of(run), other, IDENTITY)
+
+
 def test_a_setting_without_effect_does_not_matter() -> None:
     gated = run_of(swiglu=True, ffn_hidden_size=16)
     check_fits(found_of(run_of(swiglu=True, ffn_hidden_size=16, bias_gelu_fusion=False)), gated, IDENTITY)

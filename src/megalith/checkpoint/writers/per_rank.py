@@ -163,7 +163,8 @@ class PerRankWriter:
         check_further_files(files)
         axes = layout.coordinates(rank)
         dtype = getattr(torch, str(vars(content.common["args"])["params_dtype"]).removeprefix("torch."))
-        if any(chunk.tensor.dtype == torch.float64 for chunk in content.chunks):  # of `megalith prove`
+        weights = (chunk.tensor for chunk in content.chunks if not chunk.key.startswith(OPTIMIZER_PREFIX))
+        if any(weight.dtype == torch.float64 for weight in weights):  # of `megalith prove`: no setting asks for it
             dtype = torch.float64
         self._target = target_of(content.common, content.objects, dtype, "the checkpoint to save")
         alike = next(ranks for ranks in layout.groups("cp", "dp") if rank in ranks)
