@@ -37,7 +37,7 @@ _SECONDS = 120.0
 _BASE = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 1 --global-batch-size 32 --train-iters 100 --lr 1e-3 --eval-interval 10 "
-    "--eval-iters 2 --data-path d "
+    "--eval-iters 2 --data-path d --save s --save-interval 10 "
 )
 _SHARED = (
     ("", "--micro-batch-size 2"),

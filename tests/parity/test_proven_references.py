@@ -13,6 +13,7 @@ import pytest
 from torch import Tensor
 
 from megalith.cli import prove
+from megalith.config import load
 from megalith.errors import ConfigError
 from megalith.nn.feed_forward import ACTIVATIONS, Activation
 from megalith.prove.reference import require
@@ -30,7 +31,7 @@ CASES = {
 def proven(reference: str, flags: str, file: Path) -> tuple[int, dict[str, Any]]:
     """The exit code and the first miniature of the certificate."""
     try:
-        require(reference)
+        require(reference, load(flags.split(), {}, files=False).model)
     except ConfigError as error:
         pytest.skip(str(error))
     words = [*flags.split(), "--gpus", "1", "--quick", "--reference", reference, "--json", str(file)]
@@ -63,3 +64,9 @@ def test_another_model_is_found(reference: str, tmp_path: Path, monkeypatch: pyt
     code, miniature = proven(reference, f"{BASE} {LLAMA}", tmp_path / "certificate.json")
     assert code == 1
     assert miniature["cause"]["layer"] == 0
+
+
+def test_a_model_without_architecture_is_refused() -> None:
+    words = [*f"{BASE} --mtp-num-layers 1".split(), "--gpus", "1", "--quick", "--reference", "transformers"]
+    with pytest.raises(ConfigError, match="--reference transformers"):
+        prove.run(words)

@@ -56,8 +56,8 @@ _UNCOVERED = {
     "use_cpu_initialization": "--use-cpu-initialization: weights are drawn by name",
     "use_precision_aware_optimizer": "dtypes of optimizer states",
     "optimizer_cpu_offload": "offloaded optimizer states",
-    "lion": "the sign that Lion takes of gradients that are zero except for rounding",
-    "soap": "eigenbases that rounding decides: the tie-breaker of SOAP is greater",
+    "lion": "the signs that Lion takes of small gradients: a smooth function is in their place",
+    "soap": "eigenbases that rounding decides: the tie-breaker and the epsilon of SOAP are greater",
     "data_source": "registered datasets",
 }
 

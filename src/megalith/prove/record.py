@@ -56,8 +56,9 @@ class Record:
         outputs: Layer -> norms of its output vectors in the first step.
         state: Weights and optimizer states after the last step, by their keys in a checkpoint.
         saved: Those after the step that is saved; of a run that resumes there, those that it starts with.
-        amplified: Largest change of a weight in the whole run over the rounding of its gradient, if the gradient has
-            nothing else: Adam divides it by eps, as the second moment is far below.
+        updates: Largest change of a weight by Adam in the whole run.
+        amplified: The same over the rounding of its gradient, if the gradient has nothing else: Adam divides it by
+            eps, as the second moment is far below.
     """
 
     numbers: dict[str, float] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class Record:
     outputs: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     state: Pieces = field(default_factory=dict)
     saved: Pieces = field(default_factory=dict)
+    updates: float = 0.0
     amplified: float = 1.0
 
 
@@ -80,15 +82,14 @@ def record(rank: int, miniature: Miniature, *, exact: bool = True, killed_after:
     context = ParallelContext.solo(device)
     if miniature.world_size > 1:
         context = ParallelContext.create(config.layout, device)
-    rates = config.schedule.lr, config.optimizer.decoupled_lr or 0.0
-    found = Record(amplified=max(1.0, config.train_iters * max(rates) / config.optimizer.adam_eps))
+    updates = config.train_iters * max(config.schedule.lr, config.optimizer.decoupled_lr or 0.0)
+    found = Record(updates=updates, amplified=max(1.0, updates / config.optimizer.adam_eps))
     with ExitStack() as stack:
         for place in config.checkpoint.save_folders:
             stack.enter_context(DirectoryStore(place, context).claim())
         training.measure_peak = no_peak
-        if exact:
-            Soap.from_config = partial(_well_conditioned, Soap.from_config)  # type: ignore[method-assign]
-            elementwise.foreach_sign_ = _signs_beyond_rounding  # type: ignore[assignment]
+        Soap.from_config = partial(_well_conditioned, Soap.from_config)  # type: ignore[method-assign]
+        elementwise.foreach_sign_ = _smooth_signs  # type: ignore[assignment]
         built = training.build_run(config, context, dtype=torch.float64 if exact else None)
         run = built.run
         stack.callback(built.loaders.close)
@@ -115,17 +116,18 @@ def no_peak(device: torch.device, dtype: torch.dtype, budget_seconds: float = 0.
 
 
 def _well_conditioned(make: Callable[[OptimizerConfig], Soap], config: OptimizerConfig) -> Soap:
-    """Return SOAP with eigenvalues so far apart that its bases are those of rounding by 1e-13 only, instead of 1e-9.
+    """Return SOAP whose eigenvalues are far apart, and whose `eps` exceeds the rounding of gradients.
 
-    Gradients of a miniature have few directions; `TIE_BREAKER` alone decides the eigenvectors of the others.
+    Gradients of a miniature have few directions: `TIE_BREAKER` alone decides the eigenvectors of the others, by 1e-9 in
+    fp64, and rounding divided by its own root is an update along them.
     """
-    return dataclasses.replace(make(config), tie_breaker=1.0)
+    return dataclasses.replace(make(config), tie_breaker=1.0, eps=1e-3)
 
 
-def _signs_beyond_rounding(tensors: tuple[Tensor, ...] | list[Tensor]) -> None:
-    """Replace elements by their signs in place, those that are zero except for rounding (biases of keys) by zero."""
+def _smooth_signs(tensors: tuple[Tensor, ...] | list[Tensor]) -> None:
+    """Replace elements by their signs in place, small ones (1e-3 by one half) by less: rounding decides theirs."""
     for tensor in tensors:
-        tensor.copy_(tensor.sign() * (tensor.abs() > 1e-12))
+        tensor.div_(tensor.abs() + 1e-3)
 
 
 def dropped_by_value(x: Tensor, probability: float) -> Tensor:

@@ -66,8 +66,7 @@ def compare_reference(rank: int, reference: str, checkpoints: Path, folder: Path
     else:
         about = described(checkpoints)
         if isinstance(about, str):
-            found.uncovered.append(f"--reference transformers: {about}")
-            return found
+            raise ConfigError(f"--reference transformers: no model there is like this one; leave it out ({about})")
         model = _without_auxiliaries(params.model)
         found.what, theirs = _of_transformers(about.table, params, batch, folder)
         ours = _ours(model, params.vocab_size, _weights(about.weights, params), batch)

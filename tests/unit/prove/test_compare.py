@@ -49,3 +49,31 @@ def test_a_gradient_is_rounded_on_a_rank_where_enough_elements_of_one_process_ar
 
     compared = compare_rounded(of(fine.double()), of(fine), [of(fine.bfloat16().float())], torch.bfloat16, routed=False)
     assert [one.name for one in compared.differences] == names
+
+
+@pytest.mark.parametrize(
+    ("name", "off", "updates", "names"),
+    [
+        ("weight", {3: 1.5e-3}, 1e-3, []),
+        ("weight", {3: 2.5e-3}, 1e-3, ["weight"]),
+        ("weight", {3: 1.5e-3, 4: 1.5e-3}, 1e-3, ["weight"]),
+        ("weight", {3: torch.inf}, 1e-3, ["weight"]),
+        ("optimizer.state.exp_avg.weight", {3: 1.5e-3}, 1e-3, ["optimizer.state.exp_avg.weight"]),
+        ("optimizer.state.fp32_param.weight", {3: 1.5e-3}, 1e-3, []),
+    ],
+    ids=["a step the other way", "more than that", "two elements of 16", "an overflow", "a moment", "a master weight"],
+)
+def test_rounding_may_turn_an_adam_step_of_few_elements_of_a_weight(
+    name: str, off: dict[int, float], updates: float, names: list[str]
+) -> None:
+    whole = torch.linspace(1e-3, 2e-3, 16)
+    here = whole.clone()
+    for element, error in off.items():
+        here[element] += error
+
+    def of(tensor: torch.Tensor) -> Record:
+        held = {one: [Piece((0,), (16,), tensor)] for one in {name, name.removeprefix("optimizer.state.fp32_param.")}}
+        return Record(state=held, updates=updates)
+
+    compared = compare_rounded(of(whole.double()), of(whole), [of(here)], torch.float32, routed=False)
+    assert sorted({one.name for one in compared.differences} - ({"weight"} - {name})) == names
