@@ -2,6 +2,7 @@
 
     python benchmarks/plan_memory.py --number 10 --seed 1       # random configurations of 1, 2 and 4 CPU ranks
     python benchmarks/plan_memory.py --sharded --number 10      # the same with FSDP2, of 2 and 4
+    python benchmarks/plan_memory.py --resident --number 20     # the resident size of models of 300 MB
     python benchmarks/plan_memory.py --recipes                  # of the recipes for GPUs
     python benchmarks/plan_memory.py --megatron MEASURED.json   # of what Megatron-LM measured
 
@@ -11,6 +12,9 @@ Each random configuration is planned (`megalith.plan`), then trained for two ste
 a dispatch mode counts the bytes of all live tensors; the peak is that of the last step, and what is allocated is that
 at its start. The fullest rank is compared. Configurations that the rules refuse are drawn again. With `--keep FILE`
 what is counted is kept line by line, and not counted again by the next call: many configurations in several calls.
+
+With `--resident` the steps are those of `megalith train`, freed memory is kept, and found is by how much the resident
+size of a process (VmHWM) has grown since it trained a tiny model, when all was imported and all libraries started.
 
 The file of Megatron-LM's measurements is a list of objects with `args` (flag -> value, true for a flag alone), `gpu`
 (a100, h100 or gb200), `nodes_gpus` ([[nodes, GPUs a node]]; others than one entry are left out) and
@@ -38,6 +42,7 @@ from megalith.config import RunConfig, load
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.forked import run_forked
 from megalith.errors import MegalithError
+from megalith.kernels.cpu.process import keep_freed_memory, return_freed_memory
 from megalith.plan.devices import DEVICES, GIB
 from megalith.plan.measure import MemoryTrace
 from megalith.plan.plan import Plan, plan_run
@@ -50,7 +55,12 @@ BASE = (
     "--mock-data --tokenizer-type NullTokenizer --lr 1e-3 --device cpu --train-iters 3 --num-workers 0 "
     "--eval-iters 0 --split 100,0,0"
 )
+TINY = (
+    f"{BASE} --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 1 --global-batch-size 4 --vocab-size 500"
+)
 WITHIN, SHARE = 0.05, 0.95  # of random configurations: the peak
+CLOSE, LARGE = 0.10, 300 * 10**6  # of resident sizes, of models of so many bytes
 BESIDE, PART = 0.10, 0.85  # of Megatron-LM's measurements: what is allocated after a step
 SEVERAL = 3  # runs that are refused for one reason
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -74,16 +84,21 @@ class Comparison:
         return allocated, peak
 
 
-def draw(chance: random.Random) -> tuple[int, list[str]]:
-    """Return a number of ranks and the flags of a configuration, which may break rules."""
+def draw(chance: random.Random, *, large: bool = False) -> tuple[int, list[str]]:
+    """Return a number of ranks and the flags of a configuration, which may break rules.
+
+    Args:
+        large: A larger model and fewer tokens.
+    """
     pick = chance.choice
     ranks, heads = pick((1, 2, 4)), pick((4, 8))
     tp, pp, cp = (pick((1, 1, 2, 4)) for _ in range(3))
-    words = f"{BASE} --num-layers {pick((2, 4, 6, 8))} --hidden-size {heads * pick((16, 32, 64))} "
-    length = pick((128, 256, 512))
+    sizes = (64, 128) if large else (16, 32, 64)
+    words = f"{BASE} --num-layers {pick((2, 4, 6, 8))} --hidden-size {heads * pick(sizes)} "
+    length = pick((128, 256) if large else (128, 256, 512))
     words += f"--num-attention-heads {heads} --seq-length {length} --max-position-embeddings {length} "
-    micro = pick((1, 2, 4))
-    words += f"--micro-batch-size {micro} --global-batch-size {micro * 4 * pick((1, 2, 4))} "
+    micro = pick((1, 2) if large else (1, 2, 4))
+    words += f"--micro-batch-size {micro} --global-batch-size {micro * 4 * (1 if large else pick((1, 2, 4)))} "
     words += f"--vocab-size {pick((500, 4000, 16000))} --tensor-model-parallel-size {tp} "
     words += f"--pipeline-model-parallel-size {pp} --context-parallel-size {cp} "
     options = (
@@ -146,6 +161,61 @@ def train(rank: int, words: Sequence[str], ranks: int) -> tuple[int, int]:
         if place >= start - 1:
             found.append(now)
     return found[0], max(found)
+
+
+def live(rank: int, words: Sequence[str], ranks: int) -> int:
+    """Train a tiny model, then as one rank; return by how many bytes the resident size has grown since at most."""
+    keep_freed_memory(ranks)
+    _steps(build_run(load(TINY.split(), {}), ParallelContext.solo(HOST)).run, 4)
+    return_freed_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts anew, from what is resident now
+    before = _status("VmRSS")
+    trained, run, _ = build(rank, words, ranks)
+    return_freed_memory()
+    _steps(trained, run.num_micro_batches, run.pipeline_schedule)
+    return _status("VmHWM") - before
+
+
+def _steps(trained: Any, micro_batches: int, schedule: str | None = None) -> None:
+    for _ in range(STEPS):
+        train_step(trained.state, iter(trained.train), micro_batches, pipeline_schedule=schedule)
+
+
+def _status(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found, name
+    return 1024 * int(found[1])
+
+
+def planned(rank: int, words: Sequence[str], ranks: int) -> tuple[int, int]:
+    """Return the planned model and peak of the fullest rank, in a process of its own: its threads no fork has."""
+    plan = plan_run(words, DEVICES["CPU"], world_size=ranks)
+    return min(one.allocated_bytes for one in plan.ranks), plan.fullest.peak_bytes
+
+
+def resident_runs(number: int, seed: int) -> tuple[str, float]:
+    """Return planned peaks beside resident sizes of large configurations as Markdown, and the share that is near."""
+    chance, lines, near = random.Random(seed), list[tuple[float, str]](), 0
+    while len(lines) < number:
+        ranks, words = draw(chance, large=True)
+        if not sound(ranks, words):
+            continue
+        ((model, peak),) = run_forked(1, planned, words, ranks, seconds=SECONDS)
+        if model < LARGE:
+            continue
+        found = max(run_forked(ranks, live, words, ranks, seconds=SECONDS))
+        error, flags = peak / found - 1, " ".join(words[len(BASE.split()) :])
+        near += abs(error) <= CLOSE
+        lines.append((-abs(error), f"| {ranks} | {found / 2**20:.0f} | {error:+.1%} | `{flags}` |"))
+        print(lines[-1][1], flush=True)
+    head = [
+        f"Of {number} configurations the planned peak of {near} is within {CLOSE:.0%} of the resident size "
+        f"({near / number:.0%}).",
+        "",
+        "| ranks | resident MiB | planned peak | flags |",
+        "|---|---|---|---|",
+    ]
+    return "\n".join([*head, *(line for _, line in sorted(lines))]), near / number
 
 
 def count(ranks: int, words: Sequence[str]) -> tuple[int, int]:
@@ -303,6 +373,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1, help="of the draws (default: %(default)s)")
     parser.add_argument("--sharded", action="store_true", help="draw configurations with FSDP2")
+    parser.add_argument("--resident", action="store_true", help="compare with the resident size of large ones")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="keep what is counted, and continue from it")
     parser.add_argument("--recipes", action="store_true", help="plan the recipes for GPUs")
     parser.add_argument("--megatron", type=Path, metavar="FILE", help="compare with Megatron-LM's measurements")
@@ -312,6 +383,8 @@ def main() -> int:
         name, (text, share), wanted = "recipes", (recipes(), 1.0), 1.0
     elif options.megatron:
         name, (text, share), wanted = "megatron", megatron(options.megatron), PART
+    elif options.resident:
+        name, (text, share), wanted = "resident", resident_runs(options.number, options.seed), 1.0
     else:
         name, wanted = "sharded" if options.sharded else "random", SHARE
         text, share = random_runs(options.number, options.seed, options.keep, sharded=options.sharded)

@@ -36,7 +36,7 @@ from megalith.config.render import common_flags_text, flags_text
 from megalith.config.rules.rule import Draft, Rule
 from megalith.config.run import all_settings
 from megalith.errors import ConfigError, MegalithError
-from megalith.kernels.cpu.process import keep_freed_memory
+from megalith.kernels.cpu.process import keep_freed_memory, return_freed_memory
 from megalith.registry import IMPORT_FLAG, Import, Registry
 from megalith.train.faults import Probe, parse_fault
 from megalith.train.signals import StopSignals
@@ -237,6 +237,7 @@ def _build(
     from megalith.checkpoint.rank_group import RankGroup
     from megalith.cli.prove import prove_first
     from megalith.cli.train_start import StartConsole
+    from megalith.device import is_host
 
     certificate = ""
     if config.train.prove:
@@ -246,6 +247,8 @@ def _build(
     built = build_run(config, context, observer=StartConsole(console), **options)
     if built.run.saver is not None:
         built.run.saver.certificate = certificate
+    if is_host(context.device):
+        return_freed_memory()
     return built
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # mallopt(3) and madvise(2)
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
 _HUGE_PAGES = 14
 _GROWTH = 64 << 20  # bytes that the heap grows by at least
 
@@ -38,7 +38,9 @@ def keep_freed_memory(processes: int) -> bool:
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    settings = ((_TRIM_THRESHOLD, -1), (_TOP_PAD, _GROWTH), (_MMAP_MAX, 0))  # -1 as a size: no limit
+    # -1 as a size: no limit. One arena: collectives of gloo copy tensors in threads, which else would not find what
+    # other threads have freed.
+    settings = ((_TRIM_THRESHOLD, -1), (_TOP_PAD, _GROWTH), (_MMAP_MAX, 0), (_ARENA_MAX, 1))
     if not all([libc.mallopt(name, value) for name, value in settings]):
         return False
     # The block that is freed here stays at the end of the heap, so that huge pages can be requested before first use.
