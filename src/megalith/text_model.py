@@ -125,10 +125,18 @@ class TextModel:
         """Return the text of a dialogue up to where its answer begins.
 
         Raises:
-            RequestError: The model is a T5, the tokenizer has no chat template, or it does not take the messages.
+            RequestError: As of `require_template`, or the template does not take the messages.
         """
         from megalith.tokenizers.chat_template import BadDialogue
 
+        template = self.require_template()
+        try:
+            return template.render(messages)
+        except BadDialogue as error:
+            raise RequestError("prompt", f"the chat template does not take the messages: {error}") from error
+
+    def require_template(self) -> ChatTemplate:
+        """Return the template of dialogues. Raises RequestError for a T5, or if the tokenizer has none."""
         if self.answers:
             raise RequestError(
                 "chat", "a dialogue is continued by a decoder such as GPT, and this is a T5; leave it out"
@@ -137,10 +145,7 @@ class TextModel:
             raise RequestError(
                 "chat", "the tokenizer has no chat template; give a Jinja file or the name of one by --chat-template"
             )
-        try:
-            return self.chat_template.render(messages)
-        except BadDialogue as error:
-            raise RequestError("prompt", f"the chat template does not take the messages: {error}") from error
+        return self.chat_template
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:

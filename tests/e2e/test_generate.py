@@ -111,8 +111,9 @@ def test_a_dialogue_by_a_template(generate: Generate, saved: Path, tmp_path: Pat
         "before what ends an answer by the template"
     )
 
-    done = generate(saved, "--chat", "--prompt", "the king")
-    assert done.returncode == 2 and "--chat-template" in done.stderr
+    for prompt in (("--prompt", "the king"), ()):  # without one it fails before it waits for the first
+        done = generate(saved, "--chat", *prompt, stdin="")
+        assert done.returncode == 2 and "--chat-template" in done.stderr
     done = generate(saved, "--system", "x", "--prompt", "the king")
     assert done.returncode == 2 and "--chat" in done.stderr
 

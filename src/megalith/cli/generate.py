@@ -139,6 +139,8 @@ def _build_reply(trained: Trained, options: argparse.Namespace, sampling: dict[s
 
     template = find_template(str(options.chat_template), trained.tokenizer) if options.chat_template else None
     model = TextModel(trained, chat_template=template)
+    with _naming_flags():
+        model.require_template()
     messages = [{"role": "system", "content": options.system}] if options.system else []
     return partial(_answer, model, options, sampling, messages)
 
