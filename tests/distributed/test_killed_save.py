@@ -60,6 +60,7 @@ def save(rank, folder, rendezvous, number, point, killed, way):
     store = DirectoryStore(folder, ctx, save_format="torch" if way == "per rank" else "torch_dist")
     if way == "beside":
         pending = store.schedule(number, content, {}, staging=Staging(), on_stage=die)
+        pending.wait_for_copies()
         content.chunks[0].tensor.zero_()
         while pending.advance() is None:
             pass

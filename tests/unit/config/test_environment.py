@@ -215,7 +215,13 @@ def test_nothing_is_said_of_processes_whose_number_could_not_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "how"), [(SRUN, "srun --ntasks"), (OPEN_MPI, "mpirun -n"), ({}, "torchrun --nproc_per_node")]
+    ("environ", "how"),
+    [
+        (SRUN, "srun --ntasks"),
+        (OPEN_MPI, "mpirun -n"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}, "torchrun --nproc_per_node"),
+        ({}, "--nproc, or torchrun --nproc_per_node"),
+    ],
 )
 def test_the_remedy_speaks_of_the_launcher(environ: dict[str, str], how: str) -> None:
     with pytest.raises(ConfigError, match=rf"--context-parallel-size 4.*\({how}\)"):

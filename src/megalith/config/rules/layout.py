@@ -102,7 +102,12 @@ _SPLIT = (
     "account_for_loss_in_pipeline_split",
 )
 
-_HOW_TO_START = {"srun": "srun --ntasks", "mpirun": "mpirun -n", "hand": "WORLD_SIZE"}
+_HOW_TO_START = {
+    "torchrun": "torchrun --nproc_per_node",
+    "srun": "srun --ntasks",
+    "mpirun": "mpirun -n",
+    "hand": "WORLD_SIZE",
+}
 
 
 @rule
@@ -115,8 +120,8 @@ def processes_fill_the_layout(draft: Draft) -> str:
     layouts = fitting_layouts(draft.run)
     use = f"use {layouts}" if layouts else f"leave {'them' if ' x ' in shown else 'it'} out"
     started = "1 process was started" if world == 1 else f"{world} processes were started"
-    launcher = draft.run.launch.launcher
-    how = "--nproc" if draft.run.launch.nproc else _HOW_TO_START.get(launcher, "torchrun --nproc_per_node")
+    launch = draft.run.launch
+    how = "--nproc" if launch.nproc else _HOW_TO_START.get(launch.launcher, "--nproc, or torchrun --nproc_per_node")
     return (
         f"{shown} needs a multiple of {unit} processes and {started} (world size ({world}) is not divisible by "
         f"{unit}); start {multiples(world, unit)} ({how}), or with {world} {use}"
