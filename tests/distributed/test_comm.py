@@ -47,6 +47,25 @@ def test_pairs_are_adjoint(ranks: Any, world_size: int, name: str, dim: int) -> 
         assert abs(forward) > 1e-3
 
 
+def _gathered(dtype: torch.dtype, rows: int) -> list[bool]:
+    axis = _context(Layout(tp=dist.get_world_size())).tp
+    whole = (torch.arange(axis.size * rows * 100) % 251).view(axis.size * rows, 100).to(dtype)
+    part = comm.own_part(whole, axis)
+    across = comm.own_part(whole, axis, 1).contiguous()
+    into = torch.full_like(whole, 252)
+    comm.own_part(into, axis).copy_(part)
+    comm.start_all_gather(comm.own_part(into, axis), axis, out=into).wait()
+    found = comm.all_gather(part, axis), comm.all_gather(across, axis, 1), into
+    return [torch.equal(one, whole) for one in found]
+
+
+@pytest.mark.parametrize("rows", [3, 2000], ids=["small", "large"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_chunks_of_any_size_and_dtype_are_gathered(ranks: Any, world_size: int, dtype: torch.dtype, rows: int) -> None:
+    assert ranks.run(world_size, _gathered, dtype, rows) == [[True] * 3] * world_size
+
+
 def _places() -> dict[str, Any]:
     context = _context(Layout(tp=2, dp=2))
     x = torch.tensor([float(context.rank)])

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalith.device import is_host
 from megalith.distributed.context import Axis
 from megalith.distributed.p2p import AsyncHandle
 
@@ -30,6 +31,8 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 # 2.13 deprecates the long names, 2.11 lacks the short ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_LARGE = 1 << 18  # bytes; below, an all-gather of gloo takes no longer than broadcasts
 
 
 def _start(axis: Axis, operation: str, tensor: Tensor | None, call: Callable[[], Any], detail: str = "") -> Any:
@@ -43,6 +46,17 @@ def _start(axis: Axis, operation: str, tensor: Tensor | None, call: Callable[[],
     if axis.observer is not None:
         axis.observer.after(operation, axis)
     return work
+
+
+class _Works:
+    """Several work handles as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 def start_all_reduce(x: Tensor, axis: Axis, operation: str = "sum") -> AsyncHandle:
@@ -71,9 +85,24 @@ def start_all_gather(x: Tensor, axis: Axis, dim: int = 0, out: Tensor | None = N
         return AsyncHandle(x if out is None or out.data_ptr() == x.data_ptr() else out.copy_(x))
     part = x.movedim(dim, 0).contiguous()
     whole = part.new_empty(axis.size * part.shape[0], *part.shape[1:]) if out is None else out
-    work = _start(axis, "all_gather", part, lambda: _all_gather(whole, part, group=axis.group, async_op=True))
+    gather = _gather_in_place if is_host(part.device) and whole.nbytes >= _LARGE else _gather
+    work = _start(axis, "all_gather", part, lambda: gather(whole, part, axis))
     return AsyncHandle(
         whole, work, axis.observer, keep=part, finish=None if dim == 0 else lambda whole: whole.movedim(0, dim)
+    )
+
+
+def _gather(whole: Tensor, part: Tensor, axis: Axis) -> Any:
+    return _all_gather(whole, part, group=axis.group, async_op=True)
+
+
+def _gather_in_place(whole: Tensor, part: Tensor, axis: Axis) -> _Works:
+    """Broadcast the chunk of each rank: gloo gathers into a copy, which takes 1.5 to 4 times as long."""
+    chunks = whole.detach().view(-1).view(torch.uint8).chunk(axis.size)  # bytes, whatever dtypes gloo knows
+    if chunks[axis.index].data_ptr() != part.data_ptr():
+        chunks[axis.index].copy_(part.detach().view(-1).view(torch.uint8))
+    return _Works(
+        [dist.broadcast(chunk, group_src=rank, group=axis.group, async_op=True) for rank, chunk in enumerate(chunks)]
     )
 
 
@@ -116,17 +145,6 @@ def all_to_all_rows(x: Tensor, axis: Axis, send_counts: list[int], receive_count
         f"rows of {list(x.shape[1:])} {x.dtype}",
     )
     return received
-
-
-class _Works:
-    """Several work handles as one."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 def start_ring_shift(x: Tensor, axis: Axis) -> AsyncHandle:
