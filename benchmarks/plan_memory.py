@@ -188,7 +188,10 @@ def _status(name: str) -> int:
 
 
 def planned(rank: int, words: Sequence[str], ranks: int) -> tuple[int, int]:
-    """Return the planned model and peak of the fullest rank, in a process of its own: its threads no fork has."""
+    """Return the planned bytes of the least rank between steps, and of the fullest at its peak.
+
+    To be run in a process of its own: it starts threads, which a later fork would lack.
+    """
     plan = plan_run(words, DEVICES["CPU"], world_size=ranks)
     return min(one.allocated_bytes for one in plan.ranks), plan.fullest.peak_bytes
 

@@ -97,7 +97,7 @@ def _gather(whole: Tensor, part: Tensor, axis: Axis) -> Any:
 
 
 def _gather_in_place(whole: Tensor, part: Tensor, axis: Axis) -> _Works:
-    """Broadcast the chunk of each rank: gloo gathers into a copy, which takes 1.5 to 4 times as long."""
+    """Broadcast the chunk of each rank: gloo gathers into a copy, which takes up to 4 times as long."""
     chunks = whole.detach().view(-1).view(torch.uint8).chunk(axis.size)  # bytes, whatever dtypes gloo knows
     if chunks[axis.index].data_ptr() != part.data_ptr():
         chunks[axis.index].copy_(part.detach().view(-1).view(torch.uint8))

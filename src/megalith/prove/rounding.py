@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX
 from megalith.prove.compare import ROUNDED, Comparison, Difference, box, compare_numbers, joined_pieces
 from megalith.prove.record import Piece, Pieces, Record
 
@@ -24,7 +25,7 @@ FACTOR = 8.0
 MOST = 64.0
 """Units of rounding by which the median gradient and the numbers of the first step may be off in one process."""
 UNDECIDED = 1 / 16
-"""Share of the elements of a weight, at least one, with gradients so small that rounding may decide their signs."""
+"""Share of the elements of a weight, at least one, of whose gradients rounding may decide the sign: Adam's step."""
 FEW, ALL = 0.5, 0.95
 """Shares of elements that are representable in half precision: of a tensor in fp32, and of a rounded one."""
 _HALF = (torch.bfloat16, torch.float16)
@@ -91,7 +92,7 @@ def _compare_tensors(
     step: int,
     apart: float = 0.0,
 ) -> None:
-    """Compare gradients of a step, or at step 0 the state; `apart` is what two updates of one weight may differ by."""
+    """Compare gradients of a step, or at step 0 the state; `apart` is what Adam's updates of a weight may differ by."""
     names = [name for name in alone if not (choosy and ("experts" in name or "router" in name))]
     true = {name: joined_pieces(exact[name]) for name in names}
     one = {name: joined_pieces(alone[name]) for name in names}
@@ -104,7 +105,7 @@ def _compare_tensors(
     for name in names:
         bound = FACTOR * max(moved[name], usual * sizes[name], least * largest * math.sqrt(true[name].numel()))
         held = [(rank, piece) for rank, pieces in enumerate(ranks) for piece in pieces.get(name, ())]
-        moves = 0.0 if _weight_of(name).startswith("optimizer.") else apart
+        moves = apart if f"{OPTIMIZER_PREFIX}exp_avg_sq.{_weight_of(name)}" in alone else 0.0
         _compare_tensor(found, name, one[name], alone[name], held, bound, dtype, step, moves)
 
 

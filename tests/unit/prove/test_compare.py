@@ -52,19 +52,20 @@ def test_a_gradient_is_rounded_on_a_rank_where_enough_elements_of_one_process_ar
 
 
 @pytest.mark.parametrize(
-    ("name", "off", "updates", "names"),
+    ("name", "off", "adam", "names"),
     [
-        ("weight", {3: 1.5e-3}, 1e-3, []),
-        ("weight", {3: 2.5e-3}, 1e-3, ["weight"]),
-        ("weight", {3: 1.5e-3, 4: 1.5e-3}, 1e-3, ["weight"]),
-        ("weight", {3: torch.inf}, 1e-3, ["weight"]),
-        ("optimizer.state.exp_avg.weight", {3: 1.5e-3}, 1e-3, ["optimizer.state.exp_avg.weight"]),
-        ("optimizer.state.fp32_param.weight", {3: 1.5e-3}, 1e-3, []),
+        ("weight", {3: 1.5e-3}, True, []),
+        ("weight", {3: 1.5e-3}, False, ["weight"]),
+        ("weight", {3: 2.5e-3}, True, ["weight"]),
+        ("weight", {3: 1.5e-3, 4: 1.5e-3}, True, ["weight"]),
+        ("weight", {3: torch.inf}, True, ["weight"]),
+        ("optimizer.state.exp_avg.weight", {3: 1.5e-3}, True, ["optimizer.state.exp_avg.weight"]),
+        ("optimizer.state.fp32_param.weight", {3: 1.5e-3}, True, []),
     ],
-    ids=["a step the other way", "more than that", "two elements of 16", "an overflow", "a moment", "a master weight"],
+    ids=["a step back", "without Adam", "more than a step", "two of 16", "an overflow", "a moment", "a master weight"],
 )
 def test_rounding_may_turn_an_adam_step_of_few_elements_of_a_weight(
-    name: str, off: dict[int, float], updates: float, names: list[str]
+    name: str, off: dict[int, float], adam: bool, names: list[str]
 ) -> None:
     whole = torch.linspace(1e-3, 2e-3, 16)
     here = whole.clone()
@@ -73,7 +74,8 @@ def test_rounding_may_turn_an_adam_step_of_few_elements_of_a_weight(
 
     def of(tensor: torch.Tensor) -> Record:
         held = {one: [Piece((0,), (16,), tensor)] for one in {name, name.removeprefix("optimizer.state.fp32_param.")}}
-        return Record(state=held, updates=updates)
+        moment = _pieces(**{"optimizer.state.exp_avg_sq.weight": 1.0}) if adam else {}
+        return Record(state=held | moment, updates=1e-3)
 
     compared = compare_rounded(of(whole.double()), of(whole), [of(here)], torch.float32, routed=False)
     assert sorted({one.name for one in compared.differences} - ({"weight"} - {name})) == names
