@@ -48,6 +48,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalith.distributed import comm
+
 BACKEND = "nccl_rules"
 _RECORD_BYTES = 512
 _DATA, _CALL, _ANSWER = 0, 1, 2  # tags of messages
@@ -558,7 +560,11 @@ def nccl_rules(*, seed: int = 0, seconds: float = 60.0) -> Iterator[Rules]:
         return group.batch(calls) if isinstance(group, _Communicator) else batch_isend_irecv(calls)
 
     dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
-    with patch.object(dist, "new_group", new_group_by_the_rules), patch.object(dist, "batch_isend_irecv", batch):
+    with (
+        patch.object(dist, "new_group", new_group_by_the_rules),
+        patch.object(dist, "batch_isend_irecv", batch),
+        patch.object(comm, "is_host", lambda device: False),  # else gloo's ways are taken
+    ):
         yield rules
     if rules.pending:
         raise Violation(f"never waited for: {', '.join(map(str, rules.pending))}")

@@ -66,6 +66,26 @@ def test_chunks_of_any_size_and_dtype_are_gathered(ranks: Any, world_size: int, 
     assert ranks.run(world_size, _gathered, dtype, rows) == [[True] * 3] * world_size
 
 
+def _reduced(dtype: torch.dtype) -> list[bool]:
+    axis = _context(Layout(tp=dist.get_world_size())).tp
+    whole = torch.randn(axis.size * 2000, 100, generator=torch.Generator().manual_seed(axis.index)).to(dtype)
+    kept, other, into = whole.clone(), whole.clone(), torch.empty_like(comm.own_part(whole, axis))
+    wanted = comm.own_part(comm.all_reduce(whole.clone(), axis), axis)
+    found = [comm.start_reduce_scatter(whole, axis).wait(), comm.start_reduce_scatter(other, axis, out=into).wait()]
+    alike = torch.equal(whole, kept) and found[1] is into
+    own = comm.own_part(whole, axis)
+    found += [comm.start_reduce_scatter(whole, axis, out=own).wait(), own]
+    return [alike, *(torch.equal(one, wanted) for one in found)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sums_of_chunks_are_bits_of_the_whole_sum_and_keep_their_input_unless_they_have_a_place(
+    ranks: Any, world_size: int, dtype: torch.dtype
+) -> None:
+    assert ranks.run(world_size, _reduced, dtype) == [[True] * 5] * world_size
+
+
 def _places() -> dict[str, Any]:
     context = _context(Layout(tp=2, dp=2))
     x = torch.tensor([float(context.rank)])

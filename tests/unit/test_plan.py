@@ -231,8 +231,9 @@ def test_fsdp2_keeps_whole_gradients_between_micro_batches_and_gathers_in_each_p
     assert any(tensors.size == 4 * parameters for tensors in several.fullest.tensors)
     zero2 = _plan(4, 24, f"{flags} --torch-fsdp2-no-reshard-after-forward", 2, "CPU")
     assert zero2.fullest.peak["weights"] == 6 * parameters, "its own half and the whole"
-    once = zero2.time.parts["dp"]  # a gather and a reduction, beside which two gathers in each of six micro-batches
-    assert 6 * once < several.time.parts["dp"] < 12 * once
+    # A gather and a reduction, by gloo twice as long, beside which two gathers in each of six micro-batches:
+    once = zero2.time.parts["dp"]
+    assert 4 * once < several.time.parts["dp"] < 14 / 3 * once
 
 
 def test_megatron_fsdp_is_planned_as_fsdp2() -> None:

@@ -28,7 +28,7 @@ import megalith
 from megalith import device as devices
 from megalith.assemble.model import build_chunks, build_run_optimizer, defer_weight_gradients
 from megalith.config import RunConfig
-from megalith.device import HOST, Capability, is_host, nvidia
+from megalith.device import HOST, Capability, nvidia
 from megalith.distributed.context import Axis, ParallelContext
 from megalith.distributed.rng import Stream
 from megalith.models.language_model import LanguageModel, Stage
@@ -64,13 +64,13 @@ _NO_LAUNCH = {
 
 
 class _Started:
-    """A collective of a plan, from its start to the wait for it; `copy` is what the backend keeps meanwhile."""
+    """A collective of a plan, from its start to the wait for it."""
 
-    def __init__(self, sent: Sent, ops: list[Launch], copy: Tensor | None) -> None:
-        self.sent, self._ops, self._start, self._end, self._copy = sent, ops, len(ops), len(ops), copy
+    def __init__(self, sent: Sent, ops: list[Launch]) -> None:
+        self.sent, self._ops, self._start, self._end = sent, ops, len(ops), len(ops)
 
     def wait(self) -> None:
-        self._end, self._copy = len(self._ops), None
+        self._end = len(self._ops)
 
     def done(self) -> Sent:
         meanwhile = Work.of([Work(tuple(self._ops[self._start : self._end]))])
@@ -116,9 +116,7 @@ class MemoryTrace(TorchDispatchMode):
     def start(self, operation: str, axis: Axis, tensor: Tensor | None) -> _Started:
         """Receive a collective of an axis of a plan."""
         size = 0 if tensor is None else size_of(tensor) * (axis.size if operation == "all_gather" else 1)
-        copies = operation == "reduce_scatter" and is_host(META)  # gloo reduces a copy of all
-        copy = torch.empty_like(tensor) if copies and tensor is not None else None
-        self.collectives.append(_Started(Sent(axis.name, operation, size), self.ops, copy))
+        self.collectives.append(_Started(Sent(axis.name, operation, size), self.ops))
         return self.collectives[-1]
 
     def works(self) -> list[Work]:

@@ -324,7 +324,9 @@ class _Step:
             buckets = max(1, ceil(count / max(40_000_000, 1_000_000 * ranks)))
             if sharded:  # a layer is gathered and reduced at once, and the rest
                 buckets = len(kinds) + 1
-            way, parts_of = "reduce_scatter" if zero1 or sharded else "all_reduce", buckets if sharded else 1
+            parts_of = buckets if sharded else 1
+            scatters = (zero1 or sharded) and clock.rates.asynchronous  # gloo sums all of it in place
+            way = "reduce_scatter" if scatters else "all_reduce"
             reduced = parts_of * clock.collective(axis, way, count * gradient / parts_of)
             gathered = parts_of * clock.collective(axis, "all_gather", count * itemsize / parts_of)
             moves = [(1, reduced, backward)]
