@@ -90,7 +90,7 @@ def _fill_constants(model: LanguageModel) -> None:
             nn.init.zeros_(parameter)
 
 
-def _draw_(whole: Tensor, model: LanguageModel, name: str, generator: Generator) -> None:
+def draw_(whole: Tensor, model: LanguageModel, name: str, generator: Generator) -> None:
     """Draw a global tensor, in place."""
     if _is_one_of(name, ("adapter.lora_B.weight",)):
         whole.zero_()
@@ -116,10 +116,10 @@ def _keep_part(parameter: Tensor, placement: Placement, model: LanguageModel, na
     region = region_of(name, model)
     is_whole = region.size == 1 or isinstance(placement, Replicated)
     if is_whole and parameter.dtype == torch.float32 and parameter.is_cpu and parameter.is_contiguous():
-        _draw_(parameter, model, name, generator)
+        draw_(parameter, model, name, generator)
         return
     whole = torch.empty(global_shape(parameter.shape, placement, region.size), dtype=torch.float32)  # also of fp64
-    _draw_(whole, model, name, generator)
+    draw_(whole, model, name, generator)
     parameter.copy_(local_part(whole, placement, region.size, region.index))
 
 

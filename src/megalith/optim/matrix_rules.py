@@ -288,8 +288,7 @@ class Soap(UpdateRule):
     ) -> Tensor:
         """Update the eigenvectors in place; return the second moment in their new order."""
         for dim, (factor, basis) in enumerate(zip(factors, bases, strict=True)):
-            steps = torch.arange(1, len(factor) + 1, dtype=factor.dtype, device=factor.device) / len(factor)
-            definite = factor + torch.diag(steps.flip(0) * (self.tie_breaker * factor.diagonal().mean()))
+            definite = break_ties(factor, self.tie_breaker)
             if first:
                 basis.copy_(torch.linalg.eigh(definite).eigenvectors.flip(1))
                 continue
@@ -297,6 +296,12 @@ class Soap(UpdateRule):
             squares = squares.index_select(dim, order)
             basis.copy_(torch.linalg.qr(definite @ basis[:, order]).Q)
         return squares
+
+
+def break_ties(factor: Tensor, share: float = TIE_BREAKER) -> Tensor:
+    """Return L or R [N, N] of SOAP with a diagonal in ascending steps, at most this share of the mean of its own."""
+    steps = torch.arange(1, len(factor) + 1, dtype=factor.dtype, device=factor.device) / len(factor)
+    return factor + torch.diag(steps.flip(0) * (share * factor.diagonal().mean()))
 
 
 def _pair(states: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,7 @@ _UNCOVERED = {
     "compile": "compiled blocks (--compile)",
     "hidden_dropout": "the random streams of dropout: its masks follow from the values",
     "attention_dropout": "dropout of attention, which is off",
+    "lora_rank": "B of adapters at 0, as they start: it has small random weights",
     "lora_dropout": "dropout of adapters, which is off",
     "moe_input_jitter_eps": "jitter of router inputs, which is off",
     "moe_router_load_balancing_type": "sinkhorn and global_aux_loss, which depend on the layout, as in Megatron",

@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from megalith.assemble import training
 from megalith.checkpoint import DirectoryStore
 from megalith.config import OptimizerConfig, RunConfig
 from megalith.distributed.context import ParallelContext
+from megalith.models import initialise
+from megalith.models.language_model import LanguageModel
 from megalith.nn.dropout import HiddenDropout
 from megalith.nn.moe.experts import name_among_all
 from megalith.nn.placement import dim_of, global_shape, local_pieces
@@ -33,6 +35,9 @@ from megalith.train.loop import TrainingRun, train
 from megalith.train.results import Evaluation, Hook, StepResult
 from megalith.train.state import TrainState
 from megalith.train.step_hooks import BeforeUpdate
+
+SOAP_TIE_BREAKER = 1.0
+"""That of miniatures, in place of a small one: see `_well_conditioned`."""
 
 
 class Piece(NamedTuple):
@@ -90,6 +95,7 @@ def record(rank: int, miniature: Miniature, *, exact: bool = True, killed_after:
         training.measure_peak = no_peak
         Soap.from_config = partial(_well_conditioned, Soap.from_config)  # type: ignore[method-assign]
         elementwise.foreach_sign_ = _smooth_signs  # type: ignore[assignment]
+        initialise.draw_ = partial(_with_adapters, initialise.draw_)
         built = training.build_run(config, context, dtype=torch.float64 if exact else None)
         run = built.run
         stack.callback(built.loaders.close)
@@ -121,13 +127,29 @@ def _well_conditioned(make: Callable[[OptimizerConfig], Soap], config: Optimizer
     Gradients of a miniature have few directions: `TIE_BREAKER` alone decides the eigenvectors of the others, by 1e-9 in
     fp64, and rounding divided by its own root is an update along them.
     """
-    return dataclasses.replace(make(config), tie_breaker=1.0, eps=1e-3)
+    return dataclasses.replace(make(config), tie_breaker=SOAP_TIE_BREAKER, eps=1e-3)
 
 
 def _smooth_signs(tensors: tuple[Tensor, ...] | list[Tensor]) -> None:
     """Replace elements by their signs in place, small ones (1e-3 by one half) by less: rounding decides theirs."""
     for tensor in tensors:
         tensor.div_(tensor.abs() + 1e-3)
+
+
+def _with_adapters(
+    draw: Callable[[Tensor, LanguageModel, str, Generator], None],
+    whole: Tensor,
+    model: LanguageModel,
+    name: str,
+    generator: Generator,
+) -> None:
+    """Draw B of adapters like other weights: from 0 it is Adam's first steps alone, whose signs rounding may decide.
+
+    The gradient of A is then not 0 in the first step either.
+    """
+    draw(whole, model, name, generator)
+    if name.endswith(".lora_B.weight"):
+        whole.normal_(0.0, 0.02, generator=generator)
 
 
 def dropped_by_value(x: Tensor, probability: float) -> Tensor:

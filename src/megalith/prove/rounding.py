@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX
+from megalith.optim.matrix_rules import break_ties
 from megalith.prove.compare import ROUNDED, Comparison, Difference, box, compare_numbers, joined_pieces
-from megalith.prove.record import Piece, Pieces, Record
+from megalith.prove.record import SOAP_TIE_BREAKER, Piece, Pieces, Record
 
 FACTOR = 8.0
 MOST = 64.0
@@ -94,8 +95,8 @@ def _compare_tensors(
 ) -> None:
     """Compare gradients of a step, or at step 0 the state; `apart` is what Adam's updates of a weight may differ by."""
     names = [name for name in alone if not (choosy and ("experts" in name or "router" in name))]
-    true = {name: joined_pieces(exact[name]) for name in names}
-    one = {name: joined_pieces(alone[name]) for name in names}
+    true = {name: joined_pieces(_decided(name, exact)) for name in names}
+    one = {name: joined_pieces(_decided(name, alone)) for name in names}
     moved = {name: float((one[name] - true[name]).norm()) for name in names}
     sizes = {name: float(tensor.norm()) for name, tensor in true.items()}
     usual = max(least, median([moved[name] / sizes[name] for name in names if sizes[name]] or [0.0]))
@@ -104,9 +105,36 @@ def _compare_tensors(
     largest = max((float(tensor.abs().max()) for tensor in true.values()), default=0.0) if step else 0.0
     for name in names:
         bound = FACTOR * max(moved[name], usual * sizes[name], least * largest * math.sqrt(true[name].numel()))
-        held = [(rank, piece) for rank, pieces in enumerate(ranks) for piece in pieces.get(name, ())]
+        held = [
+            (rank, piece, decided.tensor)
+            for rank, pieces in enumerate(ranks)
+            for piece, decided in zip(pieces.get(name, ()), _decided(name, pieces), strict=True)
+        ]
         moves = apart if f"{OPTIMIZER_PREFIX}exp_avg_sq.{_weight_of(name)}" in alone else 0.0
         _compare_tensor(found, name, one[name], alone[name], held, bound, dtype, step, moves)
+
+
+def _decided(name: str, pieces: Pieces) -> Sequence[Piece]:
+    """Return what rounding does not decide of a tensor: all of it, but of an eigenbasis of SOAP what it diagonalizes.
+
+    Rounding decides the signs of eigenvectors and, where eigenvalues are close, their order. Not the matrix that has
+    these eigenvectors Q, with the diagonal of Q^T L Q for eigenvalues: Q diag(Q^T L Q) Q^T.
+    """
+    if not name.startswith((f"{OPTIMIZER_PREFIX}Q_L.", f"{OPTIMIZER_PREFIX}Q_R.")):
+        return pieces.get(name, ())
+    factors = pieces.get(name.replace(f"{OPTIMIZER_PREFIX}Q_", OPTIMIZER_PREFIX, 1), ())
+    return [
+        piece._replace(tensor=_diagonalized(piece.tensor, factor.tensor))
+        for piece, factor in zip(pieces.get(name, ()), factors, strict=True)
+    ]
+
+
+def _diagonalized(bases: Tensor, factors: Tensor) -> Tensor:
+    """Return Q diag(Q^T L Q) Q^T for bases Q and factors L, both [..., N, N], L with its ties broken."""
+    size = bases.shape[-1]
+    flat = zip(bases.double().reshape(-1, size, size), factors.double().reshape(-1, size, size), strict=True)
+    products = [(q * (q * (break_ties(factor, SOAP_TIE_BREAKER) @ q)).sum(0)) @ q.t() for q, factor in flat]
+    return torch.stack(products).reshape(bases.shape)
 
 
 def _off(kind: str, name: str, error: float, **where: Any) -> Difference:
@@ -118,7 +146,7 @@ def _compare_tensor(
     name: str,
     one: Tensor,
     pieces: Sequence[Piece],
-    held: Sequence[tuple[int, Piece]],
+    held: Sequence[tuple[int, Piece, Tensor]],
     bound: float,
     dtype: torch.dtype,
     step: int,
@@ -126,8 +154,8 @@ def _compare_tensor(
 ) -> None:
     kind = f"{ROUNDED}{'gradient' if step else 'moment' if name.startswith('optimizer.') else 'weight'}"
     worst, fine = 0.0, dtype in _HALF and _share(pieces, dtype, unknown=1.0) <= FEW
-    for rank, piece in held:
-        errors = (box(one, piece) - piece.tensor.double())[~piece.tensor.isnan()].abs()
+    for rank, piece, decided in held:
+        errors = (box(one, piece) - decided.double())[~piece.tensor.isnan()].abs()
         if apart and len(errors):
             most = errors.topk(math.ceil(len(errors) * UNDECIDED)).indices
             errors[most] = (errors[most] - apart).clamp(min=0.0)

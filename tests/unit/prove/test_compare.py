@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megalith.optim.matrix_rules import break_ties
 from megalith.prove.compare import compare
-from megalith.prove.record import Piece, Pieces, Record
+from megalith.prove.record import SOAP_TIE_BREAKER, Piece, Pieces, Record
 from megalith.prove.rounding import compare_rounded
 
 
@@ -79,3 +80,36 @@ def test_rounding_may_turn_an_adam_step_of_few_elements_of_a_weight(
 
     compared = compare_rounded(of(whole.double()), of(whole), [of(here)], torch.float32, routed=False)
     assert sorted({one.name for one in compared.differences} - ({"weight"} - {name})) == names
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ("sign", []),
+        ("order", []),
+        ("stale", ["optimizer.state.Q_L.weight"]),
+        ("skewed", ["optimizer.state.Q_L.weight"]),
+        ("rounded", ["optimizer.state.Q_L.weight"]),
+    ],
+)
+def test_rounding_decides_the_signs_and_the_order_of_eigenvectors_but_not_what_they_diagonalize(
+    change: str, names: list[str]
+) -> None:
+    gradient = torch.randn(16, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    factor, older = gradient @ gradient.T, gradient[:, :6] @ gradient[:, :6].T
+    basis = torch.linalg.eigh(break_ties(factor, SOAP_TIE_BREAKER)).eigenvectors
+    here = {
+        "sign": basis * torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(8),
+        "order": basis.flip(1),
+        "stale": torch.linalg.eigh(break_ties(older, SOAP_TIE_BREAKER)).eigenvectors,
+        "skewed": basis + 0.05 * torch.eye(16, dtype=torch.float64),
+        "rounded": basis.bfloat16(),
+    }[change]
+
+    def of(eigenvectors: torch.Tensor, dtype: torch.dtype) -> Record:
+        tensors = {"optimizer.state.L.weight": factor, "optimizer.state.Q_L.weight": eigenvectors}
+        return Record(state={name: [Piece((0, 0), (16, 16), one.to(dtype))] for name, one in tensors.items()})
+
+    exact, alone = of(basis, torch.float64), of(basis, torch.float32)
+    compared = compare_rounded(exact, alone, [of(here, torch.float32)], torch.bfloat16, routed=False)
+    assert [one.name for one in compared.differences] == names
