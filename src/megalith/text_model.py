@@ -212,11 +212,12 @@ class TextModel:
         ids, stop_ids = self._encoder_ids(prompt) if self.answers else self.tokenizer.encode(prompt), None
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if chat:
-            from megalith.tokenizers.chat_template import added_around, stop_ids_beside, stop_texts_beside
+            from megalith.tokenizers.chat_template import ChatFormat, added_around
 
             before, behind = added_around(self.tokenizer)  # the template writes its own
-            ids, stop_ids = ids[before : len(ids) - behind], stop_ids_beside(self.tokenizer, self.chat_template)
-            stops += stop_texts_beside(self.tokenizer, self.chat_template)
+            form = ChatFormat.of(self.tokenizer, self.chat_template)
+            ids, stop_ids = ids[before : len(ids) - behind], form.stop_ids
+            stops += form.stop_texts
         chosen = Sampling(**{"temperature": 0.8, "top_p": 0.95, **sampling})
         return Request(tuple(ids), max_new_tokens, chosen, seed, n, stop_ids, stop_texts=stops, logprobs=logprobs)
 

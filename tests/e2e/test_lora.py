@@ -112,7 +112,10 @@ def test_a_server_has_them_beside_their_model(
 ) -> None:
     wanted = {name: load(str(folder / name)).generate("3 5 7", max_new_tokens=4, temperature=0).token_ids
               for name in ("base", "whole")}  # fmt: skip
-    flags = ["--lora", f"tuned={folder / 'whole'}", "--lora-dir", folder]
+    shutil.copytree(folder / "whole", folder / "spoken")
+    for iteration in (folder / "spoken").glob("iter_*"):
+        (iteration / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    flags = ["--lora", f"tuned={folder / 'whole'}", f"spoken={folder / 'spoken'}", "--lora-dir", folder]
     with started(warm, [folder / "base", "--port", 0, *flags]) as server:
         loaded = {"lora_name": "again", "lora_path": "whole"}
         assert server.ask("POST", "/v1/load_lora_adapter", loaded)[0] == 200
@@ -124,6 +127,10 @@ def test_a_server_has_them_beside_their_model(
             ids = [int(text) for text in found["choices"][0]["text"].split()]
             assert ids == [one for one in wanted[name] if one < 99], model
         assert "adapter tuned: " in server.text
+        models = json.loads(server.ask("GET", "/v1/models")[1])["data"]
+        assert [one["id"] for one in models if one["chat_template"]] == ["base:spoken"]
+        said = {"model": "base:spoken", "messages": [{"role": "user", "content": "3 5 7"}], "max_tokens": 4}
+        assert server.ask("POST", "/v1/chat/completions", said)[0] == 200
     assert main(["serve", str(folder / "whole"), "--port", "0", "--lora", f"a={folder / 'whole'}"]) == 2
     assert "--lora" in capsys.readouterr().err
     other = ["serve", str(folder / "second"), "--port", "0", "--lora", f"a={folder / 'whole'}"]

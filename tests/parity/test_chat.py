@@ -14,7 +14,7 @@ import torch
 from megalith.assemble.trained import load_trained
 from megalith.serve.engine import Engine
 from megalith.serve.model_runner import ModelRunner
-from megalith.tokenizers.chat_template import BadDialogue, stop_ids_beside, template_beside
+from megalith.tokenizers.chat_template import BadDialogue, ChatFormat, stop_ids_beside, template_beside
 
 transformers = pytest.importorskip("transformers", reason="the second witness needs the hf extra (transformers)")
 httpx = pytest.importorskip("httpx", reason="the dev extra is not installed")
@@ -181,8 +181,7 @@ def ask(folder: Path, body: Mapping[str, Any]) -> dict[str, Any]:
             512,
             ServerSettings(),
             RequestLog(lambda _: None),
-            template=(template := template_beside(tokenizer)),
-            stop_ids=stop_ids_beside(tokenizer, template),
+            chat=ChatFormat.of(tokenizer, template_beside(tokenizer)),
         )
         transport = httpx.ASGITransport(build_app(service))
         try:

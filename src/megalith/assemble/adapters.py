@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megalith.assemble.trained import Trained, find_checkpoint, stored_tensors
 from megalith.checkpoint import CheckpointContent, DirectoryStore, split_path
@@ -21,6 +22,10 @@ from megalith.models.layer_options import lora
 from megalith.models.plain import PlainModel
 from megalith.nn.linear import Linear
 from megalith.nn.lora import Adapter, adapt
+from megalith.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from megalith.tokenizers.chat_template import ChatTemplate
 
 Adapters = Mapping[str, Adapter]
 """Name of a linear layer of this rank -> the adapter beside it."""
@@ -66,6 +71,16 @@ def adapter_reader(trained: Trained, checkpoint: Path, context: ParallelContext)
         return _filled(store, found, trained, {name: getattr(model, name) for name in LORA_SETTINGS}, context)
 
     return read
+
+
+def adapter_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Return the chat template beside adapters, with which they were fine-tuned; None if there is none."""
+    from megalith.tokenizers.chat_template import template_in  # which imports jinja2
+
+    folder, named = split_path(path)
+    store = DirectoryStore(folder)
+    found = named if named is not None else find_checkpoint(store, None, thorough=True)[0]
+    return template_in(store.folder(found), tokenizer)
 
 
 def _filled(

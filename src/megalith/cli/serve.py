@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from megalith.serve.http.service import Service
     from megalith.serve.model_runner import DecoderPrompt, ModelRunner
     from megalith.serve.worker import Worker
+    from megalith.tokenizers import Tokenizer
+    from megalith.tokenizers.chat_template import ChatFormat
 
 _say = partial(print, flush=True)
 _KEY_VARIABLE = "MEGALITH_API_KEY"
@@ -452,24 +454,21 @@ def _make_service(launch: _ServerOptions, trained: Trained, engine: Engine, work
     from megalith.serve.http.metrics import RequestLog
     from megalith.serve.http.service import EncoderInput, Service
     from megalith.serve.model_runner import text_ids
-    from megalith.tokenizers.chat_template import (
-        find_template,
-        stop_ids_beside,
-        stop_texts_beside,
-        template_beside,
-    )
+    from megalith.tokenizers.chat_template import ChatFormat, find_template, template_beside
 
     tokenizer, given = trained.tokenizer, launch.flags.server.chat_template
     template = template_beside(tokenizer) if given is None else find_template(str(given), tokenizer)
+    chat = ChatFormat.of(tokenizer, template)
+    format_of = partial(_chat_format_of, tokenizer=tokenizer) if given is None else lambda folder: None
+    paths = dict(enumerate(launch.server.adapter_paths.values(), 1))
+    formats = {number: form for number, path in paths.items() if (form := format_of(path)) is not None}
     return Service(
         worker,
         tokenizer,
         engine.context_length,
         launch.server,
         RequestLog(_say, prompts=launch.server.log_prompts),
-        template=template,
-        stop_ids=stop_ids_beside(tokenizer, template),
-        stop_texts=stop_texts_beside(tokenizer, template),
+        chat=chat,
         first_seed=launch.flags.seed,
         encoder_input=None
         if engine.decoder_prompt is None
@@ -478,8 +477,19 @@ def _make_service(launch: _ServerOptions, trained: Trained, engine: Engine, work
             {name: number for number, name in enumerate(launch.server.adapter_paths, 1)},
             launch.server.adapter_folder,
             launch.read_adapters,
+            format_of,
+            formats,
         ),
     )
+
+
+def _chat_format_of(adapters: Path, tokenizer: Tokenizer) -> ChatFormat | None:
+    """Return the chat format of adapters that were fine-tuned with a template, or None."""
+    from megalith.assemble.adapters import adapter_template
+    from megalith.tokenizers.chat_template import ChatFormat
+
+    template = adapter_template(adapters, tokenizer)
+    return None if template is None else ChatFormat.of(tokenizer, template)
 
 
 async def _run_server(

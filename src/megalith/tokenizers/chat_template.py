@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -122,11 +123,34 @@ class _Answers(Extension):
 _EXTENSIONS = ("jinja2.ext.loopcontrols", _Answers)
 
 
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a dialogue is written for a model, and what ends an answer.
+
+    Attributes:
+        template: None if there is none.
+        stop_ids: Tokens that end an answer; None for the tokenizer's end-of-document token.
+        stop_texts: Texts that end an answer of a dialogue.
+    """
+
+    template: ChatTemplate | None = None
+    stop_ids: tuple[int, ...] | None = None
+    stop_texts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, template: ChatTemplate | None) -> ChatFormat:
+        """Return the format of a template with a tokenizer."""
+        return cls(template, stop_ids_beside(tokenizer, template), stop_texts_beside(tokenizer, template))
+
+
 def template_beside(tokenizer: Tokenizer) -> ChatTemplate | None:
     """Return the chat template in the folder of a tokenizer, or None."""
     folder = _folder(tokenizer)
-    if folder is None:
-        return None
+    return None if folder is None else template_in(folder, tokenizer)
+
+
+def template_in(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Return the chat template in a folder, or None; special tokens that it does not name are those of a tokenizer."""
     config = _object(folder / _CONFIG)
     source, with_tools = config.get("chat_template"), None
     if (folder / CHAT_TEMPLATE_FILE).is_file():
@@ -134,7 +158,10 @@ def template_beside(tokenizer: Tokenizer) -> ChatTemplate | None:
     if isinstance(source, list):  # several, by name
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source, with_tools = named.get("default"), named.get("tool_use")
-    return ChatTemplate(source, _special_tokens(folder), with_tools) if isinstance(source, str) else None
+    if not isinstance(source, str):
+        return None
+    tokens = _special_tokens(_folder(tokenizer) or folder) | _special_tokens(folder)
+    return ChatTemplate(source, tokens, with_tools)
 
 
 def stop_ids_beside(tokenizer: Tokenizer, template: ChatTemplate | None = None) -> tuple[int, ...] | None:
@@ -194,7 +221,10 @@ def find_template(named: str, tokenizer: Tokenizer) -> ChatTemplate:
 
 def added_around(tokenizer: Tokenizer) -> tuple[int, int]:
     """Return how many tokens a tokenizer adds before and behind every text; a chat template writes its own."""
-    around = tuple(tokenizer.encode(""))
+    try:
+        around = tuple(tokenizer.encode(""))
+    except DataError:  # NullTokenizer, which adds none
+        return 0, 0
     letter = tuple(tokenizer.encode("a")) if around else ()
     for before in range(len(around), -1, -1):
         behind = len(around) - before

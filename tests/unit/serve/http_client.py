@@ -19,7 +19,7 @@ from megalith.serve.http.service import EncoderInput, Service
 from megalith.serve.http.settings import Defaults, ServerSettings
 from megalith.serve.model_runner import DecoderPrompt
 from megalith.serve.worker import Worker
-from megalith.tokenizers.chat_template import ChatTemplate
+from megalith.tokenizers.chat_template import ChatFormat, ChatTemplate
 
 from ...fake_runner import FakeRunner
 
@@ -110,7 +110,7 @@ async def served(
         context_length,
         settings,
         RequestLog(lines.append, prompts=True),
-        template=template,
+        chat=ChatFormat(template),
         encoder_input=EncoderInput(tokenizer.encode, engine.max_output_tokens) if answers else None,
     )
     app = build_app(service, defaults)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megalith.assemble.adapters import Adapters, adapter_reader
+from megalith.assemble.adapters import Adapters, adapter_reader, adapter_template
 from megalith.assemble.trained import Trained, load_trained
 from megalith.cli.main import main
 from megalith.config.groups import TokenizerConfig
@@ -30,6 +30,7 @@ from megalith.serve.http.settings import ServerSettings
 from megalith.serve.model_runner import ModelRunner, runner_of
 from megalith.serve.request import Request, RequestError, Sampling
 from megalith.serve.runner import Batch, Chunk
+from megalith.tokenizers.chat_template import ChatFormat
 
 from .http_client import Served, served
 from .models import collect, tokens_of
@@ -250,3 +251,38 @@ def test_adapters_come_and_go_by_vllms_protocol() -> None:
     assert texts.count(texts[0]) == 4 and texts[0] != found[15][1]["choices"]
     assert [model["id"] for model in found[6][1]["data"]] == ["letters", "letters:first", "letters:second"]
     assert found[11][1]["error"]["param"] == "lora_path" and found[12][1]["error"]["param"] == "lora_name"
+
+
+def test_adapters_with_a_chat_template_have_it_and_others_that_of_the_model(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "qwen3" / "adapter", tmp_path / "spoken")
+    config = json.loads((tmp_path / "spoken" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(FIXTURES / "qwen3" / "base")
+    (tmp_path / "spoken" / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "spoken" / "chat_template.jinja").write_text("7 {{ messages[0].content }}")
+    tokenizer = _trained("qwen3").tokenizer
+
+    def format_of(folder: Path) -> ChatFormat | None:
+        template = adapter_template(folder, tokenizer)
+        return None if template is None else ChatFormat.of(tokenizer, template)
+
+    async def ask() -> tuple[list[Any], list[bool]]:
+        async with _server(tmp_path) as server:
+            server.service.adapters.format_of = format_of
+            post = server.client.post
+            said = {"messages": [{"role": "user", "content": "3 5"}], "max_tokens": 4, "temperature": 0}
+            path, body = _load("second", "spoken")
+            done = [await post(path, json=body)]
+            for model in ("letters", "letters:first", "letters:second"):
+                done.append(await post("/v1/chat/completions", json={**said, "model": model}))
+            path, body = _text("second")
+            done.append(await post(path, json={**body, "prompt": [7, 3, 5], "max_tokens": 4, "ignore_eos": False}))
+            listed = (await server.client.get("/v1/models")).json()["data"]
+            return done, [model["chat_template"] for model in listed]
+
+    (loaded, base, first, second, text), has_template = asyncio.run(ask())
+    assert loaded.status_code == 200
+    assert [one.json()["error"]["code"] for one in (base, first)] == ["no_chat_template"] * 2
+    assert second.status_code == 200, second.text
+    (spoken,), (written,) = second.json()["choices"], text.json()["choices"]
+    assert spoken["message"]["content"] == written["text"] and second.json()["usage"]["prompt_tokens"] == 3
+    assert has_template == [False, False, True]

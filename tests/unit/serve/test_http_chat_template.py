@@ -16,6 +16,7 @@ from megalith.errors import DataError
 from megalith.tokenizers import build_tokenizer
 from megalith.tokenizers.chat_template import (
     BadDialogue,
+    ChatFormat,
     ChatTemplate,
     read_template,
     stop_ids_beside,
@@ -128,7 +129,7 @@ def test_an_answer_ends_with_its_turn_which_is_not_shown(tmp_path: Path, kind: s
     async def ask() -> tuple[Any, str]:
         follow = {"follow": lambda tokens: written[len(tokens) - len(asked)], "context_length": 128}
         async with served(template=template, tokenizer=tokenizer, **follow) as server:
-            server.service.stop_ids, server.service.stop_texts = stop_ids, stop_texts
+            server.service.chat = ChatFormat(template, stop_ids, stop_texts)
             whole = await server.client.post("/v1/chat/completions", json=body)
             stream = await server.client.post("/v1/chat/completions", json={**body, "stream": True})
             return whole.json()["choices"][0], stream.text

@@ -15,6 +15,7 @@ from megalith.nn.lora import Adapter
 from megalith.serve.http.errors import ApiError, printable, refusal
 from megalith.serve.http.settings import MOST_ADAPTERS, name_problem
 from megalith.serve.worker import Worker
+from megalith.tokenizers.chat_template import ChatFormat
 
 
 @dataclass
@@ -25,11 +26,15 @@ class AdapterNames:
         numbers: name -> number in the engine; it grows with each load, so that no two adapters ever have the same.
         folder: In which clients may load adapters; None: they may not.
         read: Reads a folder of adapters.
+        format_of: Returns the chat format of adapters in a folder; None for that of the model.
+        formats: Number in the engine -> its chat format, of those that have one of their own.
     """
 
     numbers: dict[str, int] = field(default_factory=dict)
     folder: Path | None = None
     read: Callable[[Path], Mapping[str, Adapter]] | None = None
+    format_of: Callable[[Path], ChatFormat | None] = lambda folder: None
+    formats: dict[int, ChatFormat] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._last, self._loading = max(self.numbers.values(), default=0), asyncio.Lock()
@@ -52,13 +57,17 @@ class AdapterNames:
             assert self.read is not None
             try:
                 adapters = await asyncio.to_thread(self.read, found)
+                chat = await asyncio.to_thread(self.format_of, found)
             except MegalithError as error:
                 raise refusal("lora_path", printable(str(error), 500)) from None
             self._last += 1
             number, before = self._last, self.numbers.get(name)
             await worker.call(lambda engine: engine.add_adapters(number, adapters))
             self.numbers[name] = number
+            if chat is not None:
+                self.formats[number] = chat
             if before is not None:
+                self.formats.pop(before, None)
                 await worker.call(lambda engine: engine.remove_adapters(before))
 
     async def unload(self, worker: Worker, name: str) -> None:
@@ -68,6 +77,7 @@ class AdapterNames:
             if name not in self.numbers:
                 raise ApiError(404, f"lora_name: there is no adapter {printable(name)}", "lora_name", "model_not_found")
             number = self.numbers.pop(name)
+            self.formats.pop(number, None)
             await worker.call(lambda engine: engine.remove_adapters(number))
 
     def _require_folder(self) -> Path:

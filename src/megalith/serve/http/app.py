@@ -94,7 +94,7 @@ def _add_openai(api: FastAPI, service: Service) -> None:
             "created": service.created,
             "owned_by": "megalith",
             "max_model_len": service.context_length,
-            "chat_template": service.template is not None,
+            "chat_template": service.chat_of(name).template is not None,
             "continues_prompts": service.encoder_input is None,
             **({"parent": service.settings.model_name} if number else {}),
         }

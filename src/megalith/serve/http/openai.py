@@ -306,11 +306,12 @@ async def _plan_chat(service: Service, body: ChatRequest) -> Plan:
 
 
 def _render(service: Service, body: ChatRequest) -> str:
-    if service.template is None:
+    template = service.chat_of(body.model).template
+    if template is None:
         instead = "use /v1/completions, or start the server with --chat-template FILE"
         raise refusal("messages", f"this model's tokenizer has no chat template; {instead}", "no_chat_template")
     called = any(message.tool_calls for message in body.messages)
-    if (body.tools or called) and not service.template.takes_tools:
+    if (body.tools or called) and not template.takes_tools:
         instead = "describe them in a system message, and read the call from the answer"
         raise refusal("tools" if body.tools else "messages", f"the chat template takes no tools; {instead}", "no_tools")
     tools = None if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
@@ -318,7 +319,7 @@ def _render(service: Service, body: ChatRequest) -> str:
     if taken := _RESERVED & set(variables):
         raise refusal("chat_template_kwargs", f"{', '.join(sorted(taken))} cannot be set")
     try:
-        return service.template.render([m.for_template for m in body.messages], tools=tools or None, **variables)
+        return template.render([m.for_template for m in body.messages], tools=tools or None, **variables)
     except BadDialogue as error:
         raise refusal("messages", f"the chat template does not take them: {printable(str(error), 300)}") from None
 

@@ -335,11 +335,12 @@ def text_fields_of(body: CompletionRequest | ChatRequest, service: Service) -> d
     stop_ids, size = list(body.stop_token_ids or ()), service.tokenizer.vocab_size
     if bad := [number for number in stop_ids if number >= size]:
         raise refusal("stop_token_ids", f"{bad[0]} is not a token id below {size}")
-    ends = service.stop_texts if isinstance(body, ChatRequest) else ()
+    chat = service.chat_of(body.model)
+    ends = chat.stop_texts if isinstance(body, ChatRequest) else ()
     if body.skip_special_tokens:  # a special token that is not shown is never found in the text
         stop_ids += [number for text in body.stops if (number := service.special_texts.get(text)) is not None]
     return {
-        "stop_ids": () if body.ignore_eos else service.stop_ids,
+        "stop_ids": () if body.ignore_eos else chat.stop_ids,
         "extra_stop_ids": tuple(stop_ids),
         "skip_token_ids": service.tokenizer.special_ids if body.skip_special_tokens else frozenset(),
         "stop_texts": body.stops if body.ignore_eos else (*body.stops, *ends),

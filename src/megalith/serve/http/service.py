@@ -23,7 +23,7 @@ from megalith.serve.http.settings import ServerSettings
 from megalith.serve.request import Beams, Event, Finished, PromptLogprobs, QueueFullError, Request, RequestError, Token
 from megalith.serve.worker import Answer, Worker
 from megalith.tokenizers import Tokenizer
-from megalith.tokenizers.chat_template import ChatTemplate
+from megalith.tokenizers.chat_template import ChatFormat
 
 _LONGEST_TOKEN = 128  # bytes: GPT-2's is; a text longer than the context times this cannot fit
 
@@ -63,9 +63,7 @@ class Service:
     settings: ServerSettings
     log: RequestLog
     metrics: Metrics = field(default_factory=Metrics)
-    template: ChatTemplate | None = None
-    stop_ids: tuple[int, ...] | None = None  # tokens that end an answer; None: the tokenizer's end-of-document token
-    stop_texts: tuple[str, ...] = ()  # texts that end an answer of a dialogue
+    chat: ChatFormat = ChatFormat()  # of the model alone, and of adapters that have none of their own
     first_seed: int | None = None  # of the first request without a seed, counted up from there; None: random seeds
     draining: bool = False  # whether new requests are refused
     encoder_input: EncoderInput | None = None  # None: the model continues its prompt (decoder only)
@@ -102,6 +100,10 @@ class Service:
             return 0 if name is None else known[name]
         said = f"model: there is no {printable(name)}; this server has {', '.join(self.models())}"
         raise ApiError(404, said, "model", "model_not_found")
+
+    def chat_of(self, name: str | None) -> ChatFormat:
+        """Return the chat format of a model or of its adapters; raises as `number_of` does."""
+        return self.adapters.formats.get(self.number_of(name), self.chat)
 
     def next_seed(self) -> int | None:
         return None if self.first_seed is None else self.first_seed + next(self._seed_numbers)
