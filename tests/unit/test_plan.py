@@ -167,14 +167,11 @@ def test_logits_are_kept_from_step_to_step_on_a_cpu_alone() -> None:
     assert card == 0 and host == 2 * 128 * 256 * 4
 
 
-def test_gloo_keeps_a_copy_of_what_it_reduces_and_scatters() -> None:
-    """Of ZeRO-1 all gradients, beside weights, gradients and states; NCCL and an all-reduce keep none."""
-    few = "--hidden-size 512 --seq-length 32 --micro-batch-size 1"  # activations
-    zero1 = f"{few} --use-distributed-optimizer"
-    host, card, whole = (_plan(2, 8, words, 4, on) for words, on in ((zero1, "CPU"), (zero1, "H100"), (few, "CPU")))
-    assert host.fullest.moment == "reduction of the gradients"
-    assert host.fullest.peak_bytes - host.fullest.allocated_bytes == host.fullest.allocated["gradients"]
-    assert not any(plan.fullest.peak["communication"] for plan in (card, whole))
+def test_gradients_of_zero1_are_reduced_without_a_copy() -> None:
+    few = "--hidden-size 512 --seq-length 32 --micro-batch-size 1 --use-distributed-optimizer"  # activations
+    for plan in (_plan(2, 8, few, 4, on) for on in ("CPU", "H100")):
+        assert not plan.fullest.peak["communication"]
+        assert plan.fullest.peak_bytes - plan.fullest.allocated_bytes < plan.fullest.allocated["gradients"] / 2
 
 
 def test_recomputation_and_pipelines_are_counted() -> None:

@@ -272,7 +272,7 @@ class _Stage:
         fixed = self._fixed()
         left = _sum(chunk.record.left.change for chunk in self.chunks)
         allocated = _sum([fixed, left, {"libraries": self.device.libraries}])
-        moment = max(self._passes(), self._reduction(fixed), self._update(), key=lambda one: one.total)
+        moment = max(self._passes(), self._update(), key=lambda one: one.total)
         peak = _sum([allocated, moment.bytes])
         whole = [one for chunk in self.chunks for one in chunk.record.left.kept]
         if not self.run.fully_sharded:
@@ -355,12 +355,6 @@ class _Stage:
         (start, stop), bucket = flat.span(name), flat.bucket_of(name)
         end = bucket.start + (bucket.stop - bucket.start) // replicas
         return Fraction(max(0, min(stop, end) - start), stop - start)
-
-    def _reduction(self, fixed: Mapping[str, int]) -> _Moment:
-        """Return the moment at which gloo has a copy of the gradients to reduce and scatter (ZeRO-1 on CPUs)."""
-        layout = self.run.layout
-        copied = self.run.parallel.shards_optimizer_only and layout.dp * layout.cp > 1 and not self.device.compute
-        return _Moment({"communication": fixed["gradients"] if copied else 0}, "reduction of the gradients")
 
     def _update(self) -> _Moment:
         """Return the largest moment of the optimizer's update, whose temporary tensors grow with the parameters."""
