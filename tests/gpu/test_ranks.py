@@ -69,7 +69,7 @@ def _collectives(device: str, dtype: torch.dtype) -> None:
     equal(comm.all_gather(own.t(), axis, dim=1).t(), everyone)
     equal(comm.start_all_gather(own, axis, out=own.new_empty(2 * size * size, 3)).wait(), everyone)
     equal(comm.start_reduce_scatter(own, axis).wait(), [summed] * 2)
-    equal(comm.start_reduce_scatter(own, axis, out=own.new_empty(2, 3)).wait(), [summed] * 2)
+    equal(comm.start_reduce_scatter(own.clone(), axis, out=own.new_empty(2, 3)).wait(), [summed] * 2)
     equal(comm.all_to_all(own, axis, 0, 0), [value for value in each for _ in range(2)])
     counts = [1 + other for other in range(size)]  # as many rows as the number of the receiver
     rows = comm.all_to_all_rows(own[: sum(counts)], axis, counts, [1 + rank] * size)

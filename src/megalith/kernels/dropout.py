@@ -1,8 +1,9 @@
-"""Dropout masks that are regenerated from their seed in the backward pass instead of stored.
+"""Dropout whose masks cost a CPU little, and masks that are regenerated from their seed instead of stored.
 
 An element is kept if 16 random bits are at least p 2^16, rounded; one 64-bit draw decides four elements. torch's
-`bernoulli_` takes twice as long on a CPU (35 ms instead of 17 for 6.3 M elements on one thread). Kept elements are
-divided by the exact share that is kept, so that the expectation is exact for every p.
+`bernoulli_` takes one draw for each: with product and backward pass 14.8 ms for 1.6 M elements in bf16, and 2.6 ms so
+(two threads, AMD EPYC of Zen 4). Kept elements are divided by the exact share that is kept, so that the expectation is
+exact for every p.
 """
 
 from __future__ import annotations
@@ -12,25 +13,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalith.device import has_memory
+from megalith.device import has_memory, is_host
 
 _STEPS = 2**16
+
+
+def dropout(x: Tensor, probability: float) -> Tensor:
+    """Zero each element with `probability` and scale the rest, as `torch.dropout` does; by torch's default stream."""
+    if not is_host(x.device) or probability == 0.0 or torch.compiler.is_compiling():
+        return torch.dropout(x, probability, True)
+    return x * _mask(x, _dropped(probability), None)
+
+
+def _dropped(probability: float) -> int:
+    """Return how many of 2^16 equally likely values drop an element; it is not all of them."""
+    return min(round(probability * _STEPS), _STEPS - 1)
+
+
+def _mask(like: Tensor, dropped: int, generator: torch.Generator | None) -> Tensor:
+    draws = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
+    draws.random_(-(2**63), None, generator=generator)
+    bits = draws.view(torch.int16)[: like.numel()].view(like.shape)  # signed: from -2^15 on
+    kept = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return torch.ge(bits, dropped - _STEPS // 2, out=kept).mul_(_STEPS / (_STEPS - dropped))
 
 
 class DropoutMasks:
     """Generator of masks: the same seed yields the same masks in the same order."""
 
     def __init__(self, probability: float, seed: int, device: torch.device) -> None:
-        self._dropped = min(round(probability * _STEPS), _STEPS - 1)
+        self._dropped = _dropped(probability)
         drawn = device if has_memory(device) else "cpu"
         self._generator = torch.Generator(device=drawn).manual_seed(seed)
 
     def mask(self, like: Tensor) -> Tensor:
         """Return a tensor like `like` whose elements are 0, or 1 / (1 - p)."""
-        draws = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
-        draws.random_(-(2**63), None, generator=self._generator)
-        bits = draws.view(torch.int16)[: like.numel()].view(like.shape)  # signed: from -2^15 on
-        return (bits >= self._dropped - _STEPS // 2).to(like.dtype).mul_(_STEPS / (_STEPS - self._dropped))
+        return _mask(like, self._dropped, self._generator)
 
 
 @dataclass(frozen=True)

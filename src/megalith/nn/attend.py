@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.device import is_host
+from megalith.kernels.dropout import dropout as drop
 from megalith.kernels.partial_attention import attend_groups, has_flash
 from megalith.nn.documents import Documents
 from megalith.nn.precision import at_least_fp32, matmul, product_dtype
@@ -269,6 +270,6 @@ def attend_unfused(
         sink_NQ1 = rule.sink_H.repeat(batch)[:, None, None].expand(-1, num_queries, 1)
         scores = torch.cat((scores, sink_NQ1.to(scores.dtype)), dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : k.shape[0]]
-    probabilities = nn.functional.dropout(weights.to(q.dtype), dropout)
+    probabilities = drop(weights.to(q.dtype), dropout)
     context_NQK = matmul(probabilities, v_NSK)
     return context_NQK.transpose(0, 1).reshape(num_queries, batch, heads, size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megalith.kernels.dropout import dropout
 from megalith.nn.region import Region
 
 
@@ -21,7 +22,7 @@ class HiddenDropout(nn.Module):
     @staticmethod
     def drop(x: Tensor, probability: float) -> Tensor:
         """Return x with elements dropped; `megalith prove` has masks that are the same in every layout."""
-        return torch.dropout(x, probability, True)
+        return dropout(x, probability)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.probability == 0.0:
