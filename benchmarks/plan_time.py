@@ -1,5 +1,6 @@
 """Predicted beside measured times of training steps.
 
+    export OMP_NUM_THREADS=1   # rates of one thread, as the processes have
     megalith doctor --measure && python benchmarks/plan_time.py --number 40 --seed 1   # random, of 1 and 2 CPU ranks
     python benchmarks/plan_time.py --published                                         # of published runs on GPUs
 

@@ -27,6 +27,7 @@ from megalith.plan.devices import DEVICES, Device, Link, Rates, find_device
 from megalith.plan.remember import cache_folder
 
 _SAMPLES, _SECONDS = 5, 0.02
+_ROUNDS = 7
 _LAYERS, _MICRO_BATCHES = (2, 8), 4
 _SMALL, _LARGE = 2**16, 2**24  # bytes of collectives
 _CALLS = 20  # of each, in each sample
@@ -208,7 +209,7 @@ def _measure(rank: int, kind: str, threads: int, ranks: int) -> dict[str, Any]:
         keep_freed_memory(ranks)
     clock = _Clock(torch.device(kind))
     found: dict[str, Any] = {"products": clock.products(), "memory": clock.memory()}
-    found["tiny"] = [clock.tiny_step(words) for words in _TINIES]
+    found["tiny"] = clock.tiny_steps(_TINIES)
     found["attention"] = clock.attention(found["products"])
     if ranks > 1:
         found["operations"] = clock.links(ranks)
@@ -298,8 +299,13 @@ class _Clock:
         best = products["fp32" if self.host else "bf16"][-2][1]
         return flops / self.seconds(lambda: attend(q, k, v, is_causal=True).sum().backward()) / best
 
-    def tiny_step(self, words: list[str]) -> float:
-        """Return the seconds of a training step of a tiny model."""
+    def tiny_steps(self, models: list[list[str]]) -> list[float]:
+        """Return the seconds of a training step of each tiny model; in turns, as all of them are fitted together."""
+        steps = [self._tiny_step(words) for words in models]
+        rounds = [[self.seconds(step) for step in steps] for _ in range(_ROUNDS)]
+        return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+    def _tiny_step(self, words: list[str]) -> Callable[[], object]:
         from megalith.assemble.training import build_run
         from megalith.config import load
         from megalith.distributed.context import ParallelContext
@@ -308,7 +314,7 @@ class _Clock:
         run = load([*words, "--device", self.device.type], {}, files=False)
         built = build_run(run, ParallelContext.solo(self.device)).run
         batches = iter(built.train)
-        return self.seconds(lambda: train_step(built.state, batches, run.num_micro_batches))
+        return lambda: train_step(built.state, batches, run.num_micro_batches)
 
     def _beside_products(self, call: Callable[[Any], Any], x: Any, world: Any) -> float:
         """Return the mean time of a call behind a millisecond of products, with which ranks wait for each other."""
