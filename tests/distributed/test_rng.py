@@ -9,7 +9,8 @@ import torch
 
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
-from megalith.distributed.rng import RandomStreams
+from megalith.distributed.rng import DROPOUT, RandomStreams
+from megalith.kernels.dropout import dropout
 from megalith.layout import Layout
 
 Draws = dict[str, float]
@@ -65,3 +66,17 @@ def test_a_state_of_another_kind_of_device_is_passed_over() -> None:
     streams.load_state(state | {"rng_tracker_states": {"model-parallel-rng": torch.zeros(16, dtype=torch.uint8)}})
     after = _draw(streams)
     assert (after["default"], after["own"] == before["own"]) == (before["default"], False)
+
+
+def test_a_run_goes_on_with_the_dropout_that_it_began_with() -> None:
+    x = torch.ones(1000)
+    streams = RandomStreams(1)
+    state, first = streams.state(), dropout(x, 0.5)
+    streams.load_state({key: value for key, value in state.items() if key != DROPOUT})  # saved before there was another
+    before = dropout(x, 0.5)
+    torch.set_rng_state(state["torch_rng_state"])
+    assert torch.equal(before, torch.dropout(x, 0.5, True)) and not torch.equal(before, first)
+    assert streams.state().keys() == state.keys() - {DROPOUT}
+    streams.load_state(state)
+    assert torch.equal(dropout(x, 0.5), first)
+    assert RandomStreams(1).state().keys() == state.keys(), "another run draws its own way"

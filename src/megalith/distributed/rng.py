@@ -26,12 +26,15 @@ from torch import Tensor
 
 from megalith.device import is_host
 from megalith.distributed.context import ParallelContext
+from megalith.kernels.dropout import BERNOULLI, BITS, Drawing
 
 STAGE_OFFSET = 100  # Megatron's difference between the base seeds of two pipeline stages
 MODEL_PARALLEL_OFFSET = 2718  # Megatron's difference between model-parallel stream and base seed
 REPLICA_OFFSET = 1_000_003  # ours, between two replicas; larger than the sum of the other offsets
 OWN_STREAM = "model-parallel-rng"
 """Megatron's name of the stream that differs between tensor-parallel ranks."""
+DROPOUT = "megalith_dropout"
+"""Key of how dropout draws, which Megatron passes over; absent where it is by torch's own way."""
 
 
 class Stream:
@@ -102,7 +105,7 @@ class _Replay(AbstractContextManager[None]):
 
 
 class RandomStreams:
-    """Generators of Python, numpy and torch in this process, seeded together.
+    """Generators of Python, numpy and torch in this process, seeded together, and how dropout draws from them.
 
     Attributes:
         weights: generator for Megatron's CPU initialization: torch's default on the first replica.
@@ -117,6 +120,7 @@ class RandomStreams:
         random.seed(base + apart)
         np.random.seed((base + apart) % 2**32)
         torch.manual_seed(base + apart)
+        Drawing.way = BITS
         self.weights = torch.default_generator if replica == 0 else torch.Generator().manual_seed(base)
         self.own = Stream(base + MODEL_PARALLEL_OFFSET + context.tp.index + apart, context.device)
 
@@ -129,7 +133,7 @@ class RandomStreams:
             "torch_rng_state": torch.get_rng_state(),
             "cuda_rng_state": none if is_host(device) else torch.get_device_module(device).get_rng_state(device),
             "rng_tracker_states": self.own.state(),
-        }
+        } | ({} if Drawing.way == BERNOULLI else {DROPOUT: Drawing.way})
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load what `state` returned; a device's state is ignored without a device."""
@@ -140,3 +144,4 @@ class RandomStreams:
         if not is_host(self._device) and state["cuda_rng_state"].numel() > 0:
             torch.get_device_module(self._device).set_rng_state(state["cuda_rng_state"], self._device)
         self.own.load_state(state["rng_tracker_states"])
+        Drawing.way = state.get(DROPOUT, BERNOULLI)

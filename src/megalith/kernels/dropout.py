@@ -16,11 +16,22 @@ from torch import Tensor
 from megalith.device import has_memory, is_host
 
 _STEPS = 2**16
+BITS, BERNOULLI = "bits", "bernoulli"
+
+
+class Drawing:
+    """How `dropout` draws on a CPU: one for the process, as torch's default stream is, with which it is saved.
+
+    Attributes:
+        way: BITS, or torch's own, BERNOULLI, in which runs continue that began before there was another.
+    """
+
+    way = BITS
 
 
 def dropout(x: Tensor, probability: float) -> Tensor:
     """Zero each element with `probability` and scale the rest, as `torch.dropout` does; by torch's default stream."""
-    if not is_host(x.device) or probability == 0.0 or torch.compiler.is_compiling():
+    if Drawing.way == BERNOULLI or probability == 0.0 or not is_host(x.device) or torch.compiler.is_compiling():
         return torch.dropout(x, probability, True)
     return x * _mask(x, _dropped(probability), None)
 
