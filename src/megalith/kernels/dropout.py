@@ -30,18 +30,18 @@ class Drawing:
 
 
 def dropout(x: Tensor, probability: float) -> Tensor:
-    """Zero each element with `probability` and scale the rest, as `torch.dropout` does; by torch's default stream."""
+    """Zero each element with `probability` and scale the rest, as `torch.dropout` does; by torch's default stream.
+
+    Shapes: any -> the same, with the dtype of `x`. The mask is kept for the backward pass.
+    """
     if Drawing.way == BERNOULLI or probability == 0.0 or not is_host(x.device) or torch.compiler.is_compiling():
         return torch.dropout(x, probability, True)
-    return x * _mask(x, _dropped(probability), None)
+    return x * _mask(x, probability, None)
 
 
-def _dropped(probability: float) -> int:
-    """Return how many of 2^16 equally likely values drop an element; it is not all of them."""
-    return min(round(probability * _STEPS), _STEPS - 1)
-
-
-def _mask(like: Tensor, dropped: int, generator: torch.Generator | None) -> Tensor:
+def _mask(like: Tensor, probability: float, generator: torch.Generator | None) -> Tensor:
+    """Return a tensor like `like` whose elements are 0, or 1 / (1 - p)."""
+    dropped = min(round(probability * _STEPS), _STEPS - 1)  # of 2^16 equally likely values, not all of them
     draws = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     draws.random_(-(2**63), None, generator=generator)
     bits = draws.view(torch.int16)[: like.numel()].view(like.shape)  # signed: from -2^15 on
@@ -53,13 +53,13 @@ class DropoutMasks:
     """Generator of masks: the same seed yields the same masks in the same order."""
 
     def __init__(self, probability: float, seed: int, device: torch.device) -> None:
-        self._dropped = _dropped(probability)
+        self._probability = probability
         drawn = device if has_memory(device) else "cpu"
         self._generator = torch.Generator(device=drawn).manual_seed(seed)
 
     def mask(self, like: Tensor) -> Tensor:
         """Return a tensor like `like` whose elements are 0, or 1 / (1 - p)."""
-        return _mask(like, self._dropped, self._generator)
+        return _mask(like, self._probability, self._generator)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from megalith.plan.devices import DEVICES, Device, Link, Rates, find_device
 from megalith.plan.remember import cache_folder
 
 _SAMPLES, _SECONDS = 5, 0.02
-_ROUNDS = 7
+_ROUNDS = 7  # of the tiny models
 _LAYERS, _MICRO_BATCHES = (2, 8), 4
 _SMALL, _LARGE = 2**16, 2**24  # bytes of collectives
 _CALLS = 20  # of each, in each sample
