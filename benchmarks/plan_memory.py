@@ -39,6 +39,7 @@ import torch._dynamo  # torch imports it in a backward pass, of each fork again
 
 from megalith.assemble.training import build_run
 from megalith.config import RunConfig, load
+from megalith.config.families import FAMILIES
 from megalith.distributed.context import ParallelContext
 from megalith.distributed.forked import run_forked
 from megalith.errors import MegalithError
@@ -271,7 +272,9 @@ def megatron(path: Path) -> tuple[str, float]:
     rows = [row for row in json.loads(path.read_text(encoding="utf-8")) if len(row["nodes_gpus"]) == 1]
     alone, near, lines, refused = 0, 0, list[str](), Counter[str]()
     for row in rows:
-        words = [word for flag, value in row["args"].items() for word in _words(flag, value)]
+        family = row["case"].partition("/")[0]
+        words = ["--model-family", family] if family in FAMILIES else []  # their scripts set it: pretrain_bert.py
+        words += [word for flag, value in row["args"].items() for word in _words(flag, value)]
         nodes, each = row["nodes_gpus"][0]
         try:
             plan = plan_run(words, DEVICES[row["gpu"].upper()], world_size=nodes * each, nodes=nodes)

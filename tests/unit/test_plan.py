@@ -87,6 +87,23 @@ def test_what_cannot_be_planned_is_said() -> None:
         search_run(f"{MASKED} --model-family bert".split(), DEVICES["H100"], world_size=2)
 
 
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("BertWordPieceLowerCase", 30522 + 2 + 20), ("BertWordPieceCase", 28996 + 2 + 20)]
+)
+def test_a_published_vocabulary_is_planned_without_its_files(kind: str, tokens: int) -> None:
+    flags = f"{DENOISED} --tokenizer-type {kind}"
+    absent = plan_run(flags.replace("--padded-vocab-size 512", "").split(), DEVICES["H100"], world_size=1)
+    given = plan_run(f"{flags} --padded-vocab-size {-(-tokens // 128) * 128}".split(), DEVICES["H100"], world_size=1)
+    assert absent.ranks == given.ranks
+    assert str(tokens) in (set(absent.notes) - set(given.notes)).pop()
+
+
+def test_a_vocabulary_that_no_file_is_published_with_must_be_given() -> None:
+    flags = SMALL.format(2, 2, "--tokenizer-type CharacterTokenizer --vocab-file x").replace("--vocab-size 255", "")
+    with pytest.raises(ConfigError, match="--padded-vocab-size"):
+        plan_run(flags.split(), DEVICES["H100"], world_size=1)
+
+
 def test_weights_gradients_and_states_are_counted_to_the_byte_of_a_block() -> None:
     """bf16 weights, fp32 gradients, and 12 bytes of master weights and moments, which ZeRO-1 divides."""
     alone, divided = (_ranks(2, 8, flags, 4)[0].allocated for flags in ("--bf16", "--bf16 --use-distributed-optimizer"))

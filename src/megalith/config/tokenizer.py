@@ -33,7 +33,7 @@ _TAKEN = {
 }
 """Kind of tokenizer -> the settings that it takes besides."""
 
-_TIKTOKEN_SIZE = 1 << 17  # ids of a TikTokenizer without --vocab-size
+TIKTOKEN_SIZE = 1 << 17  # ids of a TikTokenizer without --vocab-size
 _TIKTOKEN_NAMES = ("<unk>", "<s>", "</s>")
 
 
@@ -154,7 +154,7 @@ class TokenizerConfig:
 
     def _contradictions_of_tiktoken(self) -> list[str]:
         names, num_special = self.tokenizer_special_tokens, self.tiktoken_num_special_tokens
-        size = self.vocab_size or _TIKTOKEN_SIZE
+        size = self.vocab_size or TIKTOKEN_SIZE
         found = []
         if lacking := [token for token in _TIKTOKEN_NAMES if names and token not in names]:
             found.append(f"--tokenizer-special-tokens lacks {' '.join(lacking)}, which TikTokenizer needs")

@@ -10,6 +10,7 @@ from functools import partial
 
 from megalith.config import RunConfig, all_settings, load
 from megalith.config.command_line import without_settings
+from megalith.config.tokenizer import TIKTOKEN_SIZE
 from megalith.errors import ConfigError, MegalithError
 from megalith.plan.chinese import Words, left, right
 from megalith.plan.devices import DEVICES, GIB, Device, find_device, read_devices
@@ -327,6 +328,16 @@ def _padded(run: RunConfig, tokens: int | None) -> int:
     return padded_vocab_size(tokens, run.model.make_vocab_size_divisible_by, run.parallel.tensor_model_parallel_size)
 
 
+_PUBLISHED_SIZES = {
+    "GPT2BPETokenizer": 50257,
+    "Llama2Tokenizer": 32000,
+    "BertWordPieceLowerCase": 30524,  # BERT's 30,522 of uncased text, and [BOS] and [EOS]
+    "BertWordPieceCase": 28998,  # its 28,996 of cased text, and the two
+    "TikTokenizer": TIKTOKEN_SIZE,
+}
+"""Kind of tokenizer -> the number of tokens in the files that are published with it."""
+
+
 def _vocabulary(run: RunConfig) -> tuple[int | None, list[str]]:
     """Return the size of the vocabulary before padding, None if the padded one is given, and notes about it."""
     from megalith.tokenizers import build_tokenizer
@@ -337,12 +348,13 @@ def _vocabulary(run: RunConfig) -> tuple[int | None, list[str]]:
     try:
         size = build_tokenizer(run.tokenizer).vocab_size
     except (MegalithError, OSError) as error:
-        if size is None and run.tokenizer.tokenizer_type != "GPT2BPETokenizer":
+        published = _PUBLISHED_SIZES.get(run.tokenizer.tokenizer_type)
+        if size is None and published is None:
             raise ConfigError(
                 f"the size of the vocabulary is not known without the tokenizer's files ({error}); "
                 "give --padded-vocab-size"
             ) from error
-        size = size or 50257
+        size = size or (published or 0) + run.tokenizer.vocab_extra_ids
         notes.append(f"the tokenizer's files are not here: {size} tokens are assumed; --padded-vocab-size sets them")
     return size, notes
 
