@@ -12,6 +12,7 @@ tp, which it is unless it is given, those of ep and edp are the ranks that hold 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -157,9 +158,67 @@ def split_layers(
         counts = _even_counts(num_layers, parts, embedding_counts, loss_counts)
     else:
         counts = _given_counts(num_layers, stages, chunks, first, last)
-    starts = [sum(counts[:part]) for part in range(parts)]
+    return _staged(counts, stages)
+
+
+_LETTERS = {"E": "the embedding", "t": "a layer", "m": "a layer of multi-token prediction", "L": "the loss"}
+
+
+def read_parts(text: str) -> tuple[str, ...]:
+    """Return the parts of Megatron's `--pipeline-model-parallel-layout`, each in the letters of what it computes.
+
+    `t*3` repeats a letter and `(tt|)*3` a group, which may hold the ends of parts; commas mean nothing.
+
+    Raises:
+        LayoutError: another letter.
+    """
+    plain = text.replace(",", "")
+    for repeated in (r"\(([^()]+)\)\*(\d{1,4})", r"([EtmL|])\*(\d{1,4})"):
+        plain = re.sub(repeated, lambda found: found[1] * int(found[2]), plain)
+    if unknown := set(plain) - {*_LETTERS, "|"}:
+        known = ", ".join(f"{letter} is {what}" for letter, what in _LETTERS.items())
+        raise LayoutError(
+            f"{' '.join(sorted(unknown))} cannot be read; {known}, | ends a stage, and *N repeats a letter or a (group)"
+        )
+    return tuple(plain.split("|"))
+
+
+def split_as_given(num_layers: int, stages: int, parts: Sequence[str], predictions: int) -> Stages:
+    """Return the layers of each pipeline stage, as [stage][chunk], from what `read_parts` has read.
+
+    Layers of multi-token prediction are computed with the loss, whichever stage they are given.
+
+    Args:
+        num_layers: layers of the model.
+        stages: pipeline stages.
+        parts: letters of each part; part chunk * stages + stage is chunk `chunk` of that stage.
+        predictions: layers of multi-token prediction.
+
+    Raises:
+        LayoutError: the parts are not those of this model, or this version cannot place them so.
+    """
+    letters = "".join(parts)
+    if not (parts[0].startswith("E") and parts[-1].endswith("L") and letters.count("E") == letters.count("L") == 1):
+        raise LayoutError("the first stage begins with E, the last ends with L, and both are there once")
+    if letters.count("t") != num_layers:
+        raise LayoutError(f"{letters.count('t')} t are not the --num-layers {num_layers} of the model")
+    if letters.count("m") != predictions:
+        raise LayoutError(f"{letters.count('m')} m are not the --mtp-num-layers {predictions} of the model")
+    if "m" in letters.rstrip("Lm") or sum("m" in part for part in parts) > 1:
+        raise LayoutError("layers of multi-token prediction follow all others, in one stage; put all m right before L")
+    if len(parts) % stages or (stages == 1 and len(parts) > 1):
+        raise LayoutError(
+            f"its {len(parts)} stages are no multiple of --pipeline-model-parallel-size {stages}; use a size of at "
+            f"least 2 that divides {len(parts)}"
+        )
+    return _staged([part.count("t") for part in parts], stages)
+
+
+def _staged(counts: Sequence[int], stages: int) -> Stages:
+    """Return the layers as [stage][chunk] from the number of layers of each part."""
+    starts = [sum(counts[:part]) for part in range(len(counts))]
     ranges = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
-    return tuple(tuple(ranges[chunk * stages + stage] for chunk in range(chunks)) for stage in range(stages))
+    return tuple(tuple(ranges[stage::stages]) for stage in range(stages))
 
 
 def _even_counts(num_layers: int, parts: int, embedding_counts: bool, loss_counts: bool) -> Sequence[int]:

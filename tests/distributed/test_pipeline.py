@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.distributed.context import ParallelContext
-from megalith.layout import Layout, split_layers
+from megalith.layout import Layout, Stages, read_parts, split_as_given, split_layers
 from megalith.nn.linear import Linear
 from megalith.nn.placement import Replicated
 from megalith.nn.sink import attach_sink
@@ -81,10 +81,9 @@ class Toy:
         x = _input(micro_batch) if hidden is None else hidden
         for layer in self.chunks[chunk].values():
             x = torch.tanh(layer(x))
-        if not self.chunks[chunk]:
-            return x
         if not (self.is_last_stage and chunk == len(self.chunks) - 1):
-            return x.transpose(0, 1).contiguous().transpose(0, 1)  # not dense: it is sent all the same
+            # Not dense, and sent all the same; of a stage without layers the input itself.
+            return x.transpose(0, 1).contiguous().transpose(0, 1) if self.chunks[chunk] else x
         loss = _loss(x, self.micro_batches)
         self.losses[micro_batch] = loss.item()
         return loss
@@ -94,16 +93,15 @@ class Toy:
 
 
 def _train(
-    name: str, chunks: int, micro_batches: int, ends: tuple[int, int] | None = None
+    name: str, chunks: int, micro_batches: int, given: Stages | None = None
 ) -> tuple[dict[int, float], dict[str, Tensor]]:
     """Losses by micro-batch (last stage) and gradients by name of one step on this rank.
 
-    `ends` are the layers of the first and of the last stage, where they differ from the others'.
+    `given` are the layers by [stage][chunk], where they are not divided evenly.
     """
     ctx = ParallelContext.create(Layout(pp=dist.get_world_size()), torch.device("cpu"))
-    first, last = ends or (None, None)
-    layers = split_layers(LAYERS, ctx.pp.size, chunks, first=first, last=last)[ctx.pp.index]
-    toy = Toy(layers, ctx, micro_batches)
+    stages = given or split_layers(LAYERS, ctx.pp.size, chunks)
+    toy = Toy(stages[ctx.pp.index], ctx, micro_batches)
     gradients = GradientBuffers([*toy.named(), ("unused", nn.Parameter(torch.zeros(1).double()))], torch.float64)
     deferred = DeferredWeightGrads(gradients) if name == "zb-h1" else None
     for chunk in toy.chunks:
@@ -144,6 +142,8 @@ CASES = [
     ("interleaved", 2, 2, 6),
     ("interleaved", 4, 2, 4),
     ("interleaved", 4, 2, 8),
+    ("interleaved:3", 2, 2, 5),
+    ("interleaved:7", 4, 2, 12),
     ("zb-h1", 2, 1, 1),
     ("zb-h1", 2, 1, 5),
     ("zb-h1", 4, 1, 3),
@@ -176,7 +176,19 @@ def test_losses_and_gradients_are_those_of_one_process(
 @pytest.mark.parametrize(("name", "ends"), [("1f1b", (1, 3)), ("zb-h1", (4, 4))])
 def test_stages_of_their_own_sizes(ranks: Any, name: str, ends: tuple[int, int]) -> None:
     """Also stages without any layer, which pass on what they get."""
-    _same_as_alone(ranks.run(4, _train, name, 1, 5, ends), 5)
+    stages = split_layers(LAYERS, 4, first=ends[0], last=ends[1])
+    _same_as_alone(ranks.run(4, _train, name, 1, 5, stages), 5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "stages", "name", "chunks"),
+    [("E|t*4||t*3|tL", 5, "1f1b", 1), ("E|t*3||(t|)*4tL", 4, "interleaved:5", 2), ("Et|t|t*6|L", 2, "interleaved", 2)],
+)
+def test_stages_of_a_layout(ranks: Any, layout: str, stages: int, name: str, chunks: int) -> None:
+    """What `--pipeline-model-parallel-layout` says, empty stages at the ends and between them."""
+    given = split_as_given(LAYERS, stages, read_parts(layout), 0)
+    assert {len(parts) for parts in given} == {chunks}
+    _same_as_alone(ranks.run(stages, _train, name, chunks, 10, given), 10)
 
 
 def _evaluate(chunks: int, micro_batches: int) -> dict[int, float]:

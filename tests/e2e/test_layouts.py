@@ -101,6 +101,19 @@ def test_twice_the_steps_are_steps_and_a_restart_and_steps(
     assert ("number of skipped iterations:   1" in straight) == ("fp16" in case)
 
 
+def test_a_layout_of_stages_changes_no_bit(warm: WarmProcess, tmp_path: Path, words: list[object]) -> None:
+    """`--pipeline-model-parallel-layout` with stages without layers, micro-batches in groups of four and two.
+
+    Without dropout, whose random numbers are those of a stage, and clipping, as the norm is summed stage by stage.
+    """
+    common = [*words, *PP2.split(), "--train-iters", 3, "--global-batch-size", 6, "--save-interval", 3]
+    common += ["--clip-grad", 0, "--hidden-dropout", 0, "--attention-dropout", 0]
+    text_of(warm.run_ranks(2, [*common, *saving(tmp_path / "even")], tmp_path))
+    own = ["--pipeline-model-parallel-layout", "E|t*3|t|L", "--microbatch-group-size-per-virtual-pipeline-stage", 4]
+    text_of(warm.run_ranks(2, [*common, *own, *saving(tmp_path / "own")], tmp_path))
+    assert_same(state_of(tmp_path / "even", 3), state_of(tmp_path / "own", 3))
+
+
 def validations(text: str) -> list[str]:
     return re.findall(r"validation loss at iteration .*", text)
 

@@ -19,7 +19,7 @@ from megalith.checkpoint.formats.torch_dist import Stacking, stacking_of
 from megalith.config import ModelConfig
 from megalith.config.from_args import model_from_args, parallel_from_args
 from megalith.errors import CheckpointError, LayoutError
-from megalith.layout import Stages, shard_range, split_layers
+from megalith.layout import Stages, read_parts, shard_range, split_as_given, split_layers
 from megalith.models.families import model_class
 from megalith.models.language_model import WORD_EMBEDDINGS
 from megalith.models.saved import saved_tensors
@@ -194,13 +194,13 @@ def parallel_layout(args: Mapping[str, Any], num_layers: int, checkpoint_name: s
 
 def _stages_from_args(args: Mapping[str, Any], num_layers: int, checkpoint_name: str) -> Stages:
     """Return the layers by [pipeline stage][virtual chunk] of the run that wrote a checkpoint."""
-    if args.get("pipeline_model_parallel_layout"):
-        raise CheckpointError(
-            f"{checkpoint_name} was saved with --pipeline-model-parallel-layout, which this version does not read; "
-            "convert it with Megatron's --ckpt-convert-format torch_dist"
-        )
-    parallel = parallel_from_args(args)
+    parallel, text = parallel_from_args(args), args.get("pipeline_model_parallel_layout")
     try:
+        if text:
+            parts, predictions = read_parts(str(text)), int(args.get("mtp_num_layers") or 0)
+            if any("m" in part for part in parts[:-1]):
+                raise LayoutError(f"{text} has layers of multi-token prediction in a stage without the loss")
+            return split_as_given(num_layers, parallel.pipeline_model_parallel_size, parts, predictions)
         return split_layers(
             num_layers,
             parallel.pipeline_model_parallel_size,

@@ -190,6 +190,7 @@ _LAYOUT = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
     "num_layers_per_virtual_pipeline_stage",
+    "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )

@@ -26,9 +26,10 @@ from megalith.config.groups import (
 )
 from megalith.config.values import BadValue, checked_value
 from megalith.errors import ConfigError
-from megalith.layout import Layout, Recompute, Stages, split_layers
+from megalith.layout import Layout, Recompute, Stages, read_parts, split_as_given, split_layers
 from megalith.registry import EMPTY, IMPORT_FLAG, TRUST_FLAG, Entry, Registered, Registry
 from megalith.schedules.batch_size import BatchSizeSchedule, constant, ramped, read_steps, stepped
+from megalith.schedules.pipeline import grouped
 
 _COMMAND_FLAGS = frozenset(("--config", "--help", "--help-all", IMPORT_FLAG, TRUST_FLAG))
 
@@ -97,6 +98,9 @@ class RunConfig:
     def stages(self) -> Stages:
         """Return the layers by `[pipeline stage][virtual stage]`; LayoutError if they do not divide."""
         parallel = self.parallel
+        if parallel.pipeline_model_parallel_layout is not None:
+            parts, model = read_parts(parallel.pipeline_model_parallel_layout), self.model
+            return split_as_given(model.num_layers, parallel.pipeline_model_parallel_size, parts, model.predictions)
         return split_layers(
             self.model.num_layers,
             parallel.pipeline_model_parallel_size,
@@ -125,9 +129,10 @@ class RunConfig:
     @property
     def pipeline_schedule(self) -> str:
         """Return the name of the pipeline schedule, with "auto" resolved."""
-        if self.parallel.pipeline_schedule != "auto":
-            return self.parallel.pipeline_schedule
-        return "interleaved" if self.parallel.virtual_stages(self.model.num_layers) > 1 else "1f1b"
+        virtual = self.parallel.virtual_stages(self.model.num_layers) > 1
+        chosen = self.parallel.pipeline_schedule
+        name = ("interleaved" if virtual else "1f1b") if chosen == "auto" else chosen
+        return grouped(name, self.parallel.microbatch_group_size_per_vp_stage) if name == "interleaved" else name
 
     @cached_property
     def batch_sizes(self) -> BatchSizeSchedule:

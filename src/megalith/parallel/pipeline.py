@@ -107,7 +107,7 @@ class _StageExecutor:
         self._pending_recvs: dict[Message, AsyncHandle] = {}
         self._pending_sends: dict[Message, AsyncHandle] = {}
         self._local_messages: dict[Message, Tensor] = {}
-        self._saved_graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
+        self._saved_graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge | None]] = {}
 
     def execute(self, action: Action) -> None:
         for message in action.receives:
@@ -145,13 +145,17 @@ class _StageExecutor:
             hidden.requires_grad_()
         output = self._runner.forward(op.chunk, op.micro_batch, hidden)
         if self._has_backward:
-            backward_root = output if output.dim() == 0 else get_gradient_edge(output)
+            backward_root: Tensor | GradientEdge | None = output
+            if output.dim() > 0:  # a first stage of frozen embeddings alone has no graph
+                backward_root = get_gradient_edge(output) if output.requires_grad else None
             self._saved_graphs[op.chunk, op.micro_batch] = hidden, backward_root
         return output.detach()
 
     def _backward(self, op: Op, grad: Tensor | None) -> Tensor | None:
         key = (op.chunk, op.micro_batch)
         hidden, backward_root = self._saved_graphs.pop(key)
+        if backward_root is None:
+            return None
         if self._deferred is None:
             torch.autograd.backward(backward_root, grad)
         else:

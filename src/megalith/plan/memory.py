@@ -21,10 +21,10 @@ from megalith.layout import Group
 from megalith.plan.devices import Device
 from megalith.plan.record import FIRST, FROZEN, LAST, Parameter, Record, Segment, Tensors, largest
 from megalith.plan.work import Work
-from megalith.schedules.pipeline import Action, Op, make_schedule
+from megalith.schedules.pipeline import Action, Op, make_schedule, round_of
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "libraries")
-_ROUNDS = 4  # times the stages: after as many micro-batches a pipeline repeats itself
+_ROUNDS = 4  # of a schedule, after which a pipeline repeats itself
 
 
 @dataclass(frozen=True)
@@ -368,7 +368,7 @@ class _Stage:
     def _passes(self) -> _Moment:
         """Return the largest moment of the forward and backward passes of a step, against its start."""
         run, pp = self.run, self.run.layout.pp
-        number = min(run.num_micro_batches, _ROUNDS * pp)
+        number = min(run.num_micro_batches, _ROUNDS * round_of(run.pipeline_schedule, pp))
         schedule = make_schedule(run.pipeline_schedule, pp, len(self.chunks), max(1, number))
         sharded = self._fixed()["gradients"] if run.fully_sharded else 0  # those of the last step go as it begins
         under_way = _UnderWay(self.chunks, self.message, -sharded, number, is_split=schedule.is_split)

@@ -13,7 +13,7 @@ from megalith.plan.plan import Plan
 from megalith.report.comparison_page import table_html
 from megalith.report.page import document, facts_html
 from megalith.report.verdict import Table
-from megalith.schedules.pipeline import make_schedule
+from megalith.schedules.pipeline import make_schedule, round_of
 from megalith.schedules.simulator import Costs, Simulation, simulate
 
 _COLOURS = ("a", "b", "c", "d", "e", "f", "soft")  # variables of page.css
@@ -109,12 +109,13 @@ def _pipeline(plan: Plan) -> str:
     if stages == 1:
         return ""
     chunks = len(run.stages[0])
-    whole, most = run.num_micro_batches, max(stages, _MOST_SPANS // (stages * chunks * 3) // stages * stages)
+    whole, round_ = run.num_micro_batches, round_of(run.pipeline_schedule, stages)
+    most = max(round_, _MOST_SPANS // (stages * chunks * 3) // round_ * round_)
     forward, backward, weight = max(plan.time.passes, key=lambda one: one[0] + one[1])
     weight = min(weight, backward)
     unit = forward or 1.0
     costs = Costs(*(Fraction(one / unit).limit_denominator(1000) for one in (forward, backward - weight, weight)))
-    schedule = make_schedule(run.pipeline_schedule, stages, chunks, min(whole, most, 3 * stages))
+    schedule = make_schedule(run.pipeline_schedule, stages, chunks, min(whole, most, 3 * round_))
     simulation = simulate(schedule, costs)
     shown, of_shown = schedule.micro_batches, ""
     if shown < whole:

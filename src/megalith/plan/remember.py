@@ -27,6 +27,8 @@ _NEEDLESS = {
     "num_virtual_stages_per_pipeline_rank",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+    "microbatch_group_size_per_vp_stage",
     "pipeline_schedule",
     "use_distributed_optimizer",
 }

@@ -49,6 +49,7 @@ _NAMES = {
 SEARCHED = (
     *_NAMES,
     *("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("pipeline_model_parallel_layout", "microbatch_group_size_per_vp_stage"),
     *("use_torch_fsdp2", "use_megatron_fsdp", "data_parallel_sharding_strategy", "torch_fsdp2_reshard_after_forward"),
     *("recompute_modules", "moe_layer_recompute"),
 )

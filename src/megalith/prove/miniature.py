@@ -23,6 +23,7 @@ from megalith.config.run import plain
 from megalith.config.values import marked_layers, read_pattern
 from megalith.data.indexed import LOSS_MASK, IndexedWriter
 from megalith.errors import ConfigError
+from megalith.layout import read_parts
 from megalith.registry import EMPTY, Registry
 from megalith.tokenizers.protocol import padded_vocab_size
 
@@ -243,6 +244,8 @@ _OF_PIPELINES = (
     "num_virtual_stages_per_pipeline_rank",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+    "microbatch_group_size_per_vp_stage",
 )
 
 
@@ -309,12 +312,26 @@ def _layers(run: RunConfig, axes: Mapping[str, int]) -> dict[str, Any]:
         found["num_layers"] = sum(sizes)
         found["decoder_first_pipeline_num_layers"] = sizes[0] if first is not None else None
         found["decoder_last_pipeline_num_layers"] = None if last is None else sizes[first is not None]
-    per = parallel.num_layers_per_virtual_pipeline_stage
+    text, per = parallel.pipeline_model_parallel_layout, parallel.num_layers_per_virtual_pipeline_stage
     found["num_layers_per_virtual_pipeline_stage"] = None if virtual == 1 or per is None else per_part
-    found["num_virtual_stages_per_pipeline_rank"] = virtual if virtual > 1 and per is None else None
+    found["num_virtual_stages_per_pipeline_rank"] = virtual if virtual > 1 and per is None and text is None else None
+    if stages > 1 and text is not None:
+        small = _fewer_parts(read_parts(text), parts, max(2, len(set(kinds))))
+        found |= {"num_layers": small.count("t"), "pipeline_model_parallel_layout": small}
     if recomputed is not None:
         found["recompute_num_layers"] = min(recomputed, 2 if train.recompute_method == "uniform" else per_part - 1 or 1)
     return found | _patterns(run, kinds, found["num_layers"])
+
+
+def _fewer_parts(parts: Sequence[str], number: int, layers: int) -> str:
+    """Return a layout of `number` parts and at least so many layers: both ends, none where there was none, 1 or 2."""
+    inner = parts[1:-1] or parts
+    chosen = [parts[0], *(inner[place * len(inner) // number] for place in range(1, number - 1)), parts[-1]]
+    fewest = min(part.count("t") for part in parts if "t" in part)
+    counts = [0 if "t" not in part else 1 + (part.count("t") > fewest) for part in chosen]
+    counts[counts.index(max(counts))] += max(0, layers - sum(counts))
+    ends = [("E" if "E" in part else "", "m" * min(2, part.count("m")) + "L" * part.count("L")) for part in chosen]
+    return "|".join(first + "t" * count + last for (first, last), count in zip(ends, counts, strict=True))
 
 
 def _parts(run: RunConfig) -> int:
@@ -421,8 +438,11 @@ def _training(run: RunConfig, axes: Mapping[str, int]) -> dict[str, Any]:
     train, schedule, optimizer, stages = run.train, run.schedule, run.optimizer, axes.get("pp", 1)
     replicas, samples = axes.get("dp", 1), min(train.micro_batch_size, 2)
     accumulated = 1 if run.num_micro_batches == 1 else 2
-    unit = samples * replicas * stages
+    given = run.parallel.microbatch_group_size_per_vp_stage or 0
+    group = stages + (stages > 1 and given > run.parallel.pipeline_model_parallel_size)
+    unit = samples * replicas * group
     found: dict[str, Any] = {
+        "microbatch_group_size_per_vp_stage": group if given and stages > 1 else None,
         "micro_batch_size": samples,
         "global_batch_size": unit * accumulated,
         "train_iters": STEPS,

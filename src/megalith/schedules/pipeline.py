@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import count
 from typing import Literal, NamedTuple
 
 from megalith.errors import LayoutError
@@ -25,15 +26,16 @@ from megalith.errors import LayoutError
 Kind = Literal["F", "B", "W"]
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "forward")
-"""Names for `make_schedule`; "forward" is for evaluation."""
+"""Names for `make_schedule`; "forward" is for evaluation. `grouped` adds the size of a group to "interleaved"."""
 
 PREFETCH = 1
 """Number of operations by which a receive is posted early. The transfer overlaps with the previous operation, and the
 buffer (on a GPU also the SMs of a waiting NCCL kernel) is occupied no longer than that."""
 
 WINDOW = 2
-"""Maximum number of pending sends per edge. Bounds the memory of messages in flight; `simulator.py` shows that no
-schedule waits because of it."""
+"""Maximum number of pending sends per edge; larger by what a group has more micro-batches than there are stages, which
+wait on their way from the last stage to the first. Bounds the memory of messages in flight; `simulator.py` shows that
+no schedule waits because of it."""
 
 
 class Op(NamedTuple):
@@ -97,6 +99,7 @@ class Schedule:
     chunks: int
     micro_batches: int
     ops: tuple[tuple[Op, ...], ...]
+    window: int = WINDOW
 
     @cached_property
     def is_split(self) -> bool:
@@ -134,9 +137,9 @@ class Schedule:
     def _programs(self) -> dict[int, Program]:
         return {}
 
-    def actions(self, stage: int, *, prefetch: int = PREFETCH, window: int = WINDOW) -> tuple[Action, ...]:
+    def actions(self, stage: int, *, prefetch: int = PREFETCH, window: int | None = None) -> tuple[Action, ...]:
         """Return the operations of a stage with their communication; see `PREFETCH` and `WINDOW`."""
-        ops = self.ops[stage]
+        ops, window = self.ops[stage], window or self.window
         inputs = [self.input_of(stage, op) for op in ops]
         last = {op.micro_batch: place for place, op in enumerate(ops)}
         sent: dict[bool, list[Message]] = {False: [], True: []}
@@ -164,6 +167,37 @@ class SizeNames:
     micro_batches: str = "micro-batches per step (global batch / micro-batch / data-parallel size)"
 
 
+def grouped(name: str, group: int | None) -> str:
+    """Return the name of an interleaved schedule in which `group` micro-batches pass a chunk before the next chunk."""
+    return name if group is None else f"{name}:{group}"
+
+
+def _split_name(name: str) -> tuple[str, int | None]:
+    """Return a name of `SCHEDULES` and the size of its groups; the inverse of `grouped`."""
+    plain, _, group = name.partition(":")
+    return (plain, int(group)) if plain == "interleaved" and group.isdecimal() else (name, None)
+
+
+def round_of(name: str, stages: int) -> int:
+    """Return after how many micro-batches the stages of a pipeline repeat what they do."""
+    return _split_name(name)[1] or stages
+
+
+def fits_groups(stages: int, group: int, micro_batches: int) -> bool:
+    """Return whether the first stage never waits for the last one as the micro-batches pass the chunks in groups.
+
+    Each group, what is left for the last one included, needs as many micro-batches as there are stages.
+    """
+    return group >= stages and (micro_batches % group == 0 or micro_batches % group >= stages)
+
+
+def nearest_fitting(stages: int, group: int, micro_batches: int, unit: int = 1) -> str:
+    """Return the numbers of micro-batches around this one that `fits_groups` accepts, times `unit`: `8 or 12`."""
+    below = next((size for size in range(micro_batches - 1, 0, -1) if fits_groups(stages, group, size)), None)
+    above = next(size for size in count(micro_batches + 1) if fits_groups(stages, group, size))
+    return f"{unit * above}" if below is None else f"{unit * below} or {unit * above}"
+
+
 def violations(name: str, stages: int, chunks: int, micro_batches: int, flags: SizeNames | None = None) -> list[str]:
     """Return a message for each rule that such a schedule breaks, with values and remedies."""
     flags = flags or SizeNames()
@@ -172,6 +206,7 @@ def violations(name: str, stages: int, chunks: int, micro_batches: int, flags: S
         for flag, value in ((flags.stages, stages), (flags.chunks, chunks), (flags.micro_batches, micro_batches))
         if value < 1
     ]
+    name, group = _split_name(name)
     if name not in SCHEDULES:
         found.append(f"unknown schedule {name}; choose one of {', '.join(SCHEDULES)}")
     if name in ("1f1b", "zb-h1") and chunks > 1:
@@ -179,30 +214,41 @@ def violations(name: str, stages: int, chunks: int, micro_batches: int, flags: S
             f"the schedule {name} has one chunk of layers per stage, {flags.chunks} {chunks} asks for more; "
             f"choose interleaved or {flags.chunks} 1"
         )
-    if name == "interleaved" and min(stages, chunks, micro_batches) >= 1 and micro_batches % stages:
-        below = micro_batches - micro_batches % stages
-        nearest = f"{below} or {below + stages}" if below else str(stages)
-        found.append(
-            f"{flags.micro_batches} {micro_batches} is not divisible by {flags.stages} {stages}, which the "
-            f"interleaved schedule needs; nearest: {nearest}, or {flags.chunks} 1 for 1f1b"
-        )
+    if name == "interleaved" and min(stages, chunks, micro_batches) >= 1:
+        found += _group_violations(stages, group, micro_batches, flags)
     return found
+
+
+def _group_violations(stages: int, group: int | None, micro_batches: int, flags: SizeNames) -> list[str]:
+    if group is not None and group < stages:
+        return [
+            f"the schedule interleaved:{group} has groups of fewer micro-batches than {flags.stages} {stages}; choose "
+            f"interleaved:{stages} or more"
+        ]
+    if fits_groups(stages, group or stages, micro_batches):
+        return []
+    what = f"is not divisible by {flags.stages} {stages}, which the interleaved schedule needs"
+    if group is not None:
+        what = f"leaves {micro_batches % group} for the last group of {group}, fewer than {flags.stages} {stages}"
+    nearest = nearest_fitting(stages, group or stages, micro_batches)
+    return [f"{flags.micro_batches} {micro_batches} {what}; nearest: {nearest}, or {flags.chunks} 1 for 1f1b"]
 
 
 @lru_cache(maxsize=64)
 def make_schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Build the schedule of this name, one of `SCHEDULES`, cached; LayoutError if the sizes do not fit."""
+    """Build the schedule of this name, one of `SCHEDULES` or `grouped`, cached; LayoutError if the sizes do not fit."""
     found = violations(name, stages, chunks, micro_batches)
     if found:
         raise LayoutError("\n".join(found))
+    group = min(round_of(name, stages), max(stages, micro_batches))
     ops_of: Callable[[int], list[Op]] = {
         "1f1b": lambda stage: _one_forward_one_backward(stages, stage, micro_batches),
-        "interleaved": lambda stage: _interleaved(stages, stage, chunks, micro_batches),
+        "interleaved": lambda stage: _interleaved(stages, stage, chunks, micro_batches, group),
         "zb-h1": lambda stage: _zero_bubble(stages, stage, micro_batches),
-        "forward": lambda stage: _rounds("F", stages, chunks, micro_batches),
-    }[name]
+        "forward": lambda stage: _groups("F", stages, chunks, micro_batches),
+    }[_split_name(name)[0]]
     ops = tuple(tuple(ops_of(stage)) for stage in range(stages))
-    return Schedule(name, stages, chunks, micro_batches, ops)
+    return Schedule(name, stages, chunks, micro_batches, ops, WINDOW + group - stages)
 
 
 def default_schedule(chunks: int) -> str:
@@ -228,27 +274,27 @@ def _one_forward_one_backward(stages: int, stage: int, micro_batches: int) -> li
     )
 
 
-def _rounds(kind: Kind, stages: int, chunks: int, micro_batches: int) -> list[Op]:
-    """Return all operations of a kind: `stages` micro-batches pass all chunks of a stage before the next ones."""
+def _groups(kind: Kind, group: int, chunks: int, micro_batches: int) -> list[Op]:
+    """Return all operations of a kind: `group` micro-batches pass all chunks of a stage before the next ones."""
     order = range(chunks) if kind == "F" else range(chunks - 1, -1, -1)
     return [
         Op(kind, chunk, micro_batch)
-        for start in range(0, micro_batches, stages)
+        for start in range(0, micro_batches, group)
         for chunk in order
-        for micro_batch in range(start, min(start + stages, micro_batches))
+        for micro_batch in range(start, min(start + group, micro_batches))
     ]
 
 
-def _interleaved(stages: int, stage: int, chunks: int, micro_batches: int) -> list[Op]:
+def _interleaved(stages: int, stage: int, chunks: int, micro_batches: int, group: int) -> list[Op]:
     """Return 1F1B over chunks, which divides the bubble by the number of chunks and multiplies the messages by it.
 
-    Stage 0 runs its first backward after (chunks - 1) * stages forwards of the earlier chunks and 2 * (stages - 1)
+    Stage 0 runs its first backward after (chunks - 1) * group forwards of the earlier chunks and 2 * (stages - 1)
     during the way to the last stage and back.
     """
     return _alternate(
-        _rounds("F", stages, chunks, micro_batches),
-        _rounds("B", stages, chunks, micro_batches),
-        (chunks - 1) * stages + 2 * (stages - stage - 1),
+        _groups("F", group, chunks, micro_batches),
+        _groups("B", group, chunks, micro_batches),
+        (chunks - 1) * group + 2 * (stages - stage - 1),
     )
 
 

@@ -16,7 +16,7 @@ from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
-from megalith.schedules.pipeline import PREFETCH, WINDOW, Action, Message, Op, Schedule
+from megalith.schedules.pipeline import PREFETCH, Action, Message, Op, Schedule
 
 COLORS = {"F": (24, 31, 38, 45), "B": (22, 28, 34, 40), "W": (130, 136, 172, 178)}
 """Kind -> background colors (of a terminal's 256), used for the chunks in turn."""
@@ -91,7 +91,7 @@ class Simulation:
 
 
 def simulate(
-    schedule: Schedule, costs: Costs | None = None, *, prefetch: int = PREFETCH, window: int = WINDOW
+    schedule: Schedule, costs: Costs | None = None, *, prefetch: int = PREFETCH, window: int | None = None
 ) -> Simulation:
     """Simulate a schedule.
 

@@ -68,12 +68,16 @@ def draw_form(random: random.Random, args: dict[str, Any]) -> ConversionOptions:
         (
             *("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size"),
             *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+            "pipeline_model_parallel_layout",
         )
     )
     if pp == 2 and random.random() < 0.5:
         run_args |= {"num_virtual_stages_per_pipeline_rank": 2, "virtual_pipeline_model_parallel_size": 2}
     elif pp == 2 and random.random() < 0.5:
         run_args |= {"decoder_first_pipeline_num_layers": 1}
+    elif pp == 2 and random.random() < 0.5:
+        layout = f"E|t*{args['num_layers'] - 1}|t|{'m' * args.get('mtp_num_layers', 0)}L"
+        run_args |= {"pipeline_model_parallel_layout": layout, "virtual_pipeline_model_parallel_size": 2}
     elif pp == 4 and args["num_layers"] == 8 and random.random() < 0.5:
         run_args |= {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3}
     kind = random.choice(("torch_dist", "torch"))

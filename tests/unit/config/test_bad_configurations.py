@@ -548,6 +548,33 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "--pipeline-schedule zb-h1",
         ("--pipeline-schedule", "zb-h1"),
     ),
+    (
+        "WORLD_SIZE=2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 "
+        "--microbatch-group-size-per-virtual-pipeline-stage 3 --global-batch-size 8",
+        ("--global-batch-size 8", "6 or 10"),
+    ),
+    (
+        "WORLD_SIZE=2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 "
+        "--microbatch-group-size-per-virtual-pipeline-stage 1 --global-batch-size 4",
+        ("--microbatch-group-size-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-size 2"),
+    ),
+    *(
+        (f"WORLD_SIZE=2 --pipeline-model-parallel-size 2 --num-layers 4 --pipeline-model-parallel-layout {text}", named)
+        for text, named in (
+            ("Ett|tXtL", ("--pipeline-model-parallel-layout Ett|tXtL", "X")),
+            ("Ett|(tt", ("--pipeline-model-parallel-layout Ett|(tt", "(")),
+            ("tt|ttL", ("--pipeline-model-parallel-layout tt|ttL", "E")),
+            ("|EttttL", ("--pipeline-model-parallel-layout |EttttL", "E")),
+            ("Ett|t*3L", ("--pipeline-model-parallel-layout Ett|t*3L", "5 t", "--num-layers 4")),
+            ("Ett|ttmL", ("--pipeline-model-parallel-layout Ett|ttmL", "1 m", "--mtp-num-layers 0")),
+            ("Et|t|ttL", ("--pipeline-model-parallel-layout Et|t|ttL", "3", "--pipeline-model-parallel-size 2")),
+            (
+                "Ettm|ttmL --mtp-num-layers 2 --position-embedding-type rope --kv-channels 4",
+                ("Ettm|ttmL", "m right before L"),
+            ),
+            ("Ett|ttL --decoder-first-pipeline-num-layers 2", ("Ett|ttL", "--decoder-first-pipeline-num-layers 2")),
+        )
+    ),
     ("WORLD_SIZE=4 --nproc 2", ("--nproc 2", "4")),
     ("--max-restarts 3", ("--max-restarts 3", "--nproc")),
     (

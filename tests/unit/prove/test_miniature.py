@@ -69,6 +69,17 @@ def test_all_pairs_of_axes_are_covered(tmp_path: Path) -> None:
             {"pp": 2},
             {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
         ),
+        (
+            "--num-layers 61 --pipeline-model-parallel-size 16 --pipeline-model-parallel-layout Et*3|(tt|)*29|L "
+            "--microbatch-group-size-per-virtual-pipeline-stage 20 --global-batch-size 40",
+            16,
+            {"pp": 2},
+            {
+                "num_layers": 4,
+                "pipeline_model_parallel_layout": "Ett|t|t|L",
+                "microbatch_group_size_per_vp_stage": 3,
+            },
+        ),
         # one part of a stage holds all of its layers
         (
             "--num-layers 8 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2",

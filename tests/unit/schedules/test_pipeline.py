@@ -15,13 +15,15 @@ from megalith.schedules.pipeline import (
     Schedule,
     SizeNames,
     default_schedule,
+    grouped,
     make_schedule,
     violations,
 )
 
+NAMES = (*SCHEDULES, grouped("interleaved", 3), grouped("interleaved", 5))
 CASES = [
     case
-    for case in product(SCHEDULES, range(1, 6), range(1, 4), (1, 2, 3, 4, 5, 8, 10, 12))
+    for case in product(NAMES, range(1, 6), range(1, 4), (1, 2, 3, 4, 5, 8, 10, 12))
     if not violations(case[0], *case[1:])
 ]
 
@@ -32,8 +34,12 @@ def schedules() -> list[Schedule]:
 
 
 def test_the_cases_cover_every_schedule() -> None:
-    assert {name for name, *_ in CASES} == set(SCHEDULES)
-    assert {(name, stages) for name, stages, _, _ in CASES} == set(product(SCHEDULES, range(1, 6)))
+    plain = [case for case in CASES if case[0] in SCHEDULES]
+    assert {(name, stages) for name, stages, _, _ in plain} == set(product(SCHEDULES, range(1, 6)))
+    assert {(name, stages) for name, stages, chunks, _ in CASES if chunks > 1 and name not in SCHEDULES} == {
+        *(("interleaved:3", stages) for stages in range(1, 4)),
+        *(("interleaved:5", stages) for stages in range(1, 6)),
+    }
 
 
 def test_each_stage_does_each_operation_once(schedules: list[Schedule]) -> None:
@@ -129,6 +135,26 @@ def test_known_schedules() -> None:
         == "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 W0.0 F0.3 B0.3 W0.1 W0.2 W0.3"
     )
     assert " ".join(map(str, make_schedule("interleaved", 2, 2, 2).ops[1])) == "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 B0.0 B0.1"
+
+
+def test_a_group_passes_a_chunk_before_the_next_chunk() -> None:
+    """Megatron's `--microbatch-group-size-per-virtual-pipeline-stage`; the last group may be smaller."""
+    ops = make_schedule("interleaved:3", 2, 2, 5).ops[0]
+    forwards = [str(op) for op in ops if op.kind == "F"]
+    assert forwards == ["F0.0", "F0.1", "F0.2", "F1.0", "F1.1", "F1.2", "F0.3", "F0.4", "F1.3", "F1.4"]
+    assert [op.kind for op in ops[:6]] == ["F"] * 6 and ops[6] == Op("B", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batches", "named"),
+    [("interleaved:3", 8, ("--pipeline-model-parallel-size 4", "interleaved:4")), ("interleaved:5", 8, ("5 or 9",))],
+)
+def test_groups_that_would_wait_for_the_last_stage_are_refused(
+    name: str, micro_batches: int, named: tuple[str, ...]
+) -> None:
+    with pytest.raises(LayoutError) as raised:
+        make_schedule(name, 4, 2, micro_batches)
+    assert all(text in str(raised.value) for text in named)
 
 
 def test_micro_batches_that_do_not_divide_are_refused_by_flag() -> None:

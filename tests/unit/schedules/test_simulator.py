@@ -14,6 +14,8 @@ import pytest
 from megalith.schedules.pipeline import SCHEDULES, Op, Schedule, make_schedule, violations
 from megalith.schedules.simulator import Costs, Deadlock, Mismatch, simulate
 
+GROUPED = ("interleaved:4", "interleaved:7")
+NAMES = (*SCHEDULES, *GROUPED)
 SIZES = [*product(range(1, 7), range(1, 5), range(1, 17)), *product((7, 8), (1, 2, 4), (1, 7, 8, 16))]
 COSTS = (
     Costs(Fraction(1), Fraction(1), Fraction(1)),
@@ -28,14 +30,14 @@ def all_of(name: str) -> list[Schedule]:
     return found
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_schedule_deadlocks_on_ordered_communicators(name: str) -> None:
     for schedule in all_of(name):
         simulation = simulate(schedule)
         assert [tuple(span.op for span in spans) for spans in simulation.spans] == list(schedule.ops)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_neither_the_window_of_sends_nor_a_prefetch_of_one_costs_time(name: str) -> None:
     costs = Costs(Fraction(3), Fraction(2), Fraction(2), message=Fraction(1, 2))
     for schedule in all_of(name)[::3]:
@@ -54,10 +56,11 @@ def test_the_bubble_of_1f1b(costs: Costs) -> None:
 
 
 @pytest.mark.parametrize("costs", COSTS)
-def test_chunks_divide_the_bubble(costs: Costs) -> None:
-    """(p - 1) (f + b) / v."""
+@pytest.mark.parametrize("name", ["interleaved", *GROUPED])
+def test_chunks_divide_the_bubble(name: str, costs: Costs) -> None:
+    """(p - 1) (f + b) / v, in groups of any size."""
     both = costs.forward + costs.backward + costs.weight
-    for schedule in all_of("interleaved"):
+    for schedule in all_of(name):
         simulation = simulate(schedule, costs)
         assert simulation.idle(0) == (schedule.stages - 1) * both / schedule.chunks
 
@@ -89,10 +92,12 @@ def test_live_activations() -> None:
         assert list(simulate(schedule).peaks) == peaks
     for schedule in all_of("zb-h1"):
         assert max(simulate(schedule).peaks) == min(schedule.micro_batches, schedule.stages)
-    for schedule in all_of("interleaved"):
-        p, v, every = schedule.stages, schedule.chunks, schedule.chunks * schedule.micro_batches
-        peaks = [min(every, (v - 1) * p + 2 * (p - s - 1) + 1) for s in range(p)]
-        assert list(simulate(schedule).peaks) == peaks
+    for name, group in (("interleaved", 0), ("interleaved:4", 4), ("interleaved:7", 7)):
+        for schedule in all_of(name):
+            p, v, every = schedule.stages, schedule.chunks, schedule.chunks * schedule.micro_batches
+            ahead = (v - 1) * max(p, min(group, schedule.micro_batches))
+            peaks = [min(every, ahead + 2 * (p - s - 1) + 1) for s in range(p)]
+            assert list(simulate(schedule).peaks) == peaks
 
 
 def test_swapped_micro_batches_are_found() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalith.config.fields import setting
+from megalith.errors import LayoutError
+from megalith.layout import read_parts
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,20 @@ class ParallelConfig:
     )
     account_for_loss_in_pipeline_split: bool = setting(
         False, help="count the loss as a layer when dividing layers into stages"
+    )
+    pipeline_model_parallel_layout: str | None = setting(
+        None,
+        help="what each stage computes, in the order of the model: E embedding, t layer, m layer of multi-token "
+        "prediction, L loss; a vertical bar ends a stage, *N repeats a letter or a (group); a multiple of "
+        "--pipeline-model-parallel-size makes virtual stages",
+    )
+    microbatch_group_size_per_vp_stage: int | None = setting(
+        None,
+        help="micro-batches that pass a virtual pipeline stage before the next one; --pipeline-model-parallel-size by "
+        "default",
+        unit="micro-batches",
+        flag="--microbatch-group-size-per-virtual-pipeline-stage",
+        at_least=1,
     )
     pipeline_schedule: str = setting(
         "auto",
@@ -105,8 +121,18 @@ class ParallelConfig:
         """True if sequence parallelism has an effect: not without tensor parallelism."""
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
+    @property
+    def parts_of_layout(self) -> int:
+        """Number of stages, virtual ones included, in `pipeline_model_parallel_layout`; 0 if it cannot be read."""
+        try:
+            return len(read_parts(self.pipeline_model_parallel_layout or ""))
+        except LayoutError:
+            return 0
+
     def virtual_stages(self, num_layers: int) -> int:
         """Return the number of virtual pipeline stages of each process."""
+        if self.pipeline_model_parallel_layout is not None:
+            return max(1, self.parts_of_layout // self.pipeline_model_parallel_size)
         if self.num_virtual_stages_per_pipeline_rank is not None:
             return self.num_virtual_stages_per_pipeline_rank
         if self.num_layers_per_virtual_pipeline_stage is None:

@@ -17,9 +17,11 @@ from megalith.config.rules.rule import (
     notice,
     rule,
     show,
+    value_of,
 )
 from megalith.config.run import RunConfig
 from megalith.errors import LayoutError
+from megalith.schedules.pipeline import fits_groups, nearest_fitting
 
 SHARDING = (
     "use_distributed_optimizer",
@@ -80,6 +82,8 @@ def _model_allows(run: RunConfig, name: str, size: int) -> bool:
     model, parallel = run.model, run.parallel
     try:
         if name == "pipeline_model_parallel_size":
+            if parallel.pipeline_model_parallel_layout is not None:
+                return parallel.parts_of_layout % size == 0
             own_split = parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
             # With explicit stage lengths the number of stages need not divide the layers.
             return bool(own_split) or model.num_layers % size == 0
@@ -194,6 +198,8 @@ def layers_divide_over_the_pipeline(draft: Draft) -> str:
     try:
         draft.run.stages  # noqa: B018 - for its error
     except LayoutError as error:
+        if draft.run.parallel.pipeline_model_parallel_layout is not None:
+            return f"{show(draft, 'pipeline_model_parallel_layout')}: {error}"
         given = [show(draft, name) for name in _SPLIT if name in draft.given]
         flags = ", ".join([show(draft, "num_layers"), show(draft, "pipeline_model_parallel_size"), *given])
         fitting = fitting_sizes(draft.run, "pipeline_model_parallel_size")
@@ -207,6 +213,21 @@ def _uneven(draft: Draft) -> str:
     others = -(-layers // stages)
     first = layers - (stages - 1) * others
     return f", or --decoder-first-pipeline-num-layers {first} ({others} in the others)" if first > 0 else ""
+
+
+@rule
+def a_layout_is_the_only_split(draft: Draft) -> str:
+    others = [show(draft, name) for name in _SPLIT if name in draft.given and value_of(draft, name) is not False]
+    if draft.run.parallel.pipeline_model_parallel_layout is None or not others:
+        return ""
+    layout = show(draft, "pipeline_model_parallel_layout")
+    return f"{layout} says what each stage computes; leave out {' and '.join(others)}"
+
+
+predictions_beside_the_loss = note(
+    lambda run: "m" in (run.parallel.pipeline_model_parallel_layout or "").replace(",", "").rpartition("|")[0],
+    "{pipeline_model_parallel_layout}: layers of multi-token prediction are computed in the stage of the loss here",
+)
 
 
 @rule
@@ -231,16 +252,34 @@ def virtual_stages_need_a_pipeline(draft: Draft) -> str:
 @rule
 def interleaving_needs_rounds_of_micro_batches(draft: Draft) -> str:
     run = draft.run
-    pp, sizes = run.parallel.pipeline_model_parallel_size, run.batch_sizes
+    pp, sizes, group = run.layout.pp, run.batch_sizes, run.parallel.microbatch_group_size_per_vp_stage
+    if run.parallel.virtual_stages(run.model.num_layers) == 1 or pp == 1:
+        return ""
+    if group is not None and group < pp:
+        return (
+            f"{show(draft, 'microbatch_group_size_per_vp_stage')} is below --pipeline-model-parallel-size {pp}: the "
+            f"first stage would wait for the last one; use at least {pp}, or leave it out"
+        )
     counts = {stage.size: stage.size // sizes.unit for stage in sizes.stages if stage.size >= sizes.unit}
-    wrong = [size for size, count in counts.items() if count % pp] if run.layout.dp else []
-    if run.parallel.virtual_stages(run.model.num_layers) == 1 or pp == 1 or not wrong:
+    wrong = [size for size, count in counts.items() if not fits_groups(pp, group or pp, count)] if run.layout.dp else []
+    if not wrong:
         return ""
     size = show(draft, "global_batch_size") if len(sizes.stages) == 1 else f"a global batch of {wrong[0]} samples"
+    number = wrong[0] // sizes.unit
+    rounds = f"rounds of {pp} micro-batches"
+    if group is not None:
+        rounds = f"groups of {group} micro-batches, the last one of {pp} or more"
     return (
-        f"virtual pipeline stages work on rounds of {pp} micro-batches, and {size} makes {wrong[0] // sizes.unit}; "
-        f"nearest: {multiples(wrong[0], sizes.unit * pp)}"
+        f"virtual pipeline stages work on {rounds}, and {size} makes {number}; "
+        f"nearest: {nearest_fitting(pp, group or pp, number, sizes.unit)}"
     )
+
+
+groups_of_micro_batches = note(
+    lambda run: run.parallel.virtual_stages(run.model.num_layers) == 1,
+    "{microbatch_group_size_per_vp_stage} has no effect: there are no virtual pipeline stages",
+    given="microbatch_group_size_per_vp_stage",
+)
 
 
 @rule
