@@ -108,7 +108,15 @@ PRECISIONS = {
     "fp16-summed-in-fp32": ("--fp16 --initial-loss-scale 4096 --accumulate-allreduce-grads-in-fp32", None, 5e-3),
     "fp16-that-overflows": ("--fp16 --initial-loss-scale 4294967296 --hysteresis 1", None, 1e-3),
 }
-"""Flags, dtype and tolerance: autograd rounds the gradients of an embedding where the sink of replicas does not."""
+"""Flags, dtype and tolerance: autograd rounds the gradients of an embedding where the sink of replicas does not.
+
+Replicas sum the gradients of micro-batches in fp16 where no flag says otherwise, and shards sum them in fp32.
+"""
+
+
+def _distance(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    """The root of the sum of squared differences."""
+    return math.hypot(*(float((weight.double() - others[name].double()).norm()) for name, weight in weights.items()))
 
 
 @pytest.mark.parametrize("sharding", [ZERO3, ZERO2], ids=["zero3", "zero2"])
@@ -125,6 +133,10 @@ def test_steps_and_evaluations_are_those_of_replicas(ranks: Any, precision: str,
                 numbers.pop("num_zeros", None)  # rounding decides
             assert {name: step[name] for name in numbers} == pytest.approx(numbers, rel=tolerance)
         assert found["weights"].keys() == wanted["weights"].keys()
+        if precision == "fp16":  # the sign of a gradient of rounding alone decides where Adam moves an element
+            summed = ranks.run(2, _train, PRECISIONS["fp16-summed-in-fp32"][0], dtype)[0]["weights"]
+            assert 0 < _distance(found["weights"], summed) < _distance(wanted["weights"], summed)
+            continue
         for name, weight in wanted["weights"].items():
             torch.testing.assert_close(found["weights"][name], weight, rtol=tolerance, atol=tolerance, msg=name)
     applied = [step["applied"] for step in wanted["steps"]]
@@ -201,11 +213,11 @@ def _moved(flags: str) -> dict[str, Any]:
     return {"moved": moved, "between": between, "held": held, "state": kept, "all": sum(sizes.values())}
 
 
-def test_weights_go_behind_each_pass_and_gradients_move_once(ranks: Any) -> None:
+def test_weights_go_behind_each_pass_and_gradients_move_in_each(ranks: Any) -> None:
     results = ranks.run(2, _moved, ZERO3)
     each = 2 * LAYERS + 1  # what is outside the layers stays until the backward pass
     for result in results:
-        assert result["moved"] == [(each, 0), (2 * each, 0), (3 * each, UNITS)]
+        assert result["moved"] == [(number * each, number * UNITS) for number in (1, 2, 3)]
         assert result["between"] == [True] * MICRO_BATCHES
     _check_shares(results)
 
@@ -213,7 +225,7 @@ def test_weights_go_behind_each_pass_and_gradients_move_once(ranks: Any) -> None
 def test_weights_stay_for_the_step_where_they_are_not_resharded(ranks: Any) -> None:
     results = ranks.run(2, _moved, ZERO2)
     for result in results:
-        assert result["moved"] == [(UNITS, 0), (UNITS, 0), (UNITS, UNITS)]
+        assert result["moved"] == [(UNITS, number * UNITS) for number in (1, 2, 3)]
         assert result["between"] == [False] * MICRO_BATCHES
     _check_shares(results)
 

@@ -66,7 +66,7 @@ class ShardedGradients:
         return self._unit_of[name].owned_range(name)
 
     def begin(self, num_micro_batches: int | None = None) -> None:
-        """Start a step; without `num_micro_batches` every backward pass reduces."""
+        """Start a step of so many micro-batches, or of a number that is not known (`FullyShard.begin`)."""
         self._grad_shards = None
         for unit in self._units:
             unit.begin(num_micro_batches)

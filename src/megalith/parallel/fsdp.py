@@ -9,8 +9,8 @@ model (a layer, or the modules outside of layers) gathers its parameters when it
 | and freed                | after each pass           | after the last backward pass of the step     |
 
 A gathered parameter is a plain tensor, this rank's tensor-parallel shard, so that the layers and their collectives are
-those of every other layout. Autograd accumulates gradients of gathered parameters, and the last backward pass of a step
-reduce-scatters them, unit by unit.
+those of every other layout. Every backward pass reduce-scatters the gradients of the gathered parameters, unit by unit,
+and adds them to this rank's rows: whole gradients exist of one unit at a time.
 
 Shards are stored in at least fp32: in half precision they are the master weights, and the gather rounds them.
 
@@ -41,7 +41,8 @@ class FullyShard:
     Args:
         units: modules below it whose parameters are gathered together. The rest is a unit too, which is gathered from
             the call of `module` to the end of its backward pass.
-        reduce_dtype: dtype in which gradients are accumulated and reduced; that of the parameters if None.
+        reduce_dtype: dtype in which gradients are reduced; that of the parameters if None. Their sum over micro-batches
+            has the dtype of the shards, at least fp32.
 
     Attributes:
         shapes: shapes of the unsharded parameters, by name.
@@ -101,7 +102,7 @@ class FullyShard:
         return start * width, stop * width
 
     def begin(self, num_micro_batches: int | None = None) -> None:
-        """Start a step: forget the gradients. Without `num_micro_batches` every backward pass reduces."""
+        """Start a step: forget the gradients. Without `num_micro_batches` each backward pass frees what was gathered."""
         self._num_micro_batches, self._backward_passes = num_micro_batches, 0
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -109,7 +110,7 @@ class FullyShard:
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of this rank's rows after the backward passes: mean over dp of the sum over cp."""
         assert self._num_micro_batches in (None, self._backward_passes), (
-            f"{self._backward_passes} backward passes in a step of {self._num_micro_batches}: nothing is reduced"
+            f"{self._backward_passes} backward passes in a step of {self._num_micro_batches}"
         )
         return {
             name: torch.zeros_like(self.shards[name]) if parameter.grad is None else _local_shard(parameter.grad)
@@ -127,10 +128,8 @@ class FullyShard:
 
     def _before_backward(self, grad: Tensor) -> None:
         self._backward_passes += 1
-        last = self._num_micro_batches in (None, self._backward_passes)
-        self._module.set_requires_gradient_sync(last)
         if not self._reshards:
-            self._module.set_reshard_after_backward(last)
+            self._module.set_reshard_after_backward(self._num_micro_batches in (None, self._backward_passes))
 
 
 class _Allocator:

@@ -382,8 +382,6 @@ class _Stage:
                 others = under_way.others(action.op)
                 kept = [one._replace(number=n * one.number) for c, n in others.items() for one in self._kept(c)]
                 best.tensors = [*own.tensors, *kept]
-                if waiting := here["gradients"] + sharded:
-                    best.tensors.append(Tensors(waiting, "gradients", "gradients that are not reduced yet"))
                 if sum(others.values()):
                     best.text += f", with {sum(others.values())} other micro-batches under way"
             under_way.end(action)

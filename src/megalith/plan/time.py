@@ -329,7 +329,7 @@ class _Step:
             way = "reduce_scatter" if scatters else "all_reduce"
             reduced = parts_of * clock.collective(axis, way, count * gradient / parts_of)
             gathered = parts_of * clock.collective(axis, "all_gather", count * itemsize / parts_of)
-            moves = [(1, reduced, backward)]
+            moves = [(run.num_micro_batches if sharded else 1, reduced, backward)]
             if sharded and run.parallel.reshard_after_forward:  # tables of the vocabulary stay to the end of both
                 tables = ends * self.vocab_size * run.model.hidden_size / layout.tp / count * (axis == "dp")
                 again = gathered * (1 - tables)
