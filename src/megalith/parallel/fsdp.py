@@ -102,7 +102,7 @@ class FullyShard:
         return start * width, stop * width
 
     def begin(self, num_micro_batches: int | None = None) -> None:
-        """Start a step: forget the gradients. Without `num_micro_batches` each backward pass frees what was gathered."""
+        """Start a step: forget the gradients. Without `num_micro_batches` every backward pass frees the weights."""
         self._num_micro_batches, self._backward_passes = num_micro_batches, 0
         for parameter in self._parameters.values():
             parameter.grad = None

@@ -330,8 +330,8 @@ def _fewer_parts(parts: Sequence[str], number: int, layers: int) -> str:
     fewest = min(part.count("t") for part in parts if "t" in part)
     counts = [0 if "t" not in part else 1 + (part.count("t") > fewest) for part in chosen]
     counts[counts.index(max(counts))] += max(0, layers - sum(counts))
-    ends = [("E" if "E" in part else "", "m" * min(2, part.count("m")) + "L" * part.count("L")) for part in chosen]
-    return "|".join(first + "t" * count + last for (first, last), count in zip(ends, counts, strict=True))
+    predictions = min(2, sum(part.count("m") for part in parts))  # which are computed with the loss
+    return f"E{'|'.join('t' * count for count in counts)}{'m' * predictions}L"
 
 
 def _parts(run: RunConfig) -> int:

@@ -80,6 +80,13 @@ def test_all_pairs_of_axes_are_covered(tmp_path: Path) -> None:
                 "microbatch_group_size_per_vp_stage": 3,
             },
         ),
+        (
+            "--num-layers 4 --mtp-num-layers 1 --position-embedding-type rope --pipeline-model-parallel-size 4 "
+            "--pipeline-model-parallel-layout Ett|tt|m|L",
+            4,
+            {"pp": 2},
+            {"num_layers": 2, "mtp_num_layers": 1, "pipeline_model_parallel_layout": "Ett|mL"},
+        ),
         # one part of a stage holds all of its layers
         (
             "--num-layers 8 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2",
