@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -43,6 +44,9 @@ def test_a_model_of_characters_answers_from_its_checkpoint_alone(warm: WarmProce
     done = warm.run(words, data)
     assert done.code == 0, done.text
     assert f"padded vocab (size: {len(set(TEXT))}) with 0 dummy tokens" in done.text
+    (proposed,) = re.findall(r"^try it: megalith generate (.*)$", done.text, re.MULTILINE)
+    tried = warm.run([*shlex.split(proposed), "--max-new-tokens", 1], data, command="generate")
+    assert tried.code == 0, tried.text
     alone = tmp_path / "moved"
     shutil.move(tmp_path / "c", alone)
     answer = warm.run([alone, "--prompt", "der kö", "--max-new-tokens", 3, "--greedy"], tmp_path, command="generate")

@@ -381,6 +381,19 @@ def _resume_argv(config: RunConfig, argv: Sequence[str], iteration: int, save: s
     return words
 
 
+def _example_prompt(config: RunConfig) -> str:
+    """Return a prompt in the characters of the run's tokenizer."""
+    from megalith.tokenizers import build_tokenizer
+
+    prompt = "Once upon a time"
+    if config.tokenizer.tokenizer_type != "CharacterTokenizer":
+        return prompt
+    tokenizer = build_tokenizer(config.tokenizer)
+    characters = [tokenizer.decode([number]) for number in range(tokenizer.vocab_size)]
+    letters = [one for one in characters if len(one) == 1 and one.isalpha()] or characters
+    return prompt if {*prompt} <= {*characters} else "".join(letters[:4])
+
+
 def _print_outcome(run: TrainingRun, config: RunConfig, argv: Sequence[str], console: RunConsole, folder: Path) -> int:
     """Print the outcome and how to continue; return the exit code."""
     if summary := run.anomalies.summary():
@@ -395,7 +408,7 @@ def _print_outcome(run: TrainingRun, config: RunConfig, argv: Sequence[str], con
             best = run.state.best.iteration if config.checkpoint.keep_best else None
             iteration = [] if best is None else ["--iteration", str(best)]
             words = ["megalith", "generate", save, *iteration, *([IMPORT_FLAG, *names] if names else [])]
-            words += ["--chat", "--prompt", "Hello"] if config.data.sft else ["--prompt", "Once upon a time"]
+            words += ["--chat", "--prompt", "Hello"] if config.data.sft else ["--prompt", _example_prompt(config)]
             console.print(f"try it: {shlex.join(words)}")
         return EXIT_FINISHED
     if save is None:
