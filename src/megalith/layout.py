@@ -211,6 +211,8 @@ def split_as_given(num_layers: int, stages: int, parts: Sequence[str], predictio
             f"its {len(parts)} stages are no multiple of --pipeline-model-parallel-size {stages}; use a size of at "
             f"least 2 that divides {len(parts)}"
         )
+    if idle := [stage for stage in range(stages - 1) if not set("".join(parts[stage::stages])) - {"m"}]:
+        raise LayoutError(f"rank {idle[0]} of the pipeline would compute nothing; give it a layer, or leave it out")
     return _staged([part.count("t") for part in parts], stages)
 
 

@@ -216,6 +216,20 @@ def test_experts_are_counted_by_the_tokens_that_they_get(exchange: str, monkeypa
     assert peaks[1] - peaks[0] >= 2 * 4 * rows * numbers
 
 
+def test_a_layout_of_stages_is_planned() -> None:
+    """Stages without layers need no more than what they pass on; larger groups keep more micro-batches."""
+    even = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    given, apart = (
+        f"--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout {text}"
+        for text in ("Et|t|t|tL", "Ett||tt|L")
+    )
+    first, same, other = (_ranks(4, 16, flags, 2) for flags in (even, given, apart))
+    assert first == same
+    assert other[0].allocated["weights"] > first[0].allocated["weights"] > other[1].allocated["weights"]
+    grouped = _ranks(4, 16, f"{even} --microbatch-group-size-per-virtual-pipeline-stage 8", 2)
+    assert grouped[0].peak["activations"] > 1.5 * first[0].peak["activations"]
+
+
 @pytest.mark.parametrize("exchange", ["p2p", "a2a"])
 def test_context_parallelism_halves_what_a_rank_keeps(exchange: str) -> None:
     flags = f"--bf16 --context-parallel-size 2 --cp-comm-type {exchange}"

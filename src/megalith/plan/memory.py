@@ -322,7 +322,7 @@ class _Stage:
             {str(name): one.kind for name, one in parameters.items()},
             1 if self.run.fully_sharded else replicas,
         )
-        itemsize = self.chunks[0].record.gradient_itemsize
+        itemsize = max(chunk.record.gradient_itemsize for chunk in self.chunks)
         zero1 = self.run.parallel.shards_optimizer_only
         shares = {name: self._share(flat, str(name), one, dense, sparse or dense) for name, one in parameters.items()}
         sizes = {name: int(one.elements * shares[name]) for name, one in parameters.items()}

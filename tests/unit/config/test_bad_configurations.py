@@ -572,8 +572,13 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
                 "Ettm|ttmL --mtp-num-layers 2 --position-embedding-type rope --kv-channels 4",
                 ("Ettm|ttmL", "m right before L"),
             ),
+            ("Etttt|L --lora-rank 2 --load {data}/c", ("Etttt|L", "--lora-rank 2")),
             ("Ett|ttL --decoder-first-pipeline-num-layers 2", ("Ett|ttL", "--decoder-first-pipeline-num-layers 2")),
         )
+    ),
+    (
+        "WORLD_SIZE=4 --pipeline-model-parallel-size 4 --num-layers 4 --pipeline-model-parallel-layout Ett||tt|L",
+        ("--pipeline-model-parallel-layout Ett||tt|L", "rank 1"),
     ),
     ("WORLD_SIZE=4 --nproc 2", ("--nproc 2", "4")),
     ("--max-restarts 3", ("--max-restarts 3", "--nproc")),

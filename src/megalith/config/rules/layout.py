@@ -21,6 +21,7 @@ from megalith.config.rules.rule import (
 )
 from megalith.config.run import RunConfig
 from megalith.errors import LayoutError
+from megalith.layout import read_parts
 from megalith.schedules.pipeline import fits_groups, nearest_fitting
 
 SHARDING = (
@@ -222,6 +223,21 @@ def a_layout_is_the_only_split(draft: Draft) -> str:
         return ""
     layout = show(draft, "pipeline_model_parallel_layout")
     return f"{layout} says what each stage computes; leave out {' and '.join(others)}"
+
+
+@rule
+def adapters_are_in_each_part_of_a_layout(draft: Draft) -> str:
+    text = draft.run.parallel.pipeline_model_parallel_layout
+    if text is None or draft.run.model.lora_rank is None:
+        return ""
+    try:
+        frozen = [part for part in read_parts(text) if "t" not in part]
+    except LayoutError:
+        return ""
+    what = f"{show(draft, 'pipeline_model_parallel_layout')} with {show(draft, 'lora_rank')}"
+    return (
+        f"{what}: adapters are in layers (t), and a stage without any trains nothing; give each one" if frozen else ""
+    )
 
 
 predictions_beside_the_loss = note(
