@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
     if options.best and not measure.validation:
         raise ConfigError("--best: not all runs have validation losses; train with --eval-iters 1 or more")
     said, found = sentences(experiments, measure), tables(experiments, measure)
-    if options.html:
+    if options.html is not None:
         write_page(Path(options.html), render_comparison(experiments, measure, said, found), "--html")
     show(said, found)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megalith.cli.arguments import CommandParser
@@ -34,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     history = read_history(folder)
     if not history.num_steps and not history.events:
         raise DataError(f"{folder / 'metrics.jsonl'} has no readable record")
-    output = Path(options.output) if options.output else folder / "report.html"
+    output = folder / "report.html" if options.output is None else Path(options.output)
     write_page(output, render_page(history, run_name(folder)), "-o")
     print(f"{output}: {history.num_steps:,} steps, {len(history.events):,} events")
     return 0
@@ -42,11 +43,15 @@ def run(argv: Sequence[str]) -> int:
 
 def write_page(output: Path, text: str, flag: str) -> None:
     """Write a page whole or not at all; ConfigError names the flag that chooses another path."""
+    if output.is_dir():
+        raise ConfigError(f"{output}: is a folder; name a file in it with {flag} FILE")
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(output)
     except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
         raise ConfigError(
             f"{output}: cannot be written: {error.strerror}; choose another path with {flag} FILE"
         ) from error

@@ -10,12 +10,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
 
+from megalith.config.changes import HARMLESS, LENGTH, ROUNDING
 from megalith.errors import DataError
 from megalith.report.history import TOKENS, History, find_run, read_history
 from megalith.report.settings import Values, counts, read_settings
@@ -35,7 +36,8 @@ class Run:
         spent: axis -> iterations and what was spent up to each. Tokens of steps that the metrics lack count as those of
             the first step. FLOPs are the model's, absent where no throughput was measured. Time is that of steps in
             seconds, without evaluations and saves.
-        unfinished: what is missing, "" for a run that reached its last iteration or stopped early.
+        unfinished: what is missing, "" for a run that was evaluated at its last iteration or stopped early.
+        changed: effect -> what resumes changed on the way, of settings that are not harmless.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Run:
     validation: Points
     spent: Mapping[str, Points]
     unfinished: str
+    changed: Mapping[str, str] = field(default_factory=dict)
 
     def curve(self, axis: str, *, validation: bool) -> Points:
         """Return what was spent and the loss; of training the mean over the last fiftieth of the steps."""
@@ -72,7 +75,26 @@ def read_run(path: Path, name: str) -> Run:
     ends = [event.record.get("kind") for event in history.events if event.kind == "exit"]
     finished = iteration >= planned or ends[-1:] == ["early stopping"]
     unfinished = "" if finished else f"{name} has done {iteration:,} of {planned:,} iterations"
-    return Run(name, settings, iteration, training, _evaluations(history), spent, unfinished)
+    validation = _evaluations(history)
+    if finished and len(validation[0]) and validation[0][-1] != iteration:
+        unfinished = f"{name} was last evaluated at {int(validation[0][-1]):,} of {iteration:,} iterations"
+    return Run(name, settings, iteration, training, validation, spent, unfinished, _changes(history))
+
+
+def _changes(history: History) -> dict[str, str]:
+    """Return effect -> what the resumes changed whose steps were not taken again."""
+    found: list[tuple[int, Mapping[str, str]]] = []
+    for event in history.events:
+        if event.kind in ("start", "resume"):
+            kept = event.iteration if event.kind == "resume" else -1
+            found = [(iteration, change) for iteration, change in found if iteration < kept]
+            found += [(event.iteration, change) for change in event.record.get("changes") or ()]
+    texts: dict[str, list[str]] = {}
+    for iteration, change in found:
+        if change["effect"] not in (HARMLESS, ROUNDING):
+            text = f"{change['flag']} from {change['was']} to {change['now']} at iteration {iteration:,}"
+            texts.setdefault(change["effect"], []).append(text)
+    return {effect: ", ".join(own) for effect, own in texts.items()}
 
 
 def _points(history: History, name: str) -> Points:
@@ -160,6 +182,9 @@ class Experiment:
         """Return why its losses are no independent sample of finished runs, "" if they are."""
         if unfinished := [run.unfinished for run in self.runs if run.unfinished]:
             return f"{unfinished[0]}: finish it with the command that started it, or leave it out"
+        for run in self.runs:
+            if changes := [text for effect, text in run.changed.items() if effect != LENGTH]:
+                return f"a resume of {run.name} changed {', '.join(changes)}; its loss is of no one configuration"
         if diverged := [run.name for run in self.runs if not math.isfinite(measure.of(run))]:
             return f"the {measure} of {diverged[0]} is not finite; a run that diverged has no place in a mean"
         seed, uses = Counter(run.settings["seed"] for run in self.runs).most_common(1)[0]

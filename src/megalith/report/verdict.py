@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from statistics import mean, stdev, variance
 
+from megalith.config.changes import LENGTH
 from megalith.report.comparison import AXES, Experiment, Measure
 from megalith.report.seed_noise import LEVEL, MOST_SEEDS, POWER, seeds_needed, welch
 from megalith.report.settings import differing, incomparable, measured_otherwise
@@ -53,6 +54,8 @@ def sentences(experiments: Sequence[Experiment], measure: Measure) -> list[str]:
         if measure.validation and (flags := measured_otherwise(base.settings, other.settings)):
             said.append(f"{other.name} and {base.name} were evaluated on other samples or lengths ({flags})")
     for run in (run for experiment in experiments for run in experiment.runs):
+        if text := run.changed.get(LENGTH):
+            said.append(f"a resume of {run.name} changed {text}, by which its schedule may differ")
         if (first := run.spent["steps"][0][0]) > 1:
             said.append(f"the metrics of {run.name} begin at iteration {first:,.0f}: its time counts from there")
     if not measure.validation:
@@ -86,7 +89,9 @@ def judge(base: Experiment, other: Experiment, measure: Measure, tests: int = 1)
         return Verdict(f"{figures}: {'lower' if value < 0 else 'higher'} by more than seed noise", differs=True)
     needed_seeds = seeds_needed(value, (known[0], known[1]), level)
     missing = [max(0, (needed_seeds or 0) - len(side)) for side in sides]
-    more = f": {missing[0]} more of {base.name}, {missing[1]} of {other.name}" if needed_seeds else ""
+    more = ""
+    if needed_seeds:
+        more = f": {missing[0]} more of {base.name}, {missing[1]} of {other.name}, then one more test"
     return Verdict(
         f"{figures}: not told apart from seed noise. If difference and spreads are as measured, {_count(needed_seeds)} "
         f"seeds a side tell it (power {POWER:.0%}){more}",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megalith.cli.main import main
+from megalith.config.changes import ANOTHER_WAY, HARMLESS, LENGTH, ROUNDING
 from megalith.config.run import all_settings
 from megalith.report.comparison import AXES, Experiment, Measure, group_runs, read_run
 from megalith.report.settings import differing
@@ -103,6 +104,60 @@ def test_a_resume_counts_the_steps_once(tmp_path: Path) -> None:
     (found,) = experiments(str(folder))
     assert found.total("tokens") == 1600 and found.total("time") == 50
     assert found.runs[0].validation[1].max() < 5
+
+
+def test_a_run_that_was_not_evaluated_at_its_end_has_no_final_loss(tmp_path: Path) -> None:
+    """It was killed behind its last save."""
+    runs = sides(tmp_path, [0.0, 0.01, 0.02], [0.0, 0.01, 0.02])
+    base, other = experiments(*runs)
+    assert judge(base, other, Measure()).differs is False
+    for run in runs[:3]:
+        file = Path(run) / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(x for x in lines if not ('"evaluation"' in x and json.loads(x)["iteration"] == STEPS)))
+    base, other = experiments(*runs)
+    verdict = judge(base, other, Measure())
+    assert verdict.differs is None and "90 of 100" in verdict.text and "base-s0" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("effect", "again", "differs"),
+    [
+        (ANOTHER_WAY, None, None),
+        (ANOTHER_WAY, 50, True),  # those steps were taken again, as before
+        (ANOTHER_WAY, 80, None),
+        (ROUNDING, None, True),
+        (HARMLESS, None, True),
+        (LENGTH, None, True),
+    ],
+)
+def test_what_a_resume_changed_belongs_to_a_run(
+    tmp_path: Path, effect: str, again: int | None, differs: bool | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = sides(tmp_path, [0.0, 0.01, 0.02], [-0.5, -0.51, -0.49])
+    file = Path(runs[0]) / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    change = {"flag": "--lr", "was": "5.0", "now": "0.1", "effect": effect}
+    later = [] if again is None else [event("resume", again, changes=[])]
+    after = [line for line in lines if json.loads(line)["iteration"] > (again or 50)]
+    until = [line for line in lines if json.loads(line)["iteration"] <= 50]
+    between = [line for line in lines if 50 < json.loads(line)["iteration"] <= (again or 50)]
+    file.write_text("".join([*until, event("resume", 50, changes=[change]), *between, *later, *after]))
+    base, other = experiments(*runs)
+    assert judge(base, other, Measure()).differs is differs
+    assert main(["compare", *runs]) == 0
+    assert ("--lr from 5.0 to 0.1" in re.sub(r"\s+", " ", capsys.readouterr().out)) is (
+        differs is None or effect == LENGTH
+    )
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = make(tmp_path / "a", falling()), make(tmp_path / "b", falling(), lr=0.2)
+    before = sorted(tmp_path.rglob("*"))
+    for path in (str(tmp_path), "", str(tmp_path / "absent" / "page.html")):
+        assert main(["compare", one, other, "--html", path]) == 2
+        assert "--html" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_the_difference_is_told_with_enough_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
