@@ -114,6 +114,39 @@ def test_a_layout_of_stages_changes_no_bit(warm: WarmProcess, tmp_path: Path, wo
     assert_same(state_of(tmp_path / "even", 3), state_of(tmp_path / "own", 3))
 
 
+def test_stages_without_layers_are_saved_resumed_and_converted(
+    warm: WarmProcess, tmp_path: Path, words: list[object]
+) -> None:
+    """Predictions in a stage of their own are computed and saved with the loss, in files of each rank too."""
+    common = [*words, "--position-embedding-type", "rope", "--mtp-num-layers", 1, "--train-iters", 4]
+    common += ["--pipeline-model-parallel-size", 2, "--pipeline-model-parallel-layout", "Et|ttt|m|L"]
+    common += ["--ckpt-format", "torch", "--save-interval", 2, "--hidden-dropout", 0, "--attention-dropout", 0]
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    text_of(warm.run_ranks(2, [*common, *saving(whole)], tmp_path))
+    text_of(warm.run_ranks(2, [*common, *saving(halves), "--exit-interval", 2], tmp_path))
+    text_of(warm.run_ranks(2, [*common, *saving(halves)], tmp_path))
+    assert curve_of(whole) == curve_of(halves) and len(curve_of(whole)) == 4
+    for stages in ([], ["--pp", 1]):
+        target = tmp_path / f"converted{len(stages)}"
+        done = warm.run(["convert", whole, target, *stages], tmp_path, command="checkpoint")
+        assert done.code == 0, done.text
+    loaded = [*common[: common.index("--pipeline-model-parallel-layout")], "--load", whole, "--no-load-optim"]
+    done_ranks = warm.run_ranks(2, [*loaded, "--use-mp-args-from-checkpoint-args", "--finetune"], tmp_path)
+    text_of(done_ranks)
+
+
+@pytest.mark.full
+def test_fsdp2_shards_a_layout_of_stages(warm: WarmProcess, tmp_path: Path, words: list[object]) -> None:
+    """A chunk without parameters has nothing to shard."""
+    common = [*words, "--train-iters", 3, "--save-interval", 3, "--global-batch-size", 8]
+    common += ["--hidden-dropout", 0, "--attention-dropout", 0]
+    layout = [*PP2.split(), "--pipeline-model-parallel-layout", "Ett|t||tL"]
+    text_of(warm.run_ranks(4, [*common, *layout, "--use-torch-fsdp2", *saving(tmp_path / "sharded")], tmp_path))
+    text_of(warm.run_ranks(1, [*common, *saving(tmp_path / "alone")], tmp_path))
+    curves = [[step[1] for step in curve_of(tmp_path / name)] for name in ("sharded", "alone")]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+
+
 def validations(text: str) -> list[str]:
     return re.findall(r"validation loss at iteration .*", text)
 

@@ -229,6 +229,7 @@ def fully_shard(run: RunConfig, chunks: Sequence[LanguageModel], context: Parall
             reduce_dtype=at_least_fp32(chunk.dtype) if run.precision.grads_in_fp32 else None,
         )
         for chunk in chunks
+        if any(True for _ in chunk.parameters())  # a pipeline layout has chunks that only pass on
     ]
 
 

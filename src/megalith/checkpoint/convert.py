@@ -48,7 +48,7 @@ from megalith.checkpoint.writers.torch_dist import no_check, rng_keys, write_tor
 from megalith.config import ModelConfig
 from megalith.config.from_args import refuse_registered_parts
 from megalith.errors import CheckpointError, ConfigError, LayoutError
-from megalith.layout import Layout
+from megalith.layout import Layout, predictions_last
 from megalith.progress import task
 from megalith.registry import EMPTY, Registry
 from megalith.tokenizers.protocol import padded_vocab_size
@@ -391,8 +391,12 @@ def divided_args(args: Mapping[str, Any], layout: Layout, kind: str) -> dict[str
 
     Uneven pipeline stages are kept if the number of stages is. Enum values are dropped, as a load refuses them.
     """
-    same_stages = _size(args, "pipeline") == layout.pp
-    undivided = {**_UNDIVIDED, **({} if same_stages and not args.get("pipeline_model_parallel_layout") else _UNEVEN)}
+    undivided: dict[str, Any] = {**_UNDIVIDED, **_UNEVEN}
+    if _size(args, "pipeline") == layout.pp:
+        undivided = dict(_UNDIVIDED)
+        if stages := args.get("pipeline_model_parallel_layout"):
+            undivided["pipeline_model_parallel_layout"] = predictions_last(str(stages))
+            del undivided["virtual_pipeline_model_parallel_size"]
     kept = {name: value for name, value in args.items() if not isinstance(value, ForeignEnum)}
     changed = {name: value for name, value in undivided.items() if name in kept}
     sizes = {"world_size": layout.world_size, "data_parallel_size": layout.dp, "expert_model_parallel_size": layout.ep}

@@ -9,6 +9,7 @@ from typing import Any
 from megalith.config.groups import LoraSettings, ModelConfig, ParallelConfig, PrecisionConfig, TokenizerConfig
 from megalith.config.run import RunConfig, all_settings, group_types, plain
 from megalith.config.values import read_pattern, read_window
+from megalith.layout import predictions_last
 
 # Constants here that Megatron's `--use-checkpoint-args` and converters require.
 _CONSTANTS: dict[str, Any] = {
@@ -140,7 +141,7 @@ def _pattern(text: str | None) -> int | list[int] | None:
 
 def _derived(run: RunConfig) -> dict[str, Any]:
     model, optimizer = run.model, run.optimizer
-    virtual = run.parallel.virtual_stages(model.num_layers)
+    virtual, layout = run.parallel.virtual_stages(model.num_layers), run.parallel.pipeline_model_parallel_layout
     constant = optimizer.weight_decay_incr_style == "constant"
     return {
         **_derived_of_model(model),
@@ -154,6 +155,7 @@ def _derived(run: RunConfig) -> dict[str, Any]:
         "end_weight_decay": optimizer.weight_decay if constant else optimizer.end_weight_decay,
         "global_batch_size": run.global_batch_size,
         "params_dtype": run.precision.params_dtype,
+        "pipeline_model_parallel_layout": None if layout is None else predictions_last(layout),
         "sequence_parallel": run.parallel.sequence_parallel_here,
         "use_dist_ckpt": run.checkpoint.ckpt_format == "torch_dist",
         "start_weight_decay": optimizer.weight_decay if constant else optimizer.start_weight_decay,

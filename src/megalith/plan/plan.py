@@ -354,7 +354,8 @@ def _vocabulary(run: RunConfig) -> tuple[int | None, list[str]]:
                 f"the size of the vocabulary is not known without the tokenizer's files ({error}); "
                 "give --padded-vocab-size"
             ) from error
-        size = size or (published or 0) + run.tokenizer.vocab_extra_ids
+        extra = run.tokenizer.vocab_extra_ids if "vocab_extra_ids" in run.tokenizer.taken else 0
+        size = size or (published or 0) + extra
         notes.append(f"the tokenizer's files are not here: {size} tokens are assumed; --padded-vocab-size sets them")
     return size, notes
 

@@ -331,6 +331,16 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     )
 
 
+def test_a_pipeline_layout_is_kept_where_the_number_of_stages_is() -> None:
+    """With layers of multi-token prediction beside the loss, where they are written."""
+    before = {**ARGS, "pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Ett|t|m|tL"}
+    before |= {"virtual_pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": None}
+    kept, dropped = (divided_args(before, Layout(tp=1, pp=stages), "torch") for stages in (2, 1))
+    names = ("pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size")
+    assert [kept[name] for name in names] == ["Ett|t||mtL", 2]
+    assert [dropped[name] for name in names] == [None, None]
+
+
 def test_the_args_of_another_layout() -> None:
     before = {
         **ARGS,

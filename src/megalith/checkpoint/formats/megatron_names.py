@@ -21,6 +21,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any
 
 from megalith.config.families import FAMILIES
@@ -286,7 +287,7 @@ def entries(
     Our name is None for FP8 state, which follows each linear. `last`: whether the stage has the output layer.
     """
     names = list(names)
-    for name, following in zip(names, [*names[1:], ""], strict=True):
+    for name, following in zip_longest(names, names[1:], fillvalue=""):
         local, owner = _local(name, layers, first_expert), name.rpartition(".")[0]
         yield local, name
         if following.rpartition(".")[0] != owner and _has_extra_state(name):

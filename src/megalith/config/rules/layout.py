@@ -19,9 +19,8 @@ from megalith.config.rules.rule import (
     show,
     value_of,
 )
-from megalith.config.run import RunConfig
+from megalith.config.run import RunConfig, all_settings
 from megalith.errors import LayoutError
-from megalith.layout import read_parts
 from megalith.schedules.pipeline import fits_groups, nearest_fitting
 
 SHARDING = (
@@ -218,7 +217,8 @@ def _uneven(draft: Draft) -> str:
 
 @rule
 def a_layout_is_the_only_split(draft: Draft) -> str:
-    others = [show(draft, name) for name in _SPLIT if name in draft.given and value_of(draft, name) is not False]
+    # A checkpoint's arguments give them with their defaults, too.
+    others = [show(draft, name) for name in _SPLIT if value_of(draft, name) != all_settings()[name].default]
     if draft.run.parallel.pipeline_model_parallel_layout is None or not others:
         return ""
     layout = show(draft, "pipeline_model_parallel_layout")
@@ -226,18 +226,16 @@ def a_layout_is_the_only_split(draft: Draft) -> str:
 
 
 @rule
-def adapters_are_in_each_part_of_a_layout(draft: Draft) -> str:
-    text = draft.run.parallel.pipeline_model_parallel_layout
-    if text is None or draft.run.model.lora_rank is None:
+def adapters_are_in_each_stage(draft: Draft) -> str:
+    if draft.run.model.lora_rank is None:
         return ""
     try:
-        frozen = [part for part in read_parts(text) if "t" not in part]
+        without = any(not layers for chunks in draft.run.stages for layers in chunks)
     except LayoutError:
         return ""
-    what = f"{show(draft, 'pipeline_model_parallel_layout')} with {show(draft, 'lora_rank')}"
-    return (
-        f"{what}: adapters are in layers (t), and a stage without any trains nothing; give each one" if frozen else ""
-    )
+    names = [name for name in ("pipeline_model_parallel_layout", *_SPLIT) if name in draft.given]
+    what = " with ".join(show(draft, name) for name in ("lora_rank", *names))
+    return f"{what}: adapters are in layers, and a stage without any trains nothing; give each one" if without else ""
 
 
 predictions_beside_the_loss = note(

@@ -152,18 +152,15 @@ def micro_batches_fill_an_evaluation(draft: Draft) -> str:
     given = [name for name in ("eval_global_batch_size", "eval_micro_batch_size") if getattr(run.train, name)]
     if not given:
         return ""
-    interleaved = run.parallel.virtual_stages(run.model.num_layers) > 1
-    rounds = run.parallel.pipeline_model_parallel_size if interleaved else 1
-    unit = run.eval_micro_batch_size * _replicas(draft) * rounds
+    unit = run.eval_micro_batch_size * _replicas(draft)
     name = "eval_global_batch_size" if run.train.eval_global_batch_size else "global_batch_size"
     size = run.train.eval_global_batch_size or run.global_batch_size
     if size % unit == 0:
         return ""
     micro = show(draft, "eval_micro_batch_size" if run.train.eval_micro_batch_size else "micro_batch_size")
     times = f" times data-parallel size {_replicas(draft)}" if _replicas(draft) > 1 else ""
-    of_rounds = f" times the {rounds} micro-batches of a round of the pipeline" if rounds > 1 else ""
     return (
-        f"{show(draft, name)} of an evaluation is not divisible by {micro}{times}{of_rounds}; use "
+        f"{show(draft, name)} of an evaluation is not divisible by {micro}{times}; use "
         f"--eval-global-batch-size {multiples(size, unit)}"
     )
 
