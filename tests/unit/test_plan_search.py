@@ -18,6 +18,7 @@ from megalith.errors import ConfigError
 from megalith.plan.bound import least_bytes
 from megalith.plan.devices import DEVICES
 from megalith.plan.memory import RankMemory
+from megalith.plan.plan import machines
 from megalith.plan.presets import PRESETS, preset_words
 from megalith.plan.search import Search, Values
 from megalith.plan.time import step_time
@@ -140,3 +141,11 @@ def test_hours_pay_for_the_size_with_the_lowest_loss(
     assert bought("1", "2B")[0]["parameters"] < day[0]["parameters"]
     with pytest.raises(ConfigError, match="--data"):
         plan(["--gpus", "4xRTX4090", "--hours", "1"])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes"), [("8xH100", 1), ("12xH100", 2), ("16xH100", 2), ("20xH100", 4), ("3xH100", 1), ("11xH100", 11)]
+)
+def test_as_few_machines_as_hold_the_devices(gpus: str, nodes: int) -> None:
+    assert machines(gpus)[2] == nodes
+    assert machines("144xGB200")[2] == 3 and machines("12xH100", 4)[2] == 4

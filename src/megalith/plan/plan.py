@@ -167,14 +167,14 @@ def machines(gpus: str, nodes: int | None = None) -> tuple[int, Device, int]:
     """Return the number of devices in a text such as "8xH100", the device, and how many machines they are in.
 
     Args:
-        nodes: machines; by default as few as hold the devices.
+        nodes: machines; by default as few as hold the devices, each as many.
 
     Raises:
         ConfigError: there is no such device, or the machines do not divide the devices.
     """
     number, device = read_devices(gpus)
-    fewest = 1 if number % device.rates.node else max(1, number // device.rates.node)
-    found = fewest if nodes is None else nodes
+    each = next(size for size in range(min(number, device.rates.node), 0, -1) if number % size == 0)
+    found = number // each if nodes is None else nodes
     if found < 1 or number % found:
         raise ConfigError(f"--nodes {found} does not divide the {number} devices of --gpus")
     return number, device, found
