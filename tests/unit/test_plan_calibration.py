@@ -61,6 +61,7 @@ def _end_of_a_run(seconds: float) -> dict[str, Any]:
 def test_the_next_plan_is_as_fast_as_the_run_was(calibrate: Callable[..., tuple[int, str]], cache: Path) -> None:
     first = plan_run(FLAGS.split(), DEVICES["CPU"], world_size=1)
     assert calibrate("run", **_end_of_a_run(3.0))[0] == 0
+    assert main(["plan", f"--calibrate={cache / 'run'}", "--json"]) == 2, "it goes with no other flag"
     second = plan_run(FLAGS.split(), DEVICES["CPU"], world_size=1)
     assert second.time.step_seconds == pytest.approx(3.0) and "1 runs" in second.notes[-1]
     assert sum(second.time.parts.values()) == pytest.approx(3.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from megalith.cli.plan import run as plan
 from megalith.config import RunConfig, load
 from megalith.errors import ConfigError
 from megalith.plan.bound import least_bytes
+from megalith.plan.budget import MOST_HOURS
 from megalith.plan.devices import DEVICES
 from megalith.plan.memory import RankMemory
 from megalith.plan.plan import machines
@@ -141,6 +142,101 @@ def test_hours_pay_for_the_size_with_the_lowest_loss(
     assert bought("1", "2B")[0]["parameters"] < day[0]["parameters"]
     with pytest.raises(ConfigError, match="--data"):
         plan(["--gpus", "4xRTX4090", "--hours", "1"])
+
+
+@pytest.fixture
+def bought(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+    monkeypatch.setattr("megalith.plan.plan._memory", lambda device, run, vocab_size: _memory(run, vocab_size))
+
+    def plan_of(words: str) -> dict[str, Any]:
+        assert main(["plan", *words.split(), "--json"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return plan_of
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--hours 1 --data 2B --learning-rate 3", ["--learning-rate"]),
+        ("--hours 1 --data 2B --num-layers x --lr y", ["--num-layers", "--lr y"]),
+        ("--hours 1 --data 2B --num-layers 2 --kv-channels 3", ["--num-layers 2", "--kv-channels 3"]),
+        ("--hours 1 --data 2B --train-samples 1000 --train-iters=5", ["--train-samples 1000", "--train-iters 5"]),
+        ("--hours 1 --data 2B --config recipes/gpt3-1.3b-4gpu.toml", ["--hidden-size 2048", "gpt3-1.3b-4gpu.toml"]),
+        ("--hours 1 --data 2B --search --html a.html", ["--search", "--html a.html"]),
+        ("--hours 1 --data 2B --preset gpt3-1.3b", ["--preset gpt3-1.3b"]),
+        ("--hours nan --data 2X", ["--hours nan", "--data 2X"]),
+        ("--hours inf --data 2B", ["--hours inf", str(MOST_HOURS)]),
+        ("--hours 1e9 --data 0B", ["--hours 1e+09", "--data 0B"]),
+        ("--hours 0 --data " + "9" * 400, ["--hours 0", "--data 9"]),
+        ("--hours 1", ["--data"]),
+        ("--data 2B", ["--data 2B", "--hours"]),
+        ("--preset gpt3-1.3b --html=", ["--html"]),
+        ("--preset=", ["--preset"]),
+    ],
+)
+def test_flags_that_hours_do_not_go_with_are_named(
+    words: str, named: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--gpus", "1xH100", *words.split()]) == 2
+    said = capsys.readouterr().err
+    assert all(flag in said for flag in named)
+
+
+def test_tokens_are_those_of_the_planned_batch_and_length(bought: Callable[[str], dict[str, Any]]) -> None:
+    for words, of_a_step in (
+        ("", 64 * 2048),
+        ("--global-batch-size 512", 512 * 2048),
+        ("--seq-length 4096", 64 * 4096),
+    ):
+        first = bought(f"--gpus 1xH100 --hours 1 --data 2B {words}")["sizes"][0]
+        assert first["tokens"] == first["train_iters"] * of_a_step
+        assert words in first["command"] and first["command"].count("--seq-length") == 1
+    more = bought("--gpus 1xH100 --hours 0.01 --data 2B --vocab-size 127999")["sizes"][0]
+    fewer = bought("--gpus 1xH100 --hours 0.01 --data 2B")["sizes"][0]
+    assert more["parameters"] - fewer["parameters"] == 2 * (128_000 - 32_000) * 384
+
+
+def test_own_flags_replace_those_that_exclude_them(bought: Callable[[str], dict[str, Any]]) -> None:
+    command = bought("--gpus 1xH100 --hours 1 --data 2B --fp16 --data-path text")["sizes"][0]["command"]
+    assert "--fp16" in command and "--bf16" not in command and "--mock-data" not in command
+
+
+def test_more_hours_than_the_largest_size_that_fits_needs(bought: Callable[[str], dict[str, Any]]) -> None:
+    few, many = (
+        bought(f"--gpus 1xV100-16GB --hours {words}")["sizes"] for words in ("2160 --data 300B", "8760 --data 1T")
+    )
+    assert [one["parameters"] for one in few] == [one["parameters"] for one in many] and len(many) > 2
+    assert many[0]["parameters"] == max(one["parameters"] for one in many)
+
+
+def test_neighbours_on_both_sides_are_shown(bought: Callable[[str], dict[str, Any]]) -> None:
+    for gpus, hours in (("1xH100", 1), ("4xRTX4090", 24), ("12xH100", 24)):
+        sizes = [one["parameters"] for one in bought(f"--gpus {gpus} --hours {hours} --data 2B")["sizes"]]
+        assert min(sizes) < sizes[0] < max(sizes)
+
+
+def test_hours_of_less_than_a_step(bought: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpus", "1xH100", "--hours", "1e-6", "--data", "2B"]) == 2
+    least = re.search(r"--hours 1e-06 .* ([\de.-]+) hours", capsys.readouterr().err)
+    assert least and bought(f"--gpus 1xH100 --hours {least[1]} --data 2B")["sizes"][0]["train_iters"] == 1
+
+
+def test_a_batch_that_no_layout_divides_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpus", "7xH100", "--hours", "0.1", "--data", "2B", "--global-batch-size", "5"]) == 2
+    assert "--global-batch-size" in capsys.readouterr().err
+
+
+def test_hours_in_chinese(bought: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--gpus", "1xH100", "--hours", "1", "--data", "2B", "--lang"]
+    assert bought(" ".join(words[1:-1])) and main([*words, "en"]) == 0
+    english = capsys.readouterr().out
+    assert main([*words, "zh"]) == 0
+    chinese = capsys.readouterr().out
+    assert english.isascii() and len(english.splitlines()) == len(chinese.splitlines())
+    named = [line for line in chinese.splitlines() if line and not line.startswith("  megalith")]
+    assert not any(line.isascii() for line in named)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,16 @@ CHINESE = {
     "flags": "参数",
     "Beside the first:": "与第一种相比：",
     "Start the first with:": "启动第一种：",
+    "In {hours:g} hours on {number} x {device}, of {unique:.3g} tokens of text:": "{number} x {device} 训练 {hours:g} "
+    "小时，文本共 {unique:.3g} 个 token：",
+    "parameters": "参数量",
+    "tokens": "token 数",
+    "epochs": "遍数",
+    "loss by the law": "定律预测的损失",
+    "Train the first; started now it ends on {end:%Y-%m-%d at %H:%M}, without evaluations and "
+    "saves:": "建议训练第一个；现在启动，不计评估和保存，将于 {end:%Y-%m-%d %H:%M} 结束：",
+    "Put your data and tokenizer in place of --mock-data and NullTokenizer.": "请把 --mock-data 和 NullTokenizer "
+    "换成你的数据和分词器。",
 }
 _MOMENTS = {
     "forward pass": "前向传播",

@@ -26,6 +26,10 @@ from megalith.tokenizers.protocol import padded_vocab_size
 _NOT_SEARCHED = "--search, --preset or flags without --micro-batch-size let a plan choose the layout"
 
 
+class NothingFitsError(ConfigError):
+    """No layout of a run fits its devices."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a run needs.
@@ -235,6 +239,13 @@ def _memory(device: Device, run: RunConfig, vocab_size: int) -> list[RankMemory]
     return plan_memory(run, device, remembering(run, vocab_size, device, measure))
 
 
+def without_layout(words: Sequence[str]) -> tuple[list[str], RunConfig]:
+    """Return flags without those of layout and micro-batch, and their run on one device; ConfigError if it is wrong."""
+    own = without_settings(list(words), SEARCHED)
+    alone = [word for name in ALONE for word in (all_settings()[name].flag, "1")]
+    return own, load([*own, *alone], {}, files=False)
+
+
 def search_run(
     words: Sequence[str], device: Device, *, world_size: int, nodes: int = 1, number: int = 5, task: Task | None = None
 ) -> tuple[Plan, Found]:
@@ -243,11 +254,9 @@ def search_run(
     Layout and micro-batch size of `words` are left out; its global batch size is kept.
 
     Raises:
-        ConfigError: a setting other than of layout is wrong, or no layout fits.
+        ConfigError: a setting other than of layout is wrong; NothingFitsError, which is one: no layout fits.
     """
-    device, own = with_measured(device, world_size // nodes), without_settings(list(words), SEARCHED)
-    alone = [word for name in ALONE for word in (all_settings()[name].flag, "1")]
-    base = load([*own, *alone], {}, files=False)
+    device, (own, base) = with_measured(device, world_size // nodes), without_layout(words)
     if base.model.family.objective != "causal":
         raise ConfigError(f"--search: the times of layouts are of gpt, not of {base.model.model_family}; give a layout")
     if base.train.compile:
@@ -256,18 +265,18 @@ def search_run(
     search = Search(base, device, world_size=world_size, nodes=nodes, tokens=tokens, memory=partial(_memory, device))
     found = search.best(number, task)
     if not found.best:
-        short = ""
-        if found.least is not None:
+        short, remedy = "", "plan for more or larger devices, or a smaller model"
+        if found.fewest is None:
+            short = f": none divides its {base.model.num_layers} layers and its batch of {base.global_batch_size}"
+            remedy = f"give --global-batch-size N, a multiple of {world_size}"
+        elif found.least is not None:
             short = f": the closest needs {found.least / GIB:.1f} GiB more"
-        elif found.fewest is not None and found.fewest > device.room:
+        elif found.fewest > device.room:
             short = (
                 f": in no layout do weights, gradients and optimizer states take less than {found.fewest / GIB:.1f} "
                 f"GiB of each, and tensors may take {device.room / GIB:.1f} GiB"
             )
-        raise ConfigError(
-            f"no layout of this model fits {world_size} x {device.name}{short}; plan for more or larger devices, or a "
-            "smaller model"
-        )
+        raise NothingFitsError(f"no layout of this model fits {world_size} x {device.name}{short}; {remedy}")
     plans = [_plan_of(one.run, one.vocab_size, device, nodes, list(notes)) for one in found.best]
     pairs = sorted(zip(plans, found.best, strict=True), key=lambda pair: pair[0].time.step_seconds)
     plan, first = pairs[0]
