@@ -1,4 +1,7 @@
-"""`megalith ladder` on runs of `megalith train`: a sweep that SIGTERM stops in a run, which saves and is resumed."""
+"""`megalith ladder` on runs of `megalith train`: a sweep that SIGTERM stops in a run, which saves and is resumed.
+
+One of its rates diverges.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ ITERATIONS = 300
 
 def test_a_sweep_is_stopped_and_continued(warm: WarmProcess, tmp_path: Path) -> None:
     ladder = ["--folder", tmp_path / "ladder"]
-    words = [*on_text(tmp_path, MODEL), "--widths", 16, "--sweep-iters", ITERATIONS, "--sweep-lr", 1e-4, 1e-2]
-    runs = [tmp_path / "ladder" / f"2x16-iters{ITERATIONS}-lr{lr}" for lr in ("0.0001", "0.01")]
+    words = [*on_text(tmp_path, MODEL), "--widths", 16, "--sweep-iters", ITERATIONS, "--sweep-lr", 1e-4, 1e-2, 1e30]
+    runs = [tmp_path / "ladder" / f"2x16-iters{ITERATIONS}-lr{lr}" for lr in ("0.0001", "0.01", "1e+30")]
     process = warm.start([*ladder, *words, "--device", "cpu"], tmp_path, command="ladder")
     metrics, deadline = runs[0] / "run" / "metrics.jsonl", time.monotonic() + 120
     while not (metrics.exists() and '"step"' in metrics.read_text()) and time.monotonic() < deadline:
@@ -35,7 +38,9 @@ def test_a_sweep_is_stopped_and_continued(warm: WarmProcess, tmp_path: Path) -> 
     assert again.code == 0, again.text
     resumed = [event.iteration for event in read_history(runs[0] / "run").events if event.kind == "resume"]
     assert resumed == [stopped]
-    found = json.loads((tmp_path / "ladder" / "ladder.json").read_text())["runs"]
+    stored = json.loads((tmp_path / "ladder" / "ladder.json").read_text())
+    found = stored["runs"]
     assert [Path(run["name"]).name for run in found] == [run.name for run in runs]
     assert found[1]["loss"] < found[0]["loss"]
+    assert stored["failed"] == [runs[2].name], "its loss is not finite"
     assert "the best learning rate is 0.01" in again.text

@@ -24,7 +24,7 @@ from megalith.cli.launch import package_environment
 from megalith.cli.report import write_page
 from megalith.distributed.supervise import SECOND_SIGNAL, STOPPED, Signals
 from megalith.errors import ConfigError, DataError, MegalithError, install_command
-from megalith.report.ladder import Ladder, Result, amount, sentences, tables, to_dict
+from megalith.report.ladder import Ladder, Result, amount, has_diverged, sentences, tables, to_dict
 from megalith.report.ladder_picture import draw
 from megalith.report.scaling_law import Fit
 from megalith.report.settings import differing, settings_of
@@ -34,7 +34,6 @@ from megalith.train.signals import STOP_SIGNALS
 from megalith.train.streams import warn
 
 _TRAIN = (sys.executable, "-m", "megalith", "train")
-_DIVERGED = 1  # exit code of a run whose loss or weights are not finite
 _POLL_SECONDS = 0.1
 _SHOWN_LINES = 12
 
@@ -207,7 +206,7 @@ class _Climb:
         code, result = process.returncode, self._result(rung)
         if code in (STOPPED, SECOND_SIGNAL):
             return code
-        if code == _DIVERGED and rung.purpose == "sweep":
+        if code == MegalithError.exit_code and rung.purpose == "sweep" and has_diverged(self._folder / rung.name):
             self._failed.add(rung.name)
             result = self._result(rung)
         elif code:

@@ -11,6 +11,7 @@ from typing import Any
 
 from megalith.errors import DataError
 from megalith.report.comparison import Measure, read_run
+from megalith.report.history import find_run, read_history
 from megalith.report.scaling_law import CONSTANTS, LEVEL, Fit, Interval, fit
 from megalith.report.verdict import Table
 
@@ -55,6 +56,18 @@ class Result:
             loss = Measure().of(run)
             loss = loss if math.isfinite(loss) else math.inf
         return replace(self, loss=loss, FLOPs=spent.get("FLOPs", math.nan), seconds=spent.get("time", math.nan))
+
+
+def has_diverged(folder: Path) -> bool:
+    """Return whether a bad step has ended a run that failed; not one that is finite when it is computed again."""
+    try:
+        events = read_history(find_run(folder)).events
+    except DataError:
+        return False
+    last = next((event for event in reversed(events) if event.kind != "save"), None)  # an earlier save may end after it
+    if last is None or last.kind != "bad step":
+        return False
+    return last.record.get("action") == "stop" and last.record.get("again") != "finite"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Stands for `megalith train` in tests of `megalith ladder`: writes the end of a run whose loss follows a planted law.
 
 The best learning rate is 0.01. The file `stop` in the folder of the ladder makes it wait for a signal once and end as a
-run that has saved; at the rate 1 it ends as a run that has diverged.
+run that has saved; at the rate 1 it ends as a run that has diverged, at 2 to 5 as one that fails with the same code.
 """
 
 from __future__ import annotations
@@ -11,12 +11,23 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from megalith.config import load
+from megalith.config import RunConfig, load
 from megalith.report.scaling_law import Law
 
 LAW = Law(E=1.0, A=20.0, alpha=0.3, B=60.0, beta=0.35)
+START = {"event": "start", "iteration": 0}
+BAD = {"event": "bad step", "iteration": 1, "loss": None, "action": "stop", "again": "anomalous"}
+FAILURES: Mapping[float, Sequence[Mapping[str, Any]]] = {  # by rate
+    1.0: [START, BAD, {"event": "save", "iteration": 0}],
+    2.0: [START],
+    3.0: [START, {**BAD, "action": "skip"}],
+    4.0: [START, {**BAD, "again": "finite"}],
+    5.0: [START, BAD, {"event": "resume", "iteration": 0}],
+}
 
 
 def main() -> int:
@@ -24,7 +35,8 @@ def main() -> int:
     save, iterations = Path(str(config.checkpoint.save)), config.train_iters
     with (save.parent / "started").open("a") as started:
         started.write(f"{save.name}\n")
-    if config.schedule.lr == 1.0:
+    if config.schedule.lr in FAILURES:
+        write(save, config, FAILURES[config.schedule.lr])
         return 1
     stop = save.parent / "stop"
     if stop.exists():
@@ -38,14 +50,19 @@ def main() -> int:
     loss = float(LAW.loss(parameters, iterations * tokens))
     loss += 0.1 * math.log10(config.schedule.lr / 0.01) ** 2
     records = [
-        {"event": "start", "iteration": 0},
+        START,
         {"event": "step", "iteration": iterations, "loss": loss, "num_tokens": tokens, "seconds": 0.5},
         {"event": "evaluation", "iteration": iterations, "split": "validation", "loss": loss},
     ]
-    (save / "run").mkdir(parents=True)
+    write(save, config, records)
+    return 0
+
+
+def write(save: Path, config: RunConfig, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write the run folder."""
+    (save / "run").mkdir(parents=True, exist_ok=True)
     (save / "run" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (save / "run" / "config.json").write_text(json.dumps(config.to_dict()))
-    return 0
 
 
 if __name__ == "__main__":

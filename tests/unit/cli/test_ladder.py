@@ -146,6 +146,18 @@ def test_a_run_that_fails_ends_the_ladder_with_its_exit_code(
     assert len(started(tmp_path)) == 1
 
 
+@pytest.mark.parametrize("rate", ["2", "3", "4", "5"])
+def test_a_rate_whose_run_fails_otherwise_is_not_left_out(
+    rate: str, trainer: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = ["--sweep-lr", "0.01", rate, "--sweep-iters", "5"]
+    for times in (1, 2):
+        assert climb(tmp_path, *TRAINING, *SIZES[:2], *sweep) == 1
+        assert f"2x16-iters5-lr{rate}.log" in capsys.readouterr().err
+        assert stored(tmp_path)["failed"] == []
+        assert len(started(tmp_path)) == 1 + times, "the failed run is started again"
+
+
 def test_other_settings_need_another_folder(trainer: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert climb(tmp_path, *TRAINING, *SIZES, *RATIOS) == 0
     runs = started(tmp_path)
