@@ -160,10 +160,27 @@ def make_plan(options: argparse.Namespace, training: Sequence[str]) -> Plan:
         options.sweep_sizes,
         options.sweep_iters,
     )
-    problems += [] if problems else _violations(plan, Path(options.folder), files=not options.plan)
+    problems += [] if problems else [*_repeated(plan), *_violations(plan, Path(options.folder), files=not options.plan)]
     if problems:
         raise ConfigError(problems)
     return plan
+
+
+def _repeated(plan: Plan) -> list[str]:
+    """Return which ratios and rates make the same run twice, whose copies would pass for further measurements."""
+    lr, found = plan.base.schedule.lr, dict[tuple[str, str], list[float]]()
+    lists = {"--tokens-per-parameter": plan.ratios, "--check": plan.check, "--sweep-lr": plan.sweep_lr}
+    for (flag, values), rungs in zip(lists.items(), (plan.fitted(lr), plan.checked(lr), plan.sweep()), strict=True):
+        for rung, value in zip(rungs, itertools.cycle(values), strict=False):
+            found.setdefault((flag, rung.name), []).append(value)
+    same = dict[tuple[str, str], list[str]]()
+    for (flag, name), values in found.items():
+        if len(values) > 1:
+            same.setdefault((flag, " ".join(map(str, values))), []).append(name)
+    return [
+        f"{flag} {values}: one run, not {len(values.split())} ({', '.join(names)}); give values further apart"
+        for (flag, values), names in same.items()
+    ]
 
 
 def _violations(plan: Plan, folder: Path, *, files: bool) -> list[str]:
@@ -205,7 +222,13 @@ def _problems(options: argparse.Namespace) -> list[str]:
         )
     if ratios and len(ratios) < FEWEST_RATIOS:
         found.append(f"--tokens-per-parameter has one value; give {FEWEST_RATIOS} or more to tell size from data")
-    fitted = max(len(depths), len(widths)) - bool(options.check)
+    sizes = list(itertools.zip_longest(depths, widths))
+    found += [
+        f"--depths {size[0]} with --widths {size[1]} is given {sizes.count(size)} times; give each size once"
+        for size in dict.fromkeys(sizes)
+        if len(depths) == len(widths) and sizes.count(size) > 1
+    ]
+    fitted = len(set(sizes)) - bool(options.check)
     if ratios and (depths or widths) and fitted < FEWEST_SIZES:
         beside = " beside the largest, which --check leaves out" if options.check else ""
         found.append(f"--depths, --widths: sizes to fit: {fitted}; give {FEWEST_SIZES} or more{beside}")

@@ -178,6 +178,14 @@ def test_a_damaged_file_is_named(trainer: None, tmp_path: Path, capsys: pytest.C
         file.write_text(whole)
 
 
+def test_copies_of_a_size_are_no_further_sizes() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of("--widths", "16", "16", "24", "--depths", "2", "2", "2", *RATIOS[:3])
+    copies, few = caught.value.violations
+    assert "--depths 2" in copies and "--widths 16" in copies
+    assert "sizes to fit: 2" in few
+
+
 def test_all_violations_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         plan_of(
@@ -197,6 +205,10 @@ def test_all_violations_are_told_at_once() -> None:
         ([*SIZES, "--sweep-lr", "0.1"], "--tokens-per-parameter"),
         ([*RATIOS], "--widths"),
         (["--depths", "1", "2", "3", *RATIOS[:3], "--num-layers", "3"], "--depths"),
+        (["--depths", "2", "2", "2", "2", *RATIOS[:3], "--widths", "16", "16", "24", "32"], "2.*16.*2 times"),
+        ([*SIZES, "--tokens-per-parameter", "0.0001", "0.0002", "8"], "--tokens-per-parameter 0.0001 0.0002: .*2x16"),
+        ([*SIZES, *RATIOS[:3], "--check", "0.0001", "0.0002"], "--check 0.0001 0.0002: .*2x64"),
+        ([*SIZES, *RATIOS, "--sweep-lr", "0.01", "0.01000000001"], "--sweep-lr 0.01 0.01000000001: .*2x16"),
         ([*SIZES, *RATIOS, "--lr-warmup-iters", "2000"], "--lr-warmup-iters"),
         ([*SIZES, *RATIOS, "--num-experts", "2"], "--num-experts"),
     ],
