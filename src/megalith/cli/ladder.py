@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,30 +74,46 @@ def run(argv: Sequence[str]) -> int:
     words = list(argv)
     options, training = parser.parse_known_args(words)
     folder = Path(options.folder)
-    if _without_folder(words) == []:
+    if _own(words) == []:
         words += _stored(folder)["arguments"]
         options, training = parser.parse_known_args(words)
     plan = make_plan(options, training)
     if options.plan:
         show([], [_table(plan)])
         return 0
-    climb = _Climb(plan, folder, _without_folder(words))
+    climb = _Climb(plan, folder, _own(words))
     with Signals(STOP_SIGNALS) as signals:
         return climb.run(signals)
 
 
-def _without_folder(words: Sequence[str]) -> list[str]:
-    """Return the arguments without --folder DIR."""
+def _own(words: Sequence[str]) -> list[str]:
+    """Return the arguments that make the ladder: those without --folder DIR and --plan."""
     place = next(place for place, word in enumerate(words) if word.partition("=")[0] == "--folder")
-    return [*words[:place], *words[place + 2 - ("=" in words[place]) :]]
+    return [word for word in (*words[:place], *words[place + 2 - ("=" in words[place]) :]) if word != "--plan"]
 
 
 def _stored(folder: Path) -> dict[str, Any]:
     """Return what ladder.json holds; DataError if there is none, or it is not a ladder's."""
     stored = _read_object(folder / "ladder.json", "give the arguments of the ladder again")
-    if not {"arguments", "failed"} <= stored.keys():
-        raise DataError(f"{folder / 'ladder.json'} is not of a ladder; give another --folder")
+    if not all(_are_texts(stored.get(name)) for name in ("arguments", "failed")):
+        raise _not_of_a_ladder(folder / "ladder.json")
     return stored
+
+
+def _saved_settings(file: Path, names: Collection[str]) -> dict[str, Any]:
+    """Return the settings in a ladder's config.json, which has groups of these names; DataError if it is another's."""
+    saved = _read_object(file, "remove it if the arguments are those of the runs")
+    if not saved.keys() & names or not all(isinstance(group, dict) for group in saved.values()):
+        raise _not_of_a_ladder(file)
+    return settings_of(saved)
+
+
+def _not_of_a_ladder(file: Path) -> DataError:
+    return DataError(f"--folder {file.parent}: not a folder of a ladder ({file} is of something else); give another")
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 def _read_object(file: Path, remedy: str) -> dict[str, Any]:
@@ -132,11 +148,12 @@ class _Climb:
         before = folder / "config.json"
         self._failed: set[str] = set()
         if before.is_file():
-            saved = settings_of(_read_object(before, "remove it if the arguments are those of the runs"))
+            saved = _saved_settings(before, config.keys())
             if changed := differing([saved, settings_of(config)]):
                 shown = ", ".join(f"{flag} {was} -> {now}" for flag, (was, now) in changed.items())
                 raise ConfigError(f"{folder} holds runs with other settings ({shown}); use another --folder")
-            self._failed = set(_stored(folder)["failed"])
+            if (folder / "ladder.json").exists():  # else the ladder was killed before it wrote one: no run has failed
+                self._failed = set(_stored(folder)["failed"])
         write_page(before, json.dumps(config, indent=1), "--folder")
 
     def run(self, signals: Signals) -> int:

@@ -178,6 +178,50 @@ def test_a_damaged_file_is_named(trainer: None, tmp_path: Path, capsys: pytest.C
         file.write_text(whole)
 
 
+@pytest.mark.parametrize("text", ['{"architectures": ["GPT2LMHeadModel"]}', '{"model": [1]}', '{"a": {"b": 1}}', "{}"])
+def test_a_folder_of_another_tool_is_refused_and_left_as_it_is(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert climb(tmp_path, *TRAINING, *SIZES, *RATIOS) == DataError.exit_code
+    assert f"--folder {tmp_path}:" in capsys.readouterr().err
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("config.json", text)]
+
+
+@pytest.mark.parametrize("text", ['{"arguments": 1, "failed": []}', '{"arguments": [], "failed": [2]}', "{}"])
+def test_a_file_of_another_tool_is_not_continued(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ladder.json").write_text(text)
+    assert climb(tmp_path) == DataError.exit_code
+    assert f"--folder {tmp_path}:" in capsys.readouterr().err
+
+
+def test_a_ladder_killed_before_its_first_file_begins_again(trainer: None, tmp_path: Path) -> None:
+    words = [*TRAINING, *SIZES[:2], "--sweep-lr", "0.01", "--sweep-iters", "5"]
+    assert climb(tmp_path, *words) == 0
+    (tmp_path / "ladder.json").unlink()
+    assert climb(tmp_path, *words) == 0
+    assert stored(tmp_path)["failed"] == [] and len(started(tmp_path)) == 1
+    (tmp_path / "ladder.json").unlink()
+    assert climb(tmp_path, *words, "--weight-decay", "0.3") == 2
+    assert climb(tmp_path) == DataError.exit_code, "there are no stored arguments"
+
+
+def test_the_plan_of_a_ladder_needs_its_folder_alone(
+    trainer: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TRAINING, *SIZES[:2], "--sweep-lr", "0.01", "--sweep-iters", "5"]
+    assert climb(tmp_path, *words) == 0
+    before = (tmp_path / "ladder.json").read_text()
+    capsys.readouterr()
+    assert climb(tmp_path, "--plan", *words) == 0
+    planned = capsys.readouterr().out
+    assert climb(tmp_path, "--plan") == 0
+    assert capsys.readouterr().out == planned and "2x16" in planned
+    assert main(["ladder", "--plan", f"--folder={tmp_path}"]) == 0
+    assert (tmp_path / "ladder.json").read_text() == before and len(started(tmp_path)) == 1
+    assert climb(tmp_path / "missing", "--plan") == DataError.exit_code
+
+
 def test_copies_of_a_size_are_no_further_sizes() -> None:
     with pytest.raises(ConfigError) as caught:
         plan_of("--widths", "16", "16", "24", "--depths", "2", "2", "2", *RATIOS[:3])
