@@ -6,6 +6,7 @@ runs are. A signal is forwarded to the run, which saves.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -38,6 +39,16 @@ _POLL_SECONDS = 0.1
 _SHOWN_LINES = 12
 
 
+class _StoreGiven(argparse.Action):
+    """Stores a value, and that it was given: `NAME_given`."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        setattr(namespace, f"{self.dest}_given", True)
+
+
 def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="megalith ladder",
@@ -59,7 +70,9 @@ def make_parser() -> CommandParser:
     add("--check", type=float, nargs="+", default=[], metavar="R", help=about)
     about = "learning rates to try at the smallest size, whose best one is used"
     add("--sweep-lr", type=float, nargs="+", default=[], metavar="LR", help=about)
-    add("--sweep-sizes", type=int, default=1, metavar="N", help="number of sizes to sweep, from the smallest (1)")
+    about = "number of sizes to sweep, from the smallest (1)"
+    add("--sweep-sizes", type=int, default=1, action=_StoreGiven, metavar="N", help=about)
+    parser.set_defaults(sweep_sizes_given=False)
     add("--sweep-iters", type=int, metavar="N", help="iterations of the sweep (default: those at the lowest ratio)")
     add("--plan", action="store_true", help="print the runs and train nothing")
     return parser

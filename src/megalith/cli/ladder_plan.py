@@ -16,14 +16,19 @@ from typing import Any
 
 from megalith.cli.arguments import below_one
 from megalith.config import ModelConfig, RunConfig, load
-from megalith.config.command_line import given_settings, without_settings
+from megalith.config.command_line import read_command_line, without_settings
 from megalith.config.run import all_settings
 from megalith.errors import ConfigError
 
 FEWEST_SIZES, FEWEST_RATIOS = 3, 2  # with fewer the law's five constants cannot be told apart
 _LONG = 10**9  # stands for the lengths of the runs while the configuration is checked
 _SAVES = 10  # of a run without --save-interval
-_OF_RUNS = ("train_iters", "save", "load")
+_OF_RUNS = {  # the ladder's own on a command line; a recipe for single runs may have them
+    "train_iters": "the length follows from --tokens-per-parameter (of a sweep: --sweep-iters)",
+    "eval_interval": "each run is evaluated at its end",
+    "save": "the runs are saved in --folder",
+    "load": "the runs continue from --folder",
+}
 _LISTS = ("depths", "widths", "tokens_per_parameter", "check", "sweep_lr")
 _REFUSED = {
     "train_samples": "the length follows from --tokens-per-parameter",
@@ -134,16 +139,22 @@ def make_plan(options: argparse.Namespace, training: Sequence[str]) -> Plan:
     Raises:
         ConfigError: with all violations, those of the configuration of each run included.
     """
-    problems = _problems(options)
-    words = without_settings(training, _OF_RUNS)
+    given = read_command_line(training).values
+    problems = [*_problems(options), *_sweep_problems(options)]
+    problems += [
+        f"{all_settings()[name].flag} {given[name]}: {reason}; leave it out"
+        for name, reason in _OF_RUNS.items()
+        if name in given
+    ]
     try:
-        base = load([*without_settings(words, ["train_samples"]), "--train-iters", str(_LONG)], files=False)
+        others = without_settings(training, ["train_samples", *_OF_RUNS])
+        base = load([*others, "--train-iters", str(_LONG)], files=False)
     except ConfigError as error:
         raise ConfigError([*problems, *error.violations]) from error
     problems += [
         f"{all_settings()[name].flag}: {remedy}"
         for name, remedy in _REFUSED.items()
-        if name in given_settings(words) or getattr(getattr(base, all_settings()[name].group), name)
+        if name in given or getattr(getattr(base, all_settings()[name].group), name)
     ]
     if "rank" in base.given:
         problems.append("the ladder starts processes itself; start it as one, with --nproc N for runs of N processes")
@@ -152,7 +163,7 @@ def make_plan(options: argparse.Namespace, training: Sequence[str]) -> Plan:
     sizes = list(_sizes(base.model, options.depths, options.widths, problems))
     plan = Plan(
         base,
-        words,
+        training,
         sorted(sizes, key=lambda size: size.parameters),
         sorted(options.tokens_per_parameter),
         sorted(options.check),
@@ -210,7 +221,6 @@ def _problems(options: argparse.Namespace) -> list[str]:
         for value in dict.fromkeys(values)
         if values.count(value) > 1 and not (flag in ("--depths", "--widths") and options.depths and options.widths)
     ]
-    found += below_one(options, "--sweep-sizes", "--sweep-iters")
     depths, widths, ratios = options.depths, options.widths, options.tokens_per_parameter
     if depths and widths and len(depths) != len(widths):
         found.append(f"--depths has {len(depths)} values, --widths {len(widths)}; give as many, or one flag alone")
@@ -234,6 +244,26 @@ def _problems(options: argparse.Namespace) -> list[str]:
         found.append(f"--depths, --widths: sizes to fit: {fitted}; give {FEWEST_SIZES} or more{beside}")
     if options.check and not ratios:
         found.append("--check needs --tokens-per-parameter: without a fit nothing is predicted")
+    return found
+
+
+def _sweep_problems(options: argparse.Namespace) -> list[str]:
+    """Return what is wrong with --sweep-sizes and --sweep-iters."""
+    found = below_one(options, "--sweep-sizes", "--sweep-iters")
+    number = max(len(options.depths), len(options.widths))
+    if number and options.sweep_sizes > number:
+        found.append(
+            f"--sweep-sizes {options.sweep_sizes} is above the number of sizes, {number}; give {number} or less"
+        )
+    given = {"--sweep-sizes": options.sweep_sizes, "--sweep-iters": options.sweep_iters}
+    if not options.sweep_sizes_given:
+        del given["--sweep-sizes"]
+    if not options.sweep_lr:
+        found += [
+            f"{flag} {value} has no effect without --sweep-lr; give rates, or leave it out"
+            for flag, value in given.items()
+            if value is not None
+        ]
     return found
 
 

@@ -222,6 +222,38 @@ def test_the_plan_of_a_ladder_needs_its_folder_alone(
     assert climb(tmp_path / "missing", "--plan") == DataError.exit_code
 
 
+def test_what_the_ladder_sets_itself_is_refused_all_at_once() -> None:
+    flags = {"--train-iters": "77", "--eval-interval": "5", "--save": "foo", "--load": "bar", "--train-samples": "9"}
+    with pytest.raises(ConfigError) as caught:
+        plan_of(*SIZES, *RATIOS, *(word for pair in flags.items() for word in pair))
+    for flag, value in flags.items():
+        (text,) = [text for text in caught.value.violations if text.startswith(f"{flag}")]
+        assert flag == "--train-samples" or value in text
+    assert len(caught.value.violations) == len(flags)
+
+
+def test_a_recipe_may_have_what_the_ladder_sets_itself(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        "[train]\ntrain_iters = 77\neval_interval = 5\n[checkpoint]\nsave = 'foo'\nload = 'bar'\nsave_interval = 7\n"
+    )
+    plan = plan_of(*SIZES, *RATIOS, "--config", str(recipe))
+    rung = plan.rungs()[0]
+    config = load(plan.arguments(rung, tmp_path))
+    assert (config.train_iters, config.train.eval_interval) == (rung.iterations, rung.iterations + 1)
+    assert config.checkpoint.save == config.checkpoint.load == str(tmp_path / rung.name)
+
+
+def test_a_sweep_without_rates_or_sizes_is_refused() -> None:
+    for words in (["--sweep-sizes", "1", "--sweep-iters", "5"], ["--sweep-sizes=4", "--sweep-iters", "5"]):
+        with pytest.raises(ConfigError) as caught:
+            plan_of(*SIZES, *RATIOS, *words)
+        assert [text.split()[0] for text in caught.value.violations] == ["--sweep-sizes", "--sweep-iters"]
+    with pytest.raises(ConfigError, match="--sweep-sizes 5 .*4"):
+        plan_of(*SIZES, *RATIOS, "--sweep-lr", "0.1", "--sweep-sizes", "5")
+    assert len(plan_of(*SIZES, *RATIOS, "--sweep-lr", "0.1", "--sweep-sizes", "4").sweep()) == 4
+
+
 def test_copies_of_a_size_are_no_further_sizes() -> None:
     with pytest.raises(ConfigError) as caught:
         plan_of("--widths", "16", "16", "24", "--depths", "2", "2", "2", *RATIOS[:3])
