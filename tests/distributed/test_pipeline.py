@@ -182,7 +182,7 @@ def test_stages_of_their_own_sizes(ranks: Any, name: str, ends: tuple[int, int])
 
 @pytest.mark.parametrize(
     ("layout", "stages", "name", "chunks"),
-    [("E|t*4||t*3|tL", 5, "1f1b", 1), ("E|t*3||(t|)*4tL", 4, "interleaved:5", 2), ("Et|t|t*6|L", 2, "interleaved", 2)],
+    [("E|t*4|t*3|tL", 4, "1f1b", 1), ("E|t*3||(t|)*4tL", 4, "interleaved:5", 2), ("Et|t|t*6|L", 2, "interleaved", 2)],
 )
 def test_stages_of_a_layout(ranks: Any, layout: str, stages: int, name: str, chunks: int) -> None:
     """What `--pipeline-model-parallel-layout` says, empty stages at the ends and between them."""

@@ -81,11 +81,11 @@ def test_all_pairs_of_axes_are_covered(tmp_path: Path) -> None:
             },
         ),
         (
-            "--num-layers 4 --mtp-num-layers 1 --position-embedding-type rope --pipeline-model-parallel-size 4 "
+            "--num-layers 4 --mtp-num-layers 1 --position-embedding-type rope --pipeline-model-parallel-size 2 "
             "--pipeline-model-parallel-layout Ett|tt|m|L",
-            4,
+            2,
             {"pp": 2},
-            {"num_layers": 2, "mtp_num_layers": 1, "pipeline_model_parallel_layout": "Ett|mL"},
+            {"num_layers": 2, "mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t||mL"},
         ),
         # one part of a stage holds all of its layers
         (
