@@ -187,9 +187,9 @@ def predictions_last(text: str) -> str:
     """Return a layout as it is computed here: layers of multi-token prediction are beside the loss."""
     *others, last = read_parts(text)
     predictions = sum(part.count("m") for part in others)
-    return (
-        text if not predictions else "|".join([*(part.replace("m", "") for part in others), "m" * predictions + last])
-    )
+    if not predictions:
+        return text
+    return "|".join([*(part.replace("m", "") for part in others), "m" * predictions + last])
 
 
 def split_as_given(num_layers: int, stages: int, parts: Sequence[str], predictions: int) -> Stages:

@@ -382,13 +382,16 @@ def _resume_argv(config: RunConfig, argv: Sequence[str], iteration: int, save: s
 
 
 def _example_prompt(config: RunConfig) -> str:
-    """Return a prompt in the characters of the run's tokenizer."""
+    """Return a prompt in the characters of the run's tokenizer; the usual one if its file has gone meanwhile."""
     from megalith.tokenizers import build_tokenizer
 
     prompt = "Once upon a time"
     if config.tokenizer.tokenizer_type != "CharacterTokenizer":
         return prompt
-    tokenizer = build_tokenizer(config.tokenizer)
+    try:
+        tokenizer = build_tokenizer(config.tokenizer)
+    except (MegalithError, OSError):
+        return prompt
     characters = [tokenizer.decode([number]) for number in range(tokenizer.vocab_size)]
     letters = [one for one in characters if len(one) == 1 and one.isalpha()] or characters
     return prompt if {*prompt} <= {*characters} else "".join(letters[:4])

@@ -52,14 +52,14 @@ class Result:
             return self
         spent = {axis: float(run.spent[axis][1][-1]) for axis in ("FLOPs", "time") if axis in run.spent}
         loss = math.nan
-        if not run.unfinished and list(run.validation[0][-1:]) == [run.iteration]:
+        if not run.unfinished and len(run.validation[0]):
             loss = Measure().of(run)
             loss = loss if math.isfinite(loss) else math.inf
         return replace(self, loss=loss, FLOPs=spent.get("FLOPs", math.nan), seconds=spent.get("time", math.nan))
 
 
 def has_diverged(folder: Path) -> bool:
-    """Return whether a bad step has ended a run that failed; not one that is finite when it is computed again."""
+    """Return whether a non-finite step stopped a failed run; one that is finite when recomputed is a machine error."""
     try:
         events = read_history(find_run(folder)).events
     except DataError:
