@@ -306,18 +306,19 @@ class LayerCacheView:
         new_k_11GK.copy_(k_11GK)
         new_v_11GK.copy_(v_11GK)
         heads, groups, size = q_11HK.shape[2], k_1GSK.shape[1], q_11HK.shape[3]
-        q_1GQK = q_11HK.view(1, groups, heads // groups, size)
-        return scaled_dot_product_attention(q_1GQK, k_1GSK, v_1GSK, scale=scale).reshape(1, 1, heads, size)
+        q_1GQK = _queries_of_groups(q_11HK[0], groups)[0]
+        found_1GQK = scaled_dot_product_attention(q_1GQK, k_1GSK, v_1GSK, scale=scale)
+        return found_1GQK[:, :, : heads // groups].reshape(1, 1, heads, size)
 
     def _attend_each(self, q_S1HK: Tensor, scale: float) -> Tensor:
         """Attend from one token of each sequence; the queries of a group, as in `_attend_one`, become positions."""
         (number, _, heads, size), groups = q_S1HK.shape, self.keys.shape[0]
-        q_S1GQK = q_S1HK.view(number, 1, groups, heads // groups, size)
+        q_S1GQK = _queries_of_groups(q_S1HK.squeeze(1), groups)
         found = [
             scaled_dot_product_attention(q, k, v, scale=scale)
             for q, (k, v) in zip(q_S1GQK.unbind(0), self.decoding_views, strict=True)
         ]
-        return torch.cat(found).reshape(number, 1, heads, size)
+        return torch.cat(found)[:, :, : heads // groups].reshape(number, 1, heads, size)
 
     def _attend(self, q_QHK: Tensor, span: _Span, rule: AttentionRule) -> Tensor:
         """Attend causally from the last Q positions of a sequence. [Q, H, K] -> [Q, H, K]."""
@@ -340,8 +341,9 @@ class LayerCacheView:
         dtype, source = product_dtype(q_QHK), q_QHK.dtype
         q, k, v = (x if dtype == source else x.to(dtype) for x in (q_QHK, k_GSK, v_GSK))
         if new == 1:  # the queries of a group see the same keys: they take the place of positions
-            q = q.view(1, groups, heads // groups, size)
-            return scaled_dot_product_attention(q, k[None], v[None], scale=scale).reshape(1, heads, size).to(source)
+            q = _queries_of_groups(q, groups)[0]
+            found_1GQK = scaled_dot_product_attention(q, k[None], v[None], scale=scale)
+            return found_1GQK[:, :, : heads // groups].reshape(1, heads, size).to(source)
         whole = new == length
         mask = None if whole else self.view.mask(new, length)
         context = sdpa(q.transpose(0, 1)[None], k[None], v[None], mask, 0.0, causal=whole, scale=scale)
@@ -368,6 +370,19 @@ class LayerCacheView:
             k, v = (x.transpose(0, 1)[:, None] for x in self._keys_and_values(span.encoder_rows))
             found.append(attend_fused(q_SBHK[span.begin : span.end], k, v, 0.0, rule))
         return torch.cat(found)
+
+
+def _queries_of_groups(q_NHK: Tensor, groups: int) -> Tensor:
+    """Return the queries of one position of N sequences, [N, 1, G, Q, K]; the queries of a group see the same keys.
+
+    On a CPU torch's attention of a single row in half precision takes twice as long as that of two rows
+    (benchmarks/results/README.md): a single query is there twice, and only the first result counts.
+    """
+    number, heads, size = q_NHK.shape
+    q_N1GQK = q_NHK.view(number, 1, groups, heads // groups, size)
+    if heads == groups and q_NHK.dtype in (torch.float16, torch.bfloat16) and is_host(q_NHK.device):
+        return q_N1GQK.repeat(1, 1, 1, 2, 1)
+    return q_N1GQK
 
 
 class EncoderCacheView:

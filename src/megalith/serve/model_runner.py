@@ -92,7 +92,7 @@ class ModelRunner(Runner):
         """Return the product with the output weight in a faster layout; None if there is none."""
         model, weight = self.model, self.model.output_weight.detach()
         tied = not model.config.untie_embeddings_and_output_weights
-        if tied and weight.dtype == product_dtype(weight):  # a copy would cost more than it gives
+        if tied and weight.dtype == product_dtype(weight) == torch.float32:  # a copy would cost more than it gives
             return None
         bias = None if model.output_bias is None else model.output_bias.detach()
         packed = packed_product(weight, bias, product_dtype(weight))

@@ -59,6 +59,25 @@ def test_frozen_layers_are_the_layers(variant: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found, expected, rtol=0.0 if exact else None, atol=1e-12 if exact else None)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("style", ["gpt2", "llama"])
+def test_a_token_sees_the_same_keys_in_half_precision(style: str, dtype: torch.dtype) -> None:
+    model = GPT(STYLES[style], 32, dtype=dtype)
+    initialise(model, 5)
+    model.requires_grad_(False)
+    exact = GPT(STYLES[style], 32, dtype=torch.float64)
+    exact.eval().load_state_dict(model.state_dict())
+    runner, texts = ModelRunner(model, 8, 4), ([3, 1, 4, 1, 5], [9, 2])
+    runner.run(BATCHES[0])
+    for batch in (BATCHES[1], BATCHES[2], Batch([Chunk([2], 7, [0, 1])]), Batch([Chunk([7], 8, [0, 1, 4])])):
+        found = runner.run(batch)
+        for logits, chunk in zip(found, batch.chunks, strict=True):
+            text = texts[chunk.blocks[0] == 5]
+            text += chunk.tokens
+            wanted = exact(torch.tensor([text]))[0, -1]
+            assert (logits.double() - wanted).abs().max() < 16 * torch.finfo(dtype).eps * wanted.abs().max()
+
+
 @pytest.mark.parametrize("style", ["gpt2", "llama"])
 def test_a_token_goes_by_frozen_layers_and_no_other_way(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = GPT(STYLES[style], 32)
