@@ -381,7 +381,7 @@ def _queries_of_groups(q_NHK: Tensor, groups: int) -> Tensor:
     number, heads, size = q_NHK.shape
     q_N1GQK = q_NHK.view(number, 1, groups, heads // groups, size)
     if heads == groups and q_NHK.dtype in (torch.float16, torch.bfloat16) and is_host(q_NHK.device):
-        return q_N1GQK.repeat(1, 1, 1, 2, 1)
+        return torch.cat((q_N1GQK, q_N1GQK), -2)  # repeat takes four times as long
     return q_N1GQK
 
 
