@@ -25,7 +25,7 @@ def gelu_erf(x: Tensor) -> Tensor:
 def gelu_tanh(x: Tensor) -> Tensor:
     """Compute the tanh approximation, which GPT-2 and Megatron's fused bias-GELU use.
 
-    Large fp32 tensors on a CPU use a separate kernel, equal to torch's up to rounding.
+    Large tensors on a CPU use a separate kernel, equal to torch's up to rounding.
     """
     if not torch.compiler.is_compiling() and gelu_on_cpu.is_faster_for(x):
         return gelu_on_cpu.gelu_tanh(x)

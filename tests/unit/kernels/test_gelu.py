@@ -1,4 +1,4 @@
-"""GELU without a tanh against torch's, in fp64 and fp32."""
+"""GELU without a tanh against torch's, in fp64, fp32 and half precision."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def _torch(x: Tensor) -> Tensor:
 def test_both_passes_are_those_of_torch(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], transposed: bool
 ) -> None:
-    monkeypatch.setattr(module, "_PIECE", 100)  # several pieces, the last one shorter
+    monkeypatch.setattr(module, "_PIECE", 100)
+    monkeypatch.setattr(module, "_LEAST_PIECE", 100)  # several pieces, the last one shorter
     draws = torch.Generator().manual_seed(1)
     x, upstream = (3.0 * torch.randn(shape, generator=draws, dtype=torch.float64) for _ in range(2))
     if transposed and len(shape) > 1:
@@ -50,8 +51,20 @@ def test_fp32_is_as_exact_as_torch() -> None:
         assert (found - wanted).abs().max() <= max(3.0 * (other - wanted).abs().max(), 1e-7)
 
 
-def test_a_pass_without_gradient_has_the_same_bits() -> None:
-    x = torch.randn(300, 200, requires_grad=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once_in_each_pass(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(module, "_LEAST_PIECE", 1000)
+    monkeypatch.setattr(module, "_PIECE", 1000)
+    x = torch.linspace(-9.0, 9.0, 20_001).to(dtype)
+    wide, ones = x.float(), torch.ones_like(x)
+    ours, exact = _both_passes(gelu_tanh, x, ones), _both_passes(gelu_tanh, wide, ones.float())
+    for found, wanted in zip(ours, exact, strict=True):
+        assert torch.equal(found, wanted.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pass_without_gradient_has_the_same_bits(dtype: torch.dtype) -> None:
+    x = torch.randn(300, 200, dtype=dtype, requires_grad=True)
     y = gelu_tanh(x)
     with torch.no_grad():
         assert torch.equal(gelu_tanh(x), y)
@@ -59,8 +72,8 @@ def test_a_pass_without_gradient_has_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("elements", [100, 1 << 16])
-def test_the_layer_takes_it_for_large_tensors_in_fp32(dtype: torch.dtype, elements: int) -> None:
+@pytest.mark.parametrize("elements", [100, 1 << 17])
+def test_the_layer_takes_it_for_large_tensors(dtype: torch.dtype, elements: int) -> None:
     x = torch.randn(elements).to(dtype)
-    expected = gelu_tanh(x) if dtype == torch.float32 and elements > 100 else _torch(x)
+    expected = gelu_tanh(x) if dtype != torch.float64 and elements > 100 else _torch(x)
     assert torch.equal(feed_forward.gelu_tanh(x), expected)

@@ -81,7 +81,7 @@ class _BlockedAttention(torch.autograd.Function):
         k, v = _expand(k, q), _expand(v, q)
         masks = None if dropout is None else dropout.masks(q.device)
         mask = _block_mask(q)
-        out = torch.empty_like(q)
+        out = q.new_empty(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)  # positions first, as the caller has them
         for start, end in _blocks(q.shape[1]):
             keys = slice(_first(start, window), end)
             probabilities = _probabilities(_part(q, slice(start, end)), _part(k, keys), mask, window)
@@ -96,7 +96,7 @@ class _BlockedAttention(torch.autograd.Function):
         k, v = (_expand(x, q) for x in kv)
         masks = None if ctx.dropout is None else ctx.dropout.masks(q.device)
         mask, grad = _block_mask(q), grads[0]
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         for start, end in _blocks(q.shape[1]):
             rows, keys = slice(start, end), slice(_first(start, ctx.window), end)
             q_block, grad_block, k_block, v_block = _part(q, rows), _part(grad, rows), _part(k, keys), _part(v, keys)
@@ -107,11 +107,18 @@ class _BlockedAttention(torch.autograd.Function):
                 kept = masks.mask(probabilities)
                 dropped = probabilities * kept
                 d_probabilities *= kept
-            dv[:, keys] += torch.bmm(dropped.transpose(1, 2), grad_block)
+            _accumulate(dv[:, keys], torch.bmm(dropped.transpose(1, 2), grad_block), end - start)
             d_scores = softmax_backward(d_probabilities, probabilities)
             dq[:, rows] = torch.bmm(d_scores, k_block)
-            dk[:, keys] += torch.bmm(d_scores.transpose(1, 2), q_block)
+            _accumulate(dk[:, keys], torch.bmm(d_scores.transpose(1, 2), q_block), end - start)
         return dq, _sum_groups(dk, len(kv[0])), _sum_groups(dv, len(kv[1])), None, None
+
+
+def _accumulate(total_NSK: Tensor, part_NSK: Tensor, new: int) -> None:
+    """Add to the rows of a sum but the last `new`, which have no value yet and get one."""
+    old = total_NSK.shape[1] - new
+    total_NSK[:, :old] += part_NSK[:, :old]
+    total_NSK[:, old:] = part_NSK[:, old:]
 
 
 def _expand(x_MSK: Tensor, q_NSK: Tensor) -> Tensor:
@@ -150,7 +157,7 @@ def blocked_causal_attention(
     flat = [x.permute(1, 2, 0, 3).reshape(-1, length, size) for x in (q_SBHK, k_SBGK, v_SBGK)]
     scaled = flat[0] * (size**-0.5 if scale is None else scale)
     out: Tensor = _BlockedAttention.apply(scaled, *flat[1:], Dropout.draw(dropout), window)
-    return out.view(batch, heads, length, size).permute(2, 0, 1, 3)
+    return out.transpose(0, 1).view(length, batch, heads, size)
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, hidden: Tensor | None, scale: float, out: Tensor) -> None:
