@@ -72,6 +72,12 @@ def varlen_backward(grad: Tensor, *kept: Any, scale: float, window: int | None) 
     return dq, dk, dv
 
 
+def silu_backward(grad: Tensor, x: Tensor, *, out: Tensor) -> Tensor:
+    """Compute the gradient of x for silu(x); `out` may be `grad`."""
+    torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=out)
+    return out
+
+
 def softmax_backward(grad: Tensor, probabilities: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the gradient of a softmax's input (last dimension); written to `out`, which may be `grad`, if given."""
     if out is None:

@@ -59,6 +59,13 @@ def test_gradient_of_a_softmax() -> None:
     torch.testing.assert_close(grad, wanted, msg="aten._softmax_backward_data.out over its own input")
 
 
+def test_gradient_of_silu() -> None:
+    x, grad = torch.randn(3, 7, requires_grad=True), torch.randn(3, 7)
+    (wanted,) = torch.autograd.grad(torch.nn.functional.silu(x), x, grad)
+    private.silu_backward(grad, x.detach(), out=grad)
+    torch.testing.assert_close(grad, wanted, msg="aten.silu_backward.grad_input over its own input")
+
+
 def test_gradient_of_a_sigmoid() -> None:
     x, grad, found = torch.randn(3, 7, requires_grad=True), torch.randn(3, 7), torch.empty(3, 7)
     h = x.sigmoid()
