@@ -97,8 +97,8 @@ class Activation:
 class _Gated(torch.autograd.Function):
     """A gated activation that keeps its input [..., 2F] alone, as Megatron's fused kernel does, and no factor of it.
 
-    The backward pass computes the factors again, with the same bits. On a CPU that takes a fifth longer than keeping
-    one, so only accelerators, whose memory is scarce, do it.
+    The backward pass computes the factors again, with the same bits. On a CPU both passes take 11 to 18 % longer so
+    (benchmarks/results/README.md): only accelerators, whose memory is scarce, do it.
     """
 
     @staticmethod

@@ -59,7 +59,10 @@ class Result:
 
 
 def has_diverged(folder: Path) -> bool:
-    """Return whether a non-finite step stopped a failed run; one that is finite when recomputed is a machine error."""
+    """Return whether the NaN guard stopped a run at a non-finite step.
+
+    A step that was finite when it was recomputed does not count: the hardware failed, and the loss did not diverge.
+    """
     try:
         events = read_history(find_run(folder)).events
     except DataError:
