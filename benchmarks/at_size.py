@@ -344,7 +344,8 @@ def pair_table(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         tokens, steps = result["tokens"], result["iterations"]
         yield f"![Losses of both](pair-{result['name']}.png)\n"
         size = f"{steps:,} steps of {tokens:,} tokens, {steps * tokens / 1e6:.2f}M in all"
-        yield f"{machine}{loaded}, seed {result['seed']}, {result['date']}: {size}."
+        flags = f", `{' '.join(result['flags'])}`" if result["flags"] else ""
+        yield f"{machine}{loaded}{flags}, seed {result['seed']}, {result['date']}: {size}."
         yield ""
         yield f"| | median step | steps together | loss of the last {WINDOW} steps | validation loss |"
         yield "|---|---|---|---|---|"

@@ -1,4 +1,4 @@
-"""Freed memory that stays with the process: no page of it is faulted in twice."""
+"""Freed memory that stays with the process: no page of it is faulted in twice; and memory that is used bit by bit."""
 
 from __future__ import annotations
 
@@ -59,3 +59,26 @@ def test_limited_addresses_are_left_alone() -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
     limited = subprocess.run([sys.executable, "-c", limit + CHILD, "keep"], capture_output=True, text=True, check=True)
     assert limited.stdout.split()[0] == "False"
+
+
+CACHE = """
+import re, sys, torch
+from megalith.kernels.cpu.process import keep_freed_memory
+from megalith.serve.cache import PagedKVCache
+keep_freed_memory(1)
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) >> 10
+cache = PagedKVCache(8, 4096, 16, 8, 64, dtype=torch.float32, device=torch.device("cpu"))
+before = resident()
+for keys, values in zip(cache.layer_keys, cache.layer_values):
+    keys[:, 0], values[:, 0] = 1, 1
+print(cache.bytes >> 20, resident() - before)
+"""
+
+
+@glibc
+def test_one_token_takes_little_of_a_large_key_value_cache() -> None:
+    finished = subprocess.run([sys.executable, "-c", CACHE], capture_output=True, text=True, check=True)
+    size, taken = map(int, finished.stdout.split())
+    assert size == 2048
+    assert taken < 32  # MiB; 8 layers of 8 heads, keys and values: 256 in pages of 2 MiB

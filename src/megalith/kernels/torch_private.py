@@ -129,13 +129,13 @@ def has_fp16_linear() -> bool:
     )
 
 
-def fp16_pack(weight: Tensor) -> Any:
-    """Return a weight [O, I] in fp32, rounded to fp16, in FBGEMM's layout: an object for `fp16_linear`."""
-    return torch.ops.quantized.linear_prepack_fp16(weight, None)
+def fp16_pack(weight: Tensor, bias: Tensor | None = None) -> Any:
+    """Return a weight [O, I] in fp32, rounded to fp16, and a bias [O] in FBGEMM's layout: an object for `fp16_linear`."""
+    return torch.ops.quantized.linear_prepack_fp16(weight, bias)
 
 
 def fp16_linear(x: Tensor, packed: Any) -> Tensor:
-    """Compute y = x W^T in fp32 with FBGEMM. [..., I] -> [..., O]."""
+    """Compute y = x W^T + b in fp32 with FBGEMM. [..., I] -> [..., O]."""
     y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, packed)
     return y
 

@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megalith.kernels.cpu.products import min_rows, packed_product
+from megalith.kernels.cpu.products import Packing, min_rows
 from megalith.kernels.torch_private import onednn_linear
 from megalith.models.transformer import Block, Transformer
 from megalith.nn.attention import LocalAttention, SelfAttention
@@ -37,12 +37,12 @@ _Step = Callable[[Tensor, Rotation | None, LayerCache], Tensor]
 class FrozenLayers:
     """The layers of a `Transformer` in evaluation, without a gradient; equal to rounding.
 
-    The weights of `decoder` stay where they are, and may be changed in place, unless `packs` lets them be moved into
+    The weights of `decoder` stay where they are, and may be changed in place, unless `packing` moves them into
     the layout of a faster product (`kernels.cpu.products`), one after the other: then `decoder` has them no more.
     """
 
-    def __init__(self, decoder: Transformer, packs: bool = False) -> None:
-        self._layers = [_layer(cast("Block", block), packs) for block in decoder.layers.values()]
+    def __init__(self, decoder: Transformer, packing: Packing | None = None) -> None:
+        self._layers = [_layer(cast("Block", block), packing) for block in decoder.layers.values()]
         self._norm = None if decoder.final_layernorm is None else _norm(decoder.final_layernorm)
 
     def __call__(self, x_S1D: Tensor, rope: Rotation | None, cache: KVCache) -> Tensor:
@@ -53,16 +53,16 @@ class FrozenLayers:
         return (x_SD if self._norm is None else self._norm(x_SD)).unsqueeze(1)
 
 
-def frozen(decoder: Transformer, packs: bool = False) -> FrozenLayers | None:
+def frozen(decoder: Transformer, packing: Packing | None = None) -> FrozenLayers | None:
     """Return the layers in fewer calls; None if ranks share them, whose layers communicate."""
-    return FrozenLayers(decoder, packs) if decoder.region.size == 1 else None
+    return FrozenLayers(decoder, packing) if decoder.region.size == 1 else None
 
 
-def _layer(block: Block, packs: bool) -> _Step:
+def _layer(block: Block, packing: Packing | None) -> _Step:
     if type(block) is not Block or block.residual_of_norm or block.cross_attention is not None:
         return lambda x_SD, rope, cache: cast("Tensor", block(x_SD.unsqueeze(1), rope, cache).squeeze(1))
-    first, attention = _norm(block.input_layernorm), _attention(block.self_attention, packs)
-    second, feed = _norm(block.pre_mlp_layernorm), _feed_forward(block.mlp, packs)
+    first, attention = _norm(block.input_layernorm), _attention(block.self_attention, packing)
+    second, feed = _norm(block.pre_mlp_layernorm), _feed_forward(block.mlp, packing)
     rotated = block.rotated
 
     def through(x_SD: Tensor, rope: Rotation | None, cache: LayerCache) -> Tensor:
@@ -72,14 +72,14 @@ def _layer(block: Block, packs: bool) -> _Step:
     return through
 
 
-def _linear(layer: Linear, packs: bool) -> _Map:
-    product, beside = _product(layer, packs), layer.adapter
+def _linear(layer: Linear, packing: Packing | None) -> _Map:
+    product, beside = _product(layer, packing), layer.adapter
     return product if beside is None else lambda x: beside.row(product(x), x, SOLO)
 
 
-def _product(layer: Linear, packs: bool) -> _Map:
+def _product(layer: Linear, packing: Packing | None) -> _Map:
     weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
-    packed = packed_product(weight, bias, product_dtype(weight)) if packs else None
+    packed = None if packing is None else packing.product(weight, bias, product_dtype(weight))
     if packed is not None:
         layer.weight.data = weight.new_empty(0)
         return packed
@@ -103,10 +103,10 @@ def _norm(norm: nn.Module) -> _Map:
     return lambda x: torch.layer_norm(x, shape, weight, bias, epsilon) if x.dtype == weight.dtype else norm(x)
 
 
-def _attention(layer: nn.Module, packs: bool) -> _Step:
+def _attention(layer: nn.Module, packing: Packing | None) -> _Step:
     if not isinstance(layer, SelfAttention) or not _is_plain(layer):
         return lambda x_SD, rope, cache: cast("Tensor", layer(x_SD.unsqueeze(1), rope, cache).squeeze(1))
-    project, back = _linear(layer.linear_qkv, packs), _linear(layer.linear_proj, packs)
+    project, back = _linear(layer.linear_qkv, packing), _linear(layer.linear_proj, packing)
     groups, size, queries = layer.num_groups, layer.shape.head_size, layer.num_heads // layer.num_groups
     constant = layer.rule if layer.shape.softmax_type == "vanilla" else None
     turned = partial(rotate, interleaved=layer.shape.rotary_interleaved)
@@ -132,9 +132,9 @@ def _is_plain(layer: SelfAttention) -> bool:
     return isinstance(layer.mixer, LocalAttention) and layer.q_layernorm is None and not layer.shape.output_gate
 
 
-def _feed_forward(layer: nn.Module, packs: bool) -> _Map:
+def _feed_forward(layer: nn.Module, packing: Packing | None) -> _Map:
     if not isinstance(layer, FeedForward):
         return lambda x_SD: cast("Tensor", layer(x_SD.unsqueeze(1)).squeeze(1))
-    up, down = _linear(layer.linear_fc1, packs), _linear(layer.linear_fc2, packs)
+    up, down = _linear(layer.linear_fc1, packing), _linear(layer.linear_fc2, packing)
     activation = layer.activation if layer.activation.gated else ACTIVATIONS[layer.activation.kind]
     return lambda x_SD: down(activation(up(x_SD)))

@@ -29,6 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megalith.config import ModelConfig
 from megalith.device import capability_of, is_host
+from megalith.kernels.cpu.process import use_small_pages
 from megalith.kernels.partial_attention import attend_last, has_varlen
 from megalith.kernels.transfer import to_device
 from megalith.nn.attend import PLAIN, AttentionRule, Mask, attend_fused, by_queries, sdpa
@@ -57,6 +58,9 @@ class PagedKVCache:
         shape = (num_layers, groups, num_blocks * block_size, head_size)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
+        if is_host(device):  # the first token is written to each layer and group, 2 MiB apart or more
+            for buffer in (self.keys, self.values):
+                use_small_pages(buffer.data_ptr(), buffer.nbytes)
         self.layer_keys, self.layer_values = self.keys.unbind(0), self.values.unbind(0)
 
     @property

@@ -15,7 +15,7 @@ from megalith.data.masked.t5 import decoder_start_token
 from megalith.distributed import comm, p2p
 from megalith.distributed.context import ParallelContext
 from megalith.errors import DataError, LayoutError, PeerError
-from megalith.kernels.cpu.products import Product, packed_product
+from megalith.kernels.cpu.products import Packing, Product
 from megalith.kernels.transfer import to_device
 from megalith.models.frozen import frozen
 from megalith.models.language_model import GenerativeModel, LanguageModel
@@ -32,6 +32,11 @@ from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.protocol import require_eod
 
 BLOCK_SIZE = 16
+_SMALL_MODEL = 1 << 30  # bytes of weights
+
+
+def _weight_bytes(model: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def local_groups(model: GenerativeModel) -> int:
@@ -54,7 +59,8 @@ class ModelRunner(Runner):
         num_blocks: Blocks of the KV cache; the same on all ranks.
         context_length: Maximum number of positions, for models without a position table; as in training if None.
         packs_weights: Whether to move weights into the layout of faster products; the model has them no more then. A
-            half-precision output weight that is the word embedding too is copied if its products are of fp32.
+            half-precision output weight that is the word embedding too is copied. bf16 weights of a small model get a
+            second layout, for few rows.
         adapts: Whether LoRA adapters may be added.
     """
 
@@ -69,7 +75,6 @@ class ModelRunner(Runner):
         adapts: bool = False,
     ) -> None:
         self.model: GenerativeModel = model.eval()
-        self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self.vocab_size = model.vocab_size
         self.context_length = context_length or model.config.max_position_embeddings
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -85,22 +90,21 @@ class ModelRunner(Runner):
         self._rows: Rows = ()
         self._banks = _add_banks(model, lambda: self._rows) if adapts else {}
         self._cross_attentions = model.cross_attentions()
-        self._layers = None if self._cross_attentions else frozen(model.decoder, packs_weights)
-        self._output = self._pack_output() if packs_weights and model.region.size == 1 else None
+        packing = Packing(_weight_bytes(model) <= _SMALL_MODEL) if packs_weights and model.region.size == 1 else None
+        self._layers = None if self._cross_attentions else frozen(model.decoder, packing)
+        self._output = None if packing is None else self._pack_output(packing)
+        self.weight_bytes = _weight_bytes(model) + (0 if packing is None else packing.num_bytes)
 
-    def _pack_output(self) -> Product | None:
+    def _pack_output(self, packing: Packing) -> Product | None:
         """Return the product with the output weight in a faster layout; None if there is none."""
         model, weight = self.model, self.model.output_weight.detach()
         tied = not model.config.untie_embeddings_and_output_weights
         if tied and weight.dtype == product_dtype(weight) == torch.float32:  # a copy would cost more than it gives
             return None
         bias = None if model.output_bias is None else model.output_bias.detach()
-        packed = packed_product(weight, bias, product_dtype(weight))
-        if packed is not None:
-            if tied:
-                self.weight_bytes += weight.nbytes
-            else:
-                model.output_weight.data = weight.new_empty(0)
+        packed = packing.product(weight, bias, product_dtype(weight))
+        if packed is not None and not tied:
+            model.output_weight.data = weight.new_empty(0)
         return packed
 
     def add_adapters(self, number: int, adapters: Mapping[str, Adapter]) -> None:
@@ -181,7 +185,7 @@ class PlainRunner(Runner):
     def __init__(self, model: PlainModel, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
         self.model = model.eval()
         self.vocab_size, self.context_length = model.vocab_size, model.config.max_position_embeddings
-        self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self.weight_bytes = _weight_bytes(model)
         self.num_blocks, self.block_size = num_blocks, block_size
         self.cache = _TokenCache(num_blocks, block_size)
 

@@ -9,7 +9,7 @@ import torch
 from tests.devices import CPU
 
 from megalith.kernels.cpu import products
-from megalith.kernels.cpu.products import packed_product
+from megalith.kernels.cpu.products import Packing
 from megalith.kernels.torch_private import has_fp16_linear, has_onednn_bf16, has_onednn_linear
 from megalith.models.gpt import GPT
 from megalith.models.initialise import initialise
@@ -42,7 +42,7 @@ def test_products_of_half_precision(rows: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(rows)
     x, weight = (torch.randn(n, 24, generator=generator).to(dtype) for n in (rows, 50))
     bias = torch.randn(50, generator=generator).to(dtype)
-    product, biased = (packed_product(weight, b, torch.float32) for b in (None, bias))
+    product, biased = (Packing().product(weight, b, torch.float32) for b in (None, bias))
     assert product is not None and biased is not None
     wanted = (x.double() @ weight.double().t()).to(dtype)
     for found, right in ((product(x), wanted), (biased(x), wanted + bias)):
@@ -54,7 +54,7 @@ def test_products_of_half_precision(rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("largest", [1e-30, 3e-3, 1.0, 1e30])
 def test_bf16_weights_are_exact_whatever_their_size(largest: float) -> None:
     weight = (largest * torch.logspace(0, -8, 64)).bfloat16().view(8, 8)
-    product = packed_product(weight, None, torch.float32)
+    product = Packing().product(weight, None, torch.float32)
     assert product is not None
     assert torch.equal(product(torch.eye(8, dtype=torch.bfloat16)), weight.t())
 
@@ -63,22 +63,25 @@ def test_bf16_weights_are_exact_whatever_their_size(largest: float) -> None:
 def test_weights_that_are_not_finite_are_not_packed(value: float) -> None:
     weight = torch.ones(8, 8, dtype=torch.bfloat16)
     weight[3, 5] = value
-    assert packed_product(weight, None, torch.float32) is None
+    assert Packing().product(weight, None, torch.float32) is None
 
 
 @pytest.mark.parametrize("lacks", [("has_onednn_bf16", lambda: False), ("_LARGE_WEIGHT", 65)], ids=["bf16", "size"])
 def test_bf16_is_packed_only_where_it_is_faster(lacks: tuple[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, *lacks)
-    assert packed_product(torch.ones(8, 8, dtype=torch.bfloat16), None, torch.bfloat16) is None
+    assert Packing().product(torch.ones(8, 8, dtype=torch.bfloat16), None, torch.bfloat16) is None
 
 
 @pytest.mark.skipif(not has_onednn_bf16(), reason="oneDNN has no bf16 on this processor")
-@pytest.mark.parametrize("rows", [1, 16, 65])
-def test_products_of_bf16(rows: int) -> None:
+@pytest.mark.parametrize("few", [False, True], ids=["one layout", "one for few rows"])
+@pytest.mark.parametrize("rows", [1, 4, 16, 65])
+def test_products_of_bf16(rows: int, few: bool) -> None:
     generator = torch.Generator().manual_seed(rows)
     x, weight, bias = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((rows, 24), (50, 24), (50,)))
-    product = packed_product(weight, bias, torch.bfloat16)
+    packing = Packing(few)
+    product = packing.product(weight, bias, torch.bfloat16)
     assert product is not None
+    assert packing.num_bytes == (1 + (few and has_fp16_linear())) * weight.nbytes
     found = product(x)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), x.double() @ weight.double().t() + bias, rtol=2**-7, atol=2**-6)
@@ -88,7 +91,7 @@ def test_products_of_bf16(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 16, 65])
 def test_products_of_fp32(rows: int) -> None:
     x, weight, bias = torch.randn(rows, 24), torch.randn(50, 24), torch.randn(50)
-    product = packed_product(weight, bias, torch.float32)
+    product = Packing().product(weight, bias, torch.float32)
     assert product is not None
     torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, bias))
 

@@ -86,10 +86,11 @@ def test_linear_by_onednn() -> None:
 
 @pytest.mark.skipif(not private.has_fp16_linear(), reason="this torch or processor has no fp16 products")
 def test_linear_by_fbgemm() -> None:
-    x, weight = torch.randn(2, 3, 8), torch.randn(6, 8).half().float()
-    wanted = torch.nn.functional.linear(x, weight)
-    found = private.fp16_linear(x, private.fp16_pack(weight))
-    torch.testing.assert_close(found, wanted, msg="quantized.linear_prepack_fp16, linear_dynamic_fp16")
+    x, weight, bias = torch.randn(2, 3, 8), torch.randn(6, 8).half().float(), torch.randn(6)
+    for added in (None, bias):
+        wanted = torch.nn.functional.linear(x, weight, added)
+        found = private.fp16_linear(x, private.fp16_pack(weight, added))
+        torch.testing.assert_close(found, wanted, msg="quantized.linear_prepack_fp16, linear_dynamic_fp16")
 
 
 def test_operators_on_lists() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 # mallopt(3) and madvise(2)
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
-_HUGE_PAGES = 14
+_HUGE_PAGES, _SMALL_PAGES = 14, 15
 _GROWTH = 64 << 20  # bytes that the heap grows by at least
 
 
@@ -59,6 +59,19 @@ def return_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.malloc_trim.argtypes = [ctypes.c_size_t]
         libc.malloc_trim(2 ** (8 * ctypes.sizeof(ctypes.c_size_t) - 2))  # bytes that are left at the end
+
+
+def use_small_pages(start: int, num_bytes: int) -> None:
+    """Let memory that is written here and there, not at once, take up pages of the system's size, as far as it can.
+
+    After `keep_freed_memory` the first byte written takes 2 MiB.
+    """
+    if platform.system() == "Linux":
+        libc, page = ctypes.CDLL(None), os.sysconf("SC_PAGE_SIZE")
+        libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        first, end = -(-start // page) * page, (start + num_bytes) // page * page
+        if first < end:
+            libc.madvise(first, end - first, _SMALL_PAGES)  # fails without effect on a kernel without huge pages
 
 
 def _addresses_limited() -> bool:
