@@ -156,6 +156,16 @@ def bought(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     return plan_of
 
 
+@pytest.mark.parametrize("form", ["--search --preset gpt3-345m", "--hours 24 --data 2B"])
+def test_flags_that_a_search_replaces_are_named(form: str, bought: Callable[[str], dict[str, Any]]) -> None:
+    given = "--tensor-model-parallel-size 4 --sequence-parallel --micro-batch-size 2"
+    notes = " ".join(bought(f"--gpus 8xH100 {form} {given}")["notes"])
+    assert all(
+        flag in notes for flag in ("--tensor-model-parallel-size 4", "--sequence-parallel", "--micro-batch-size 2")
+    )
+    assert "--tensor" not in " ".join(bought(f"--gpus 8xH100 {form}")["notes"])
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

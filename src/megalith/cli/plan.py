@@ -73,7 +73,7 @@ def _print_budget(
 ) -> None:
     """Print which sizes the hours pay for."""
     from megalith.plan.budget import afford, completed, read_number
-    from megalith.plan.plan import Plan, search_run
+    from megalith.plan.plan import Plan, left_out, search_run
 
     seconds, unique = 3600 * options.hours, read_number("--data", options.data)
 
@@ -95,7 +95,7 @@ def _print_budget(
             }
             for one in sizes
         ]
-        print(json.dumps({"hours": options.hours, "device": device.name, "sizes": rows}))
+        print(json.dumps({"hours": options.hours, "device": device.name, "sizes": rows, "notes": left_out(words)}))
         return
     say = Words(_language(options))
     own = {"hours": options.hours, "number": world_size, "device": device.name, "unique": unique}
@@ -112,6 +112,8 @@ def _print_budget(
     print(f"\n{say(ends, end=end)}\n  {_command(best)}")
     if best.plan.run.data.mock_data:
         print(say("Put your data and tokenizer in place of --mock-data and NullTokenizer."))
+    for note in left_out(words):
+        print(say("note: {note}", note=note))
 
 
 def _command(one: Purchase) -> str:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from megalith.config import RunConfig, all_settings, load
-from megalith.config.command_line import without_settings
+from megalith.config.command_line import read_command_line, without_settings
 from megalith.config.tokenizer import TIKTOKEN_SIZE
 from megalith.errors import ConfigError, MegalithError
 from megalith.plan.chinese import Words, left, right
@@ -246,12 +246,19 @@ def without_layout(words: Sequence[str]) -> tuple[list[str], RunConfig]:
     return own, load([*own, *alone], {}, files=False)
 
 
+def left_out(words: Sequence[str]) -> list[str]:
+    """Return a note about flags in whose place a search chooses others, if there are any."""
+    given = {name: value for name, value in read_command_line(words).values.items() if name in SEARCHED}
+    flags = (all_settings()[name].flag + ("" if value is True else f" {value}") for name, value in given.items())
+    return [f"left out, as the search chooses the layout: {', '.join(flags)}"] if given else []
+
+
 def search_run(
     words: Sequence[str], device: Device, *, world_size: int, nodes: int = 1, number: int = 5, task: Task | None = None
 ) -> tuple[Plan, Found]:
     """Return the plan of the fastest layout of a run that fits, and the fastest `number` of them.
 
-    Layout and micro-batch size of `words` are left out; its global batch size is kept.
+    Layout and micro-batch size of `words` are left out, which the notes of the plan say; its global batch size is kept.
 
     Raises:
         ConfigError: a setting other than of layout is wrong; NothingFitsError, which is one: no layout fits.
@@ -262,6 +269,7 @@ def search_run(
     if base.train.compile:
         base = replace(base, train=replace(base.train, compile=False))
     tokens, notes = _vocabulary(base)
+    notes += left_out(words)
     search = Search(base, device, world_size=world_size, nodes=nodes, tokens=tokens, memory=partial(_memory, device))
     found = search.best(number, task)
     if not found.best:
