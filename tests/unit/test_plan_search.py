@@ -166,6 +166,12 @@ def test_flags_that_a_search_replaces_are_named(form: str, bought: Callable[[str
     assert "--tensor" not in " ".join(bought(f"--gpus 8xH100 {form}")["notes"])
 
 
+@pytest.mark.parametrize(("gpus", "named"), [("12xH100", True), ("16xH100", False), ("6xH100", False)])
+def test_machines_that_are_not_full_are_named(gpus: str, named: bool, bought: Callable[[str], dict[str, Any]]) -> None:
+    notes = " ".join(bought(f"--gpus {gpus} --preset gpt3-345m --global-batch-size 96")["notes"])
+    assert ("--nodes" in notes) == named
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

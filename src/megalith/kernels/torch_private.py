@@ -130,7 +130,7 @@ def has_fp16_linear() -> bool:
 
 
 def fp16_pack(weight: Tensor, bias: Tensor | None = None) -> Any:
-    """Return a weight [O, I] in fp32, rounded to fp16, and a bias [O] in FBGEMM's layout: an object for `fp16_linear`."""
+    """Return a weight [O, I] in fp32, rounded to fp16, and a bias in FBGEMM's layout: an object for `fp16_linear`."""
     return torch.ops.quantized.linear_prepack_fp16(weight, bias)
 
 

@@ -224,6 +224,8 @@ def _plan_of(run: RunConfig, vocab_size: int, device: Device, nodes: int, notes:
         notes.append("--compile: planned as without it, which needs more")
     if run.data.masks_documents:
         notes.append("each sequence is planned as one document")
+    if nodes > 1 and (each := run.launch.world_size // nodes) < device.rates.node:
+        notes.append(f"the devices are in {nodes} machines of {each}; --nodes N sets another number")
     ranks = _memory(device, run, vocab_size)
     runs = f"; {device.runs} runs corrected them by {device.rates.efficiency:.3g}" if device.runs else ""
     notes.append(f"rates: {device.rates.source}{runs}")
