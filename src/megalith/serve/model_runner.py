@@ -32,7 +32,7 @@ from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.protocol import require_eod
 
 BLOCK_SIZE = 16
-_SMALL_MODEL = 1 << 30  # bytes of weights
+_SMALL_MODEL = 256 << 20  # bytes of weights that may be kept in two layouts
 
 
 def _weight_bytes(model: torch.nn.Module) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from tests.devices import CPU
+from tests.devices import CPU, CPU_WITH_BF16
 
 from megalith.kernels.cpu import products
 from megalith.kernels.cpu.products import Packing
@@ -117,3 +117,23 @@ def test_a_model_with_packed_weights(style: str, tied: bool, dtype: torch.dtype)
     copied = tied and dtype == torch.bfloat16
     assert packed.weight_bytes == held + copied * model.output_weight.nbytes
     assert sum(parameter.nbytes for parameter in model.parameters()) < held / 2, "weights are there twice"
+
+
+@needs_fbgemm
+@pytest.mark.skipif(not has_onednn_bf16(), reason="oneDNN has no bf16 on this processor")
+@pytest.mark.parametrize("small", [True, False])
+def test_only_a_small_model_has_weights_in_two_layouts(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalith.device.HOST", CPU_WITH_BF16)
+    model = GPT(STYLES["gpt2"], 32, dtype=torch.bfloat16)
+    initialise(model, 5)
+    model.requires_grad_(False)
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    monkeypatch.setattr("megalith.serve.model_runner._SMALL_MODEL", held if small else held - 1)
+    plain = ModelRunner(model, 8, 4)
+    wanted = [plain.run(batch) for batch in BATCHES]
+    packed = ModelRunner(model, 8, 4, packs_weights=True)
+    for batch, right in zip(BATCHES, wanted, strict=True):
+        torch.testing.assert_close(packed.run(batch), right, rtol=0.05, atol=0.05)
+    left = sum(parameter.nbytes for parameter in model.parameters())
+    moved = held - left + model.output_weight.nbytes  # it is the word embedding too, which stays
+    assert packed.weight_bytes == left + (2 if small else 1) * moved

@@ -37,7 +37,6 @@ def keep_freed_memory(processes: int) -> bool:
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     # -1 as a size: no limit. One arena: collectives of gloo copy tensors in threads, which else would not find what
     # other threads have freed.
     settings = ((_TRIM_THRESHOLD, -1), (_TOP_PAD, _GROWTH), (_MMAP_MAX, 0), (_ARENA_MAX, 1))
@@ -46,7 +45,7 @@ def keep_freed_memory(processes: int) -> bool:
     # The block that is freed here stays at the end of the heap, so that huge pages can be requested before first use.
     libc.free(libc.malloc(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * processes)))
     for start, stop in _heap():
-        libc.madvise(start, stop - start, _HUGE_PAGES)  # fails without effect on a kernel without huge pages
+        _advise(start, stop, _HUGE_PAGES)
     return True
 
 
@@ -62,16 +61,20 @@ def return_freed_memory() -> None:
 
 
 def use_small_pages(start: int, num_bytes: int) -> None:
-    """Let memory that is written here and there, not at once, take up pages of the system's size, as far as it can.
+    """Let `num_bytes` from the address `start` on take memory by pages of the system's size as they are written.
 
-    After `keep_freed_memory` the first byte written takes 2 MiB.
+    For memory that is written here and there: after `keep_freed_memory` the first byte of each 2 MiB takes them all.
     """
     if platform.system() == "Linux":
-        libc, page = ctypes.CDLL(None), os.sysconf("SC_PAGE_SIZE")
-        libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        first, end = -(-start // page) * page, (start + num_bytes) // page * page
-        if first < end:
-            libc.madvise(first, end - first, _SMALL_PAGES)  # fails without effect on a kernel without huge pages
+        page = os.sysconf("SC_PAGE_SIZE")
+        _advise(-(-start // page) * page, (start + num_bytes) // page * page, _SMALL_PAGES)
+
+
+def _advise(start: int, stop: int, advice: int) -> None:
+    """Call madvise(2) on whole pages; without effect on a kernel without huge pages."""
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.madvise(start, max(0, stop - start), advice)
 
 
 def _addresses_limited() -> bool:
