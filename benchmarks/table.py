@@ -135,20 +135,22 @@ def _cell(row: Row | None, against: str, goal: Goal | None) -> str:
         if goal:
             verdict = " met" if goal.is_met(statistics.median(figure["values"])) else " **missed**"
         return f"**{_figure(figure)}**{verdict}{loaded}"
-    values = ratios(row, against)
+    values, digits = ratios(row, against), 2
     if goal:
         verdict = " met" if goal.is_met(statistics.median(values)) else " **missed**"
+        if verdict != " met" and goal.is_met(round(statistics.median(values), 2)):
+            digits = 3  # two would print a missed goal as the goal
     ours, theirs = (statistics.median(row["seconds"][name]) for name in (row["ours"], against))
     speeds = [
         f"; {row[key] / ours:.3g} and {row[key] / theirs:.3g} {unit}/s"
         for key, unit in (("tokens", "tokens"), ("mebibytes", "MiB"))
         if key in row
     ]
-    return f"{_range(values)}{verdict}: {ours:.3g} and {theirs:.3g} s{''.join(speeds)}{loaded}"
+    return f"{_range(values, digits)}{verdict}: {ours:.3g} and {theirs:.3g} s{''.join(speeds)}{loaded}"
 
 
-def _range(values: Sequence[float]) -> str:
-    return f"**{statistics.median(values):.2f}** ({min(values):.2f} to {max(values):.2f})"
+def _range(values: Sequence[float], digits: int = 2) -> str:
+    return f"**{statistics.median(values):.{digits}f}** ({min(values):.2f} to {max(values):.2f})"
 
 
 def _figure(figure: Mapping[str, Any]) -> str:

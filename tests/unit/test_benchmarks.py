@@ -85,6 +85,11 @@ def test_a_goal_is_met_at_its_bound(compiled: float, verdict: str) -> None:
     assert verdict in module("table").page(results(row([1.0], [compiled])))
 
 
+def test_a_goal_that_is_missed_by_little_is_not_printed_as_the_goal() -> None:
+    page = module("table").page(results(row([1.0], [1.196])))
+    assert "**1.196**" in page and "missed" in page
+
+
 def test_a_figure_is_bounded_from_above() -> None:
     table, name = module("table"), "ranks 16"
     for mib, verdict in ((250.0, "met"), (251.0, "missed")):

@@ -52,7 +52,7 @@ class _StoreGiven(argparse.Action):
 def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="megalith ladder",
-        usage="megalith ladder --folder DIR [--depths N ...] [--widths N ...] --tokens-per-parameter R R ... "
+        usage="megalith ladder --folder DIR [--depths N ...] [--widths N ...] [--tokens-per-parameter R R ...] "
         "[flags of megalith train]",
         description="Train a family of model sizes one after the other, fit L(N, D) = E + A / N^alpha + B / D^beta to "
         "their final validation losses, and predict the loss of a larger model. All other flags are those of megalith "
