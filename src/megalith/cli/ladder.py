@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,19 @@ from megalith.cli.compare import show
 from megalith.cli.ladder_plan import Plan, Rung, make_plan
 from megalith.cli.launch import package_environment
 from megalith.cli.report import write_page
-from megalith.distributed.supervise import SECOND_SIGNAL, STOPPED, Signals
+from megalith.distributed.supervise import SECOND_SIGNAL, STOPPED, Signals, suspend_with
 from megalith.errors import ConfigError, DataError, MegalithError, install_command
-from megalith.report.ladder import Ladder, Result, amount, has_diverged, sentences, tables, to_dict
+from megalith.report.ladder import (
+    Ladder,
+    Result,
+    amount,
+    has_diverged,
+    interrupted,
+    sentences,
+    shortfall,
+    tables,
+    to_dict,
+)
 from megalith.report.ladder_picture import draw
 from megalith.report.scaling_law import Fit
 from megalith.report.settings import differing, settings_of
@@ -107,6 +118,8 @@ def _own(words: Sequence[str]) -> list[str]:
 
 def _stored(folder: Path) -> dict[str, Any]:
     """Return what ladder.json holds; DataError if there is none, or it is not a ladder's."""
+    if not (folder / "ladder.json").exists():
+        raise DataError(f"--folder {folder}: there is no ladder.json in it; give the arguments of the ladder")
     stored = _read_object(folder / "ladder.json", "give the arguments of the ladder again")
     if not all(_are_texts(stored.get(name)) for name in ("arguments", "failed")):
         raise _not_of_a_ladder(folder / "ladder.json")
@@ -153,7 +166,7 @@ class _Climb:
 
     def __init__(self, plan: Plan, folder: Path, arguments: Sequence[str]) -> None:
         self._plan, self._folder, self._arguments = plan, folder, list(arguments)
-        config = plan.base.to_dict()
+        config = plan.config()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -162,9 +175,15 @@ class _Climb:
         self._failed: set[str] = set()
         if before.is_file():
             saved = _saved_settings(before, config.keys())
-            if changed := differing([saved, settings_of(config)]):
-                shown = ", ".join(f"{flag} {was} -> {now}" for flag, (was, now) in changed.items())
-                raise ConfigError(f"{folder} holds runs with other settings ({shown}); use another --folder")
+            now = settings_of(config)
+            changed = differing([saved, now])
+            if saved["seed"] != now["seed"]:  # runs that differ in it alone are one configuration
+                changed["--seed"] = str(saved["seed"]), str(now["seed"])
+            if changed:
+                shown = ", ".join(f"{flag} {old} -> {new}" for flag, (old, new) in changed.items())
+                raise ConfigError(
+                    f"{folder} holds runs with other settings ({shown}); give those they have, or another --folder"
+                )
             if (folder / "ladder.json").exists():  # else the ladder was killed before it wrote one: no run has failed
                 self._failed = set(_stored(folder)["failed"])
         write_page(before, json.dumps(config, indent=1), "--folder")
@@ -202,7 +221,8 @@ class _Climb:
         swept = Ladder([self._result(rung) for rung in sweep], plan.ratios)
         best = swept.best(str(plan.sizes[0]))
         if sweep and best is None and all(result.finished for result in swept.results):
-            raise MegalithError("all runs of --sweep-lr have diverged; give lower rates and another --folder")
+            self._write(to_dict(swept, None))
+            raise MegalithError("all runs of --sweep-lr have diverged; give lower rates")
         lr = best.lr if best else plan.base.schedule.lr
         rest = [*plan.fitted(lr), *plan.checked(lr)]
         return [*sweep, *rest], replace(swept, results=[*swept.results, *map(self._result, rest)])
@@ -218,7 +238,9 @@ class _Climb:
 
     def _train(self, rung: Rung, signals: Signals) -> int:
         """Train a run to its end, return 0, or the exit code of one that a signal has stopped."""
-        log, started = self._folder / f"{rung.name}.log", time.monotonic()
+        if signals.received:
+            return STOPPED
+        log, started, forwarded = self._folder / f"{rung.name}.log", time.monotonic(), list[int]()
         command = [*_TRAIN, *self._plan.arguments(rung, self._folder)]
         with log.open("a", encoding="utf-8") as output:
             process = subprocess.Popen(
@@ -230,12 +252,18 @@ class _Climb:
                 start_new_session=True,  # a terminal's Ctrl-C must not reach it twice
             )
             while process.poll() is None:
+                if signals.suspended:
+                    signals.suspended = False
+                    suspend_with(partial(os.killpg, process.pid))
                 while signals.received:
-                    process.send_signal(signals.received.pop(0))
+                    forwarded.append(signals.received.pop(0))
+                    process.send_signal(forwarded[-1])
                 time.sleep(_POLL_SECONDS)
         code, result = process.returncode, self._result(rung)
         if code in (STOPPED, SECOND_SIGNAL):
             return code
+        if code in {sign * number + base for number in forwarded for sign, base in ((-1, 0), (1, 128))}:
+            return STOPPED  # before its first step: there was nothing to save
         if code == MegalithError.exit_code and rung.purpose == "sweep" and has_diverged(self._folder / rung.name):
             self._failed.add(rung.name)
             result = self._result(rung)
@@ -244,8 +272,14 @@ class _Climb:
             error = MegalithError("\n".join([f"{rung.name} ended with exit code {code}:", *lines, f"(all in {log})"]))
             error.exit_code = code if code > 0 else 128 - code
             raise error
-        elif not result.finished:  # --exit-duration-in-mins and the like
-            return STOPPED
+        elif not result.finished:
+            folder = self._folder / rung.name
+            if interrupted(folder):
+                return STOPPED
+            raise DataError(
+                f"{folder}: the run has ended, but its loss is not known ({shortfall(folder)}; log: {log}); remove the "
+                "folder to train it again"
+            )
         print(f"    loss {result.loss:.4f} in {time.monotonic() - started:,.0f} s", flush=True)
         return 0
 

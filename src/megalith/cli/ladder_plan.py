@@ -26,9 +26,16 @@ _SAVES = 10  # of a run without --save-interval
 _OF_RUNS = {  # the ladder's own on a command line; a recipe for single runs may have them
     "train_iters": "the length follows from --tokens-per-parameter (of a sweep: --sweep-iters)",
     "eval_interval": "each run is evaluated at its end",
+    "early_stopping_patience": "each run is evaluated at its end",
     "save": "the runs are saved in --folder",
     "load": "the runs continue from --folder",
 }
+_FOLDERS = (
+    "tensorboard_dir",
+    "non_persistent_global_ckpt_dir",
+    "non_persistent_local_ckpt_dir",
+)  # each run has its own
+_MOST_TOKENS = 1e6  # for each parameter
 _LISTS = ("depths", "widths", "tokens_per_parameter", "check", "sweep_lr")
 _REFUSED = {
     "train_samples": "the length follows from --tokens-per-parameter",
@@ -37,6 +44,13 @@ _REFUSED = {
     "rampup_batch_size": "give one --global-batch-size",
     "step_batch_size_schedule": "give one --global-batch-size",
     "num_experts": "the law counts parameters that every token meets; give a dense model",
+    "skip_train": "the runs are trained; leave it out",
+    "finetune": "a stopped run would begin again with the weights it has; leave it out",
+    "ckpt_step": "the runs continue from their last checkpoints; leave it out",
+    **{
+        f"no_{what}": "a stopped run could not be resumed; leave it out"
+        for what in ("save_optim", "save_rng", "load_optim", "load_rng")
+    },
 }
 
 
@@ -87,6 +101,19 @@ class Plan:
     sweep_sizes: int
     sweep_iters: int | None
 
+    @property
+    def mup_base(self) -> int | None:
+        """Return the width of the smallest size, where it is the base of muP and no setting says another."""
+        model = self.base.model
+        return self.sizes[0].width if model.use_mup and model.mup_base_hidden_size is None else None
+
+    def config(self) -> dict[str, dict[str, Any]]:
+        """Return the settings by group that all runs share."""
+        settings = self.base.to_dict()
+        if self.mup_base is not None:
+            settings["model"] = {**settings["model"], "mup_base_hidden_size": self.mup_base}
+        return settings
+
     def sweep(self) -> list[Rung]:
         """Return the runs that find the learning rate."""
         return [
@@ -116,8 +143,11 @@ class Plan:
         words += ["--lr", f"{rung.lr:g}", "--min-lr", f"{schedule.min_lr * rung.lr / schedule.lr:g}"]
         words += ["--eval-interval", str(rung.iterations + 1)]  # once, at the end: all on the same samples
         words += [word for name, value in rung.size.settings.items() for word in (_flag(name), str(value))]
-        if self.base.model.use_mup and self.base.model.mup_base_hidden_size is None:
-            words += ["--mup-base-hidden-size", str(self.sizes[0].width)]
+        if self.mup_base is not None:
+            words += ["--mup-base-hidden-size", str(self.mup_base)]
+        for name in _FOLDERS:
+            if shared := getattr(getattr(self.base, all_settings()[name].group), name):
+                words += [_flag(name), str(Path(shared) / rung.name)]
         if checkpoint.save_interval is None:
             words += ["--save-interval", str(max(1, rung.iterations // _SAVES))]
         return words if checkpoint.keep_last is not None else [*words, "--keep-last", "1"]
@@ -150,12 +180,16 @@ def make_plan(options: argparse.Namespace, training: Sequence[str]) -> Plan:
         others = without_settings(training, ["train_samples", *_OF_RUNS])
         base = load([*others, "--train-iters", str(_LONG)], files=False)
     except ConfigError as error:
-        raise ConfigError([*problems, *error.violations]) from error
+        own = [text for text in error.violations if str(_LONG) in text and "--train-samples" in text]  # of a recipe
+        problems += [f"--train-samples: {_REFUSED['train_samples']}"] if own else []
+        raise ConfigError([*problems, *(text for text in error.violations if text not in own)]) from error
     problems += [
         f"{all_settings()[name].flag}: {remedy}"
         for name, remedy in _REFUSED.items()
         if name in given or getattr(getattr(base, all_settings()[name].group), name)
     ]
+    if not base.schedule.lr:
+        problems.append("--lr 0: nothing is learnt; give a rate above 0")
     if "rank" in base.given:
         problems.append("the ladder starts processes itself; start it as one, with --nproc N for runs of N processes")
     if not (base.train.eval_iters or base.data.full_validation):
@@ -214,6 +248,12 @@ def _problems(options: argparse.Namespace) -> list[str]:
         for flag, values in lists.items()
         for value in values
         if not 0 < value < math.inf
+    ]
+    found += [
+        f"{flag} {value:g}: at most {_MOST_TOKENS:,.0f} tokens for each parameter; give less"
+        for flag in ("--tokens-per-parameter", "--check")
+        for value in lists[flag]
+        if _MOST_TOKENS < value < math.inf
     ]
     found += [
         f"{flag} {value:g} is given {values.count(value)} times; give it once"

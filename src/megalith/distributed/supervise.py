@@ -92,6 +92,19 @@ class Signals:
             self.received.append(signal.Signals(number))
 
 
+def suspend_with(signal_groups: Callable[[signal.Signals], None]) -> None:
+    """Stop the processes that `signal_groups` reaches and then this one, until it is continued (`fg`, `bg`, SIGCONT).
+
+    The others get SIGSTOP: they are in their own sessions, which a terminal's signals do not reach. This process gets
+    SIGTSTP, which the kernel ignores if no shell could continue it (`ssh -t HOST megalith ...`).
+    """
+    signal_groups(signal.SIGSTOP)
+    handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTSTP)
+    signal.signal(signal.SIGTSTP, handler)
+    signal_groups(signal.SIGCONT)
+
+
 class ForkedRank(BaseException):
     """Raised in a process that `Attempt` has forked as a rank: leaves the supervisor's stack."""
 
@@ -165,7 +178,7 @@ class Attempt:
             while self._running:
                 if signals.suspended:
                     signals.suspended = False
-                    self._suspend()
+                    suspend_with(self._signal_groups)
                 self._forward(signals, say)
                 self._reap()
                 if self._grace_is_over():
@@ -177,18 +190,6 @@ class Attempt:
             for pid in self._pids.values():  # processes that a rank has started
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
-
-    def _suspend(self) -> None:
-        """Stop all ranks and then this process, until it is continued (`fg`, `bg`, SIGCONT).
-
-        The ranks get SIGSTOP: they are in their own sessions, which a terminal's signals do not reach. This process
-        gets SIGTSTP, which the kernel ignores if no shell could continue it (`ssh -t HOST megalith ...`).
-        """
-        self._signal_groups(signal.SIGSTOP)
-        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTSTP)
-        signal.signal(signal.SIGTSTP, handler)
-        self._signal_groups(signal.SIGCONT)
 
     def _signal_groups(self, number: signal.Signals) -> None:
         for process in self._running.values():

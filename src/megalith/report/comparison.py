@@ -19,7 +19,7 @@ import numpy as np
 from megalith.config.changes import HARMLESS, LENGTH, ROUNDING
 from megalith.errors import DataError
 from megalith.report.history import TOKENS, History, find_run, read_history
-from megalith.report.settings import Values, counts, read_settings
+from megalith.report.settings import Values, counts, identity, read_settings
 
 AXES = ("steps", "tokens", "FLOPs", "time")
 Points = tuple[np.ndarray, np.ndarray]
@@ -33,9 +33,10 @@ class Run:
     Attributes:
         iteration: the last one.
         training, validation: iterations and losses; of several sets the mean, NaN where not finite.
-        spent: axis -> iterations and what was spent up to each. Tokens of steps that the metrics lack count as those of
-            the first step. FLOPs are the model's, absent where no throughput was measured. Time is that of steps in
-            seconds, without evaluations and saves.
+        spent: axis -> iterations and what was spent up to each. Steps that the metrics lack count as the next one that
+            they have. FLOPs are the model's, absent where no throughput was measured. Time is that of steps in
+            seconds, without evaluations and saves, from the first step that the metrics have.
+        lost: number of steps that the metrics lack behind the first one.
         unfinished: what is missing, "" for a run that was evaluated at its last iteration or stopped early.
         changed: effect -> what resumes changed on the way, of settings that are not harmless.
     """
@@ -48,6 +49,7 @@ class Run:
     spent: Mapping[str, Points]
     unfinished: str
     changed: Mapping[str, str] = field(default_factory=dict)
+    lost: int = 0
 
     def curve(self, axis: str, *, validation: bool) -> Points:
         """Return what was spent and the loss; of training the mean over the last fiftieth of the steps."""
@@ -61,24 +63,46 @@ def read_run(path: Path, name: str) -> Run:
     folder = find_run(path)
     history = read_history(folder)
     steps, tokens = _points(history, TOKENS)
-    training = _points(history, "training loss")
-    if not len(steps) or not len(training[0]):
+    training = _losses(history)
+    if not len(steps) or not np.isfinite(training[1]).any():
         raise DataError(f"{folder / 'metrics.jsonl'} has no step with a finite loss; give a run that has trained")
     settings = read_settings(folder)
-    used = (steps[0] - 1) * tokens[0] + np.cumsum(tokens)
+    skipped = settings.get("iterations_to_skip") or ()
+    used, lost = _sums(steps, tokens, 0, skipped)
     at, seconds = _points(history, "seconds of a step")
-    spent = {"steps": (steps, steps), "tokens": (steps, used), "time": (at, np.cumsum(seconds))}
+    spent = {"steps": (steps, steps), "tokens": (steps, used)}
+    spent["time"] = at, _sums(at, seconds, at[0] - 1 if len(at) else 0, skipped)[0]
     rates = [_points(history, name)[1] for name in ("TFLOP/s of a device", "tokens per second")]
     if all(len(rate) for rate in rates):
         spent["FLOPs"] = steps, used * rates[0][-1] * 1e12 / rates[1][-1] * int(settings.get("world_size") or 1)
-    iteration, planned = int(history.last["iteration"]), int(settings.get("train_iters") or 0)
+    iteration, planned = history.iteration, int(settings.get("train_iters") or 0)
     ends = [event.record.get("kind") for event in history.events if event.kind == "exit"]
     finished = iteration >= planned or ends[-1:] == ["early stopping"]
     unfinished = "" if finished else f"{name} has done {iteration:,} of {planned:,} iterations"
-    validation = _evaluations(history)
+    validation = _evaluations(history, settings)
     if finished and len(validation[0]) and validation[0][-1] != iteration:
         unfinished = f"{name} was last evaluated at {int(validation[0][-1]):,} of {iteration:,} iterations"
-    return Run(name, settings, iteration, training, validation, spent, unfinished, _changes(history))
+    return Run(name, settings, iteration, training, validation, spent, unfinished, _changes(history), lost)
+
+
+def _losses(history: History) -> Points:
+    """Return the training losses, NaN where they are not finite."""
+    curve = history.curves.get("training loss")
+    points = [] if curve is None else [*curve.points, *((place, math.nan) for place in curve.not_finite)]
+    x, y = np.array(sorted(points), dtype=float).reshape(-1, 2).T
+    return x, y
+
+
+def _sums(at: np.ndarray, values: np.ndarray, begin: float, skipped: Sequence[int]) -> tuple[np.ndarray, int]:
+    """Return sums up to each iteration and the number of absent ones behind the first, each counted as the next.
+
+    `skipped` are iterations that took no step.
+    """
+    steps = np.diff(at, prepend=begin)
+    for place in skipped:
+        if len(at) and begin < place <= at[-1] and place not in at:
+            steps[np.searchsorted(at, place)] -= 1
+    return np.cumsum(values * steps), round(float((steps[1:] - 1).sum()))
 
 
 def _changes(history: History) -> dict[str, str]:
@@ -103,8 +127,8 @@ def _points(history: History, name: str) -> Points:
     return x, y
 
 
-def _evaluations(history: History) -> Points:
-    """Return the validation losses that no resume repeated, also those that are not finite."""
+def _evaluations(history: History, settings: Values) -> Points:
+    """Return the validation losses, of all sets, that no resume repeated, also those that are not finite."""
     found: dict[int, dict[str, float]] = {}
     for event in history.events:
         if event.kind in ("start", "resume"):
@@ -113,7 +137,10 @@ def _evaluations(history: History) -> Points:
         elif event.kind == "evaluation" and str(event.record.get("split")).startswith("validation"):
             loss = event.record.get("loss")
             found.setdefault(event.iteration, {})[event.record["split"]] = math.nan if loss is None else float(loss)
-    points = sorted((iteration, mean(losses.values())) for iteration, losses in found.items())
+    sets = max(map(len, found.values()), default=1)
+    if settings.get("multiple_validation_sets"):
+        sets = len(settings.get("valid_data_path") or ()) or sets
+    points = sorted((iteration, mean(losses.values())) for iteration, losses in found.items() if len(losses) == sets)
     x, y = np.array(points, dtype=float).reshape(-1, 2).T
     return x, y
 
@@ -200,7 +227,9 @@ def group_runs(runs: Sequence[Run]) -> list[Experiment]:
     """Group runs into experiments, in the order of their first runs."""
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in runs:
-        key = tuple(sorted((name, repr(value)) for name, value in run.settings.items() if counts(name, run.settings)))
+        key = tuple(
+            sorted((name, identity(value)) for name, value in run.settings.items() if counts(name, run.settings))
+        )
         groups.setdefault(key, []).append(run)
     return [Experiment(_group_name([run.name for run in group]), tuple(group)) for group in groups.values()]
 

@@ -28,6 +28,7 @@ STEP_CURVES = {
 }
 WINDOW_CURVES = {"tokens_per_second": "tokens per second", "teraflops": "TFLOP/s of a device"}
 MEMORY = ("reserved_bytes", "resident_bytes", "max_resident_bytes")
+_NUMBERS = (*STEP_CURVES, *WINDOW_CURVES, *MEMORY, "time")
 _SHOWN_EVENTS = ("start", "resume", "save", "exit", "evaluation", "bad step", "batch size", "rehearsal", "plan")
 
 
@@ -36,11 +37,13 @@ class Curve:
     """Points of one quantity in segments, which rewinds and NaN values separate."""
 
     segments: list[list[tuple[float, float]]] = field(default_factory=lambda: [[]])  # of (iteration, value)
+    not_finite: list[float] = field(default_factory=list)  # iterations
     abandoned: list[list[tuple[float, float]]] = field(default_factory=list)  # segments that a resume repeated
 
     def add(self, iteration: float, value: float | None) -> None:
         """Append a point; a value that is None or not finite ends the segment."""
         if value is None or not math.isfinite(value):
+            self.not_finite.append(iteration)
             self.interrupt()
         else:
             self.segments[-1].append((iteration, value))
@@ -59,6 +62,7 @@ class Curve:
             kept += [before] if before else []
             self.abandoned += [again] if again else []
         self.segments = [*kept, []]
+        self.not_finite = [place for place in self.not_finite if place <= iteration]
 
     @property
     def points(self) -> list[tuple[float, float]]:
@@ -86,6 +90,7 @@ class History:
     num_skipped: int = 0
     num_nan: int = 0
     last: Mapping[str, Any] = field(default_factory=dict)
+    iteration: int = 0  # of the state at the last record
     answers: Mapping[str, Any] = field(default_factory=dict)  # the last to prompts
     unreadable: int = 0
     config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by group; may be empty
@@ -95,6 +100,10 @@ class History:
         """Add one record of metrics.jsonl."""
         kind = str(record.get("event"))
         iteration = int(record.get("iteration", self.last.get("iteration")) or 0)
+        if kind in ("step", "evaluation", "save"):
+            self.iteration = max(self.iteration, iteration)  # a save in the background ends after later steps
+        elif kind in ("start", "resume"):
+            self.iteration = iteration
         if kind == "step":
             self._step(record, iteration)
         elif kind == "throughput":
@@ -176,10 +185,19 @@ def _records(lines: Iterable[str], history: History) -> Iterator[Mapping[str, An
         except (json.JSONDecodeError, RecursionError):
             history.unreadable += 1
             continue
-        if isinstance(record, dict):
+        if isinstance(record, dict) and _has_numbers(record):
             yield record
         else:
             history.unreadable += 1
+
+
+def _has_numbers(record: Mapping[str, Any]) -> bool:
+    """Return whether the values of a record that curves are drawn of are numbers, and a step says its iteration."""
+    kind = record.get("event")
+    if not isinstance(record.get("iteration"), int if kind == "step" else int | None):
+        return False
+    drawn = kind in ("step", "throughput", "evaluation")
+    return not drawn or all(isinstance(record.get(name), float | int | None) for name in _NUMBERS)
 
 
 def downsample(points: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:

@@ -73,6 +73,24 @@ def has_diverged(folder: Path) -> bool:
     return last.record.get("action") == "stop" and last.record.get("again") != "finite"
 
 
+def interrupted(folder: Path) -> bool:
+    """Return whether the last start of a run ended before its last iteration, as by `--exit-duration-in-mins`."""
+    try:
+        events = read_history(find_run(folder)).events
+    except DataError:
+        return False
+    last = next((event for event in reversed(events) if event.kind in ("start", "resume", "exit")), None)
+    return last is not None and last.kind == "exit" and last.record.get("kind") != "finished"
+
+
+def shortfall(folder: Path) -> str:
+    """Return what a run lacks that has no final validation loss."""
+    try:
+        return read_run(folder, folder.name).unfinished or f"{folder.name} has no validation loss"
+    except DataError as error:
+        return str(error)
+
+
 @dataclass(frozen=True)
 class Prediction:
     """The loss of a size that was not fitted, with its interval, and the measured loss (NaN without a run)."""
@@ -85,8 +103,8 @@ class Prediction:
 
     @property
     def relative_error(self) -> float:
-        """Return the prediction over the measured loss, minus 1."""
-        return self.loss.value / self.measured - 1
+        """Return the prediction over the measured loss, minus 1; NaN without a finite one."""
+        return self.loss.value / self.measured - 1 if math.isfinite(self.measured) else math.nan
 
 
 @dataclass(frozen=True)
@@ -108,9 +126,10 @@ class Ladder:
         return best if done else None
 
     def fit(self) -> Fit | None:
-        """Return the fitted law; None until all runs of it are finished, or if one diverged."""
+        """Return the fitted law; None until all its runs and the sweep are finished, or if one of its runs diverged."""
         runs = self.of("fit")
-        if not runs or not all(math.isfinite(run.loss) for run in runs):
+        ready = all(run.finished for run in self.of("sweep"))
+        if not ready or not runs or not all(math.isfinite(run.loss) for run in runs):
             return None
         return _fit(tuple((run.parameters, run.tokens, run.loss) for run in runs))
 
@@ -146,6 +165,8 @@ def sentences(ladder: Ladder, law: Fit | None) -> list[str]:
         )
         if math.isfinite(found.measured):
             text += f", measured {found.measured:.4f}: the prediction is {found.relative_error:+.2%} off"
+        elif math.isinf(found.measured):
+            text += ", but the run has diverged"
         said.append(text)
     return said
 

@@ -26,7 +26,8 @@ def draw(ladder: Ladder, law: Fit, file: Path) -> None:
         axes.plot(x, law.law.loss(x, ratio * x), color=colour, linewidth=1, label=f"{ratio:g} tokens per parameter")
         axes.plot([run.parameters for run in near], [run.loss for run in near], "o", color=colour)
     for place, found in enumerate(predictions):
-        reach = [[found.loss.value - found.loss.low], [found.loss.high - found.loss.value]]
+        low, high = found.loss.value - found.loss.low, found.loss.high - found.loss.value
+        reach = [[max(0.0, low)], [max(0.0, high)]]  # the law may lie outside of its own interval
         label = "predicted" if place == 0 else None
         axes.errorbar(found.parameters, found.loss.value, reach, fmt="s", color="0.5", capsize=3, label=label)
         if math.isfinite(found.measured):

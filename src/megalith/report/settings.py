@@ -82,7 +82,7 @@ def differing(configurations: Sequence[Values]) -> dict[str, tuple[str, ...]]:
     return {
         _flag(name): tuple(value_text(values.get(name)) for values in configurations)
         for name in dict.fromkeys(name for values in configurations for name in values)
-        if any(values.get(name) != first.get(name) for values in configurations)
+        if any(identity(values.get(name)) != identity(first.get(name)) for values in configurations)
         and any(counts(name, values) for values in configurations)
     }
 
@@ -109,10 +109,19 @@ def _unequal(base: Values, other: Values, names: Iterable[str]) -> str:
     return ", ".join(_flag(name) for name in names if not _same(base.get(name), other.get(name)))
 
 
+def identity(value: Any) -> str:
+    """Return a text that is equal for equal values, and for two names of one file or dataset."""
+    if isinstance(value, list | tuple):
+        return repr([identity(item) for item in value])
+    if isinstance(value, str) and any(Path(value + ending).is_file() for ending in ("", ".bin")):
+        return repr(str(Path(value).resolve()))
+    return repr(value)
+
+
 def _same(one: Any, other: Any) -> bool:
     """Return whether two values are equal, or paths of files with equal contents."""
-    if one == other or not (isinstance(one, str) and isinstance(other, str)):
-        return bool(one == other)
+    if identity(one) == identity(other) or not (isinstance(one, str) and isinstance(other, str)):
+        return identity(one) == identity(other)
     return Path(one).is_file() and Path(other).is_file() and filecmp.cmp(one, other, shallow=False)
 
 

@@ -56,6 +56,8 @@ def sentences(experiments: Sequence[Experiment], measure: Measure) -> list[str]:
     for run in (run for experiment in experiments for run in experiment.runs):
         if text := run.changed.get(LENGTH):
             said.append(f"a resume of {run.name} changed {text}, by which its schedule may differ")
+        if run.lost:
+            said.append(f"the metrics of {run.name} lack {run.lost:,} steps; each counts as the next one they have")
         if (first := run.spent["steps"][0][0]) > 1:
             said.append(f"the metrics of {run.name} begin at iteration {first:,.0f}: its time counts from there")
     if not measure.validation:
@@ -133,7 +135,7 @@ def tables(experiments: Sequence[Experiment], measure: Measure) -> list[Table]:
 
 def _losses(experiment: Experiment, measure: Measure) -> list[str]:
     losses = experiment.losses(measure)
-    deviation = f" ± {stdev(losses):.4f}" if len(losses) > 1 else ""
+    deviation = f" ± {stdev(losses):.4f}" if len(losses) > 1 and all(map(math.isfinite, losses)) else ""
     training = _loss(mean(experiment.losses(Measure(validation=False))))
     spent = [_amount(axis, experiment.total(axis)) for axis in AXES[1:]]
     return [experiment.name, str(len(losses)), f"{_loss(mean(losses))}{deviation}", training, *spent]
@@ -151,7 +153,10 @@ def _reached(experiments: Sequence[Experiment], measure: Measure) -> list[list[s
         loss = float(final[worse.name][-1])
         spent = {axis: better.spent_until(axis, loss, measure) for axis in AXES}
         bound = "≤ " if final[better.name][0] <= loss else ""  # it was below at the first evaluation
-        cells = [f"{bound}{_amount(axis, value)} ({worse.total(axis) / value:.2f}x)" for axis, value in spent.items()]
+        cells = [
+            "-" if math.isnan(value) else f"{bound}{_amount(axis, value)} ({worse.total(axis) / value:.2f}x)"
+            for axis, value in spent.items()
+        ]
         rows.append([f"{better.name} ({worse.name})", _loss(loss), *cells])
     return rows
 

@@ -1,13 +1,15 @@
 """Stands for `megalith train` in tests of `megalith ladder`: writes the end of a run whose loss follows a planted law.
 
 The best learning rate is 0.01. The file `stop` in the folder of the ladder makes it wait for a signal once and end as a
-run that has saved; at the rate 1 it ends as a run that has diverged, at 2 to 5 as one that fails with the same code.
+run that has saved; at the rate 1 it ends as a run that has diverged, at 2 to 5 as one that fails with the same code, at
+6 as one whose last records are lost, and at 7 as one whose time is over.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -42,7 +44,7 @@ def main() -> int:
     if stop.exists():
         stop.unlink()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-        (save.parent / "waits").touch()
+        (save.parent / "waits").write_text(str(os.getpid()))
         time.sleep(60)
     tokens = config.global_batch_size * config.data.seq_length
     layers, width = config.model.num_layers, config.model.hidden_size
@@ -54,6 +56,9 @@ def main() -> int:
         {"event": "step", "iteration": iterations, "loss": loss, "num_tokens": tokens, "seconds": 0.5},
         {"event": "evaluation", "iteration": iterations, "split": "validation", "loss": loss},
     ]
+    if config.schedule.lr in (6.0, 7.0):
+        over = {"event": "exit", "iteration": 1, "kind": "duration"}
+        records = [START, {**records[1], "iteration": 1}, *([over] if config.schedule.lr == 7.0 else [])]
     write(save, config, records)
     return 0
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from megalith.cli import ladder
 from megalith.cli.ladder_plan import make_plan
 from megalith.cli.main import main
 from megalith.config import load
+from megalith.distributed.board import process_state
 from megalith.errors import ConfigError, DataError
 from megalith.models.gpt import GPT
 from megalith.report import scaling_law
+from megalith.report.ladder import Ladder, Result, sentences, to_dict
 
 from .ladder_trainer import LAW
 
@@ -51,6 +55,13 @@ def stored(folder: Path) -> dict[str, Any]:
 
 def started(folder: Path) -> list[str]:
     return (folder / "started").read_text().split()
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def plan_of(*words: str) -> Any:
@@ -124,10 +135,13 @@ def test_a_signal_reaches_the_run_and_the_ladder_continues(tmp_path: Path) -> No
     (tmp_path / "stop").touch()
     code = f"import sys; from megalith.cli import ladder, main\nladder._TRAIN = (sys.executable, {str(TRAINER)!r})\n"
     words = [sys.executable, "-c", code + "sys.exit(main.main(sys.argv[1:]))", "ladder", "--folder", str(tmp_path)]
-    with subprocess.Popen([*words, *TRAINING, *SIZES, *RATIOS], text=True, stderr=subprocess.PIPE) as process:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "waits").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+    command = [*words, *TRAINING, *SIZES, *RATIOS]
+    with subprocess.Popen(command, text=True, stderr=subprocess.PIPE, preexec_fn=os.setpgrp) as process:
+        wait_until(lambda: (tmp_path / "waits").exists() and (tmp_path / "waits").read_text())
+        pids = [process.pid, int((tmp_path / "waits").read_text())]
+        for number, stopped in ((signal.SIGTSTP, True), (signal.SIGCONT, False)):
+            process.send_signal(number)
+            wait_until(lambda stopped=stopped: all((process_state(pid) == "T") is stopped for pid in pids))
         os.kill(process.pid, signal.SIGTERM)
         said = process.communicate(timeout=60)[1]
     assert process.returncode == 75, said
@@ -156,6 +170,53 @@ def test_a_rate_whose_run_fails_otherwise_is_not_left_out(
         assert f"2x16-iters5-lr{rate}.log" in capsys.readouterr().err
         assert stored(tmp_path)["failed"] == []
         assert len(started(tmp_path)) == 1 + times, "the failed run is started again"
+
+
+def test_a_run_whose_records_are_lost_is_no_stopped_one(
+    trainer: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TRAINING, *SIZES[:2], "--sweep-iters", "5", "--sweep-lr"]
+    assert climb(tmp_path / "lost", *words, "6") == DataError.exit_code
+    assert str(tmp_path / "lost" / "2x16-iters5-lr6") in capsys.readouterr().err
+    assert climb(tmp_path / "over", *words, "7") == 75
+
+
+def test_rates_that_all_diverged_are_not_trained_again(trainer: None, tmp_path: Path) -> None:
+    words = [*TRAINING, *SIZES[:2], "--sweep-iters", "5", "--sweep-lr", "1"]
+    assert [climb(tmp_path, *words), climb(tmp_path, *words)] == [1, 1]
+    assert len(started(tmp_path)) == len(stored(tmp_path)["failed"]) == 1
+    assert climb(tmp_path, *words, "0.01") == 0, "lower rates help in the same folder"
+
+
+def test_another_seed_or_base_of_mup_needs_another_folder(
+    trainer: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TRAINING, "--use-mup", "--sweep-iters", "5", "--sweep-lr", "0.01", "--sweep-sizes", "2", "--widths"]
+    assert climb(tmp_path, *words, "24", "32") == 0
+    for more, flag in ((["24", "32", "--seed", "7"], "--seed"), (["16", "24", "32"], "--mup-base-hidden-size")):
+        assert climb(tmp_path, *words, *more) == 2
+        assert flag in capsys.readouterr().err
+    assert climb(tmp_path, *words, "16", "24", "32", "--mup-base-hidden-size", "24") == 0
+
+
+def test_each_run_has_its_own_folders() -> None:
+    words = ["--tensorboard-dir", "tb", "--non-persistent-global-ckpt-dir", "np", "--non-persistent-save-interval", "2"]
+    plan = plan_of(*SIZES, *RATIOS, *words, "--non-persistent-ckpt-type", "global")
+    runs = [load(plan.arguments(rung, Path("unused")), files=False) for rung in plan.rungs()]
+    assert len({run.log.tensorboard_dir for run in runs}) == len(runs)
+    assert len({run.checkpoint.non_persistent_global_ckpt_dir for run in runs}) == len(runs)
+    assert all(Path(str(run.log.tensorboard_dir)).parent == Path("tb") for run in runs)
+
+
+def test_a_law_waits_for_the_sweep_and_a_diverged_check_has_no_error() -> None:
+    runs = [Result(f"{n}-{d}", "fit", "1x1", n, d, 0.1, float(LAW.loss(n, d))) for n in (9, 99, 999) for d in (99, 999)]
+    check = Result("check", "check", "2x2", 9999, 999, 0.1, math.inf)
+    ladder = Ladder([*runs, check], [1.0])
+    law = ladder.fit()
+    assert law is not None
+    assert to_dict(ladder, law)["predictions"][0]["relative_error"] is None
+    assert "diverged" in " ".join(sentences(ladder, law))
+    assert Ladder([Result("s", "sweep", "1x1", 9, 9, 0.1), *runs], [1.0]).fit() is None
 
 
 def test_other_settings_need_another_folder(trainer: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,6 +305,15 @@ def test_a_recipe_may_have_what_the_ladder_sets_itself(tmp_path: Path) -> None:
     assert config.checkpoint.save == config.checkpoint.load == str(tmp_path / rung.name)
 
 
+def test_the_length_of_a_recipe_in_samples_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[train]\ntrain_samples = 77\n")
+    with pytest.raises(ConfigError) as caught:
+        plan_of(*SIZES, *RATIOS, "--config", str(recipe))
+    (text,) = caught.value.violations
+    assert text.startswith("--train-samples") and "1000000000" not in text
+
+
 def test_a_sweep_without_rates_or_sizes_is_refused() -> None:
     for words in (["--sweep-sizes", "1", "--sweep-iters", "5"], ["--sweep-sizes=4", "--sweep-iters", "5"]):
         with pytest.raises(ConfigError) as caught:
@@ -287,6 +357,12 @@ def test_all_violations_are_told_at_once() -> None:
         ([*SIZES, *RATIOS, "--sweep-lr", "0.01", "0.01000000001"], "--sweep-lr 0.01 0.01000000001: .*2x16"),
         ([*SIZES, *RATIOS, "--lr-warmup-iters", "2000"], "--lr-warmup-iters"),
         ([*SIZES, *RATIOS, "--num-experts", "2"], "--num-experts"),
+        ([*SIZES, *RATIOS, "--finetune"], "--finetune"),
+        ([*SIZES, *RATIOS, "--skip-train"], "--skip-train"),
+        ([*SIZES, *RATIOS, "--no-save-optim"], "--no-save-optim"),
+        ([*SIZES, *RATIOS, "--early-stopping-patience", "2"], "--early-stopping-patience"),
+        ([*SIZES, *RATIOS, "--lr", "0", "--min-lr", "0"], "--lr 0"),
+        ([*SIZES[:4], "--tokens-per-parameter", "4", "1e300"], "--tokens-per-parameter 1e.300"),
     ],
 )
 def test_a_violation_names_its_flag(words: list[str], flag: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 from megalith.cli.main import main
 from megalith.config.changes import ANOTHER_WAY, HARMLESS, LENGTH, ROUNDING
 from megalith.config.run import all_settings
+from megalith.report import read_history
 from megalith.report.comparison import AXES, Experiment, Measure, group_runs, read_run
 from megalith.report.settings import differing
 from megalith.report.verdict import judge, tables
@@ -106,6 +107,54 @@ def test_a_resume_counts_the_steps_once(tmp_path: Path) -> None:
     assert found.runs[0].validation[1].max() < 5
 
 
+def test_lost_steps_count_as_the_next_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, torn = (Path(make(tmp_path / name, falling(), lr=lr)) for name, lr in (("a", 0.1), ("b", 0.2)))
+    lines = (torn / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if not ('"step"' in line and 30 < json.loads(line)["iteration"] <= 60)]
+    kept.insert(3, json.dumps({"event": "step", "iteration": "q", "loss": "x", "num_tokens": 16}) + "\n")
+    (torn / "metrics.jsonl").write_text("".join(kept))
+    one, other = experiments(str(whole), str(torn))
+    assert [other.total(axis) for axis in AXES] == [one.total(axis) for axis in AXES]
+    assert other.runs[0].lost == 30 and read_history(torn).unreadable == 1
+    assert main(["compare", str(whole), str(torn)]) == 0
+    assert "lack 30 steps" in re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+def test_a_run_that_ended_without_its_last_records_is_finished(tmp_path: Path) -> None:
+    """They were lost with a full disk; the next start has evaluated."""
+    file = Path(make(tmp_path / "a", falling())) / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["iteration"] < STEPS]
+    file.write_text("".join(kept))
+    assert read_run(tmp_path / "a", "a").unfinished
+    last = event("evaluation", STEPS, split="validation", loss=3.0)
+    file.write_text("".join([*kept, event("resume", STEPS), last]))
+    assert not read_run(tmp_path / "a", "a").unfinished
+    file.write_text("".join([*lines, event("resume", 50)]))
+    assert read_run(tmp_path / "a", "a").unfinished, "it goes back to iteration 50"
+
+
+def test_an_evaluation_that_lacks_a_set_does_not_count(tmp_path: Path) -> None:
+    two = {"valid_data_path": ["v", "w"], "multiple_validation_sets": True}
+    folder = make(tmp_path / "a", falling(), **two)
+    assert not len(read_run(Path(folder), "a").validation[0])
+    with (Path(folder) / "metrics.jsonl").open("a") as file:
+        file.write(event("evaluation", STEPS, split="validation-1", loss=5.0))
+    assert read_run(Path(folder), "a").validation[1].tolist() == [4.0]
+
+
+def test_two_names_of_a_dataset_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.bin").touch()
+    names = (["0.5", "text"], ["0.5", str(tmp_path / "text")])
+    runs = [make(tmp_path / f"a{s}", falling(), seed=s, data_path=name) for s, name in enumerate(names)]
+    assert len(experiments(*runs)) == 1
+    other = [make(tmp_path / f"b{s}", falling(s / 9), seed=s, lr=0.2, data_path=names[1]) for s in range(2)]
+    base, found = experiments(runs[0], *other)
+    assert "data" not in judge(base, found, Measure()).text
+    assert set(differing([base.settings, found.settings])) == {"--lr"}
+
+
 def test_a_run_that_was_not_evaluated_at_its_end_has_no_final_loss(tmp_path: Path) -> None:
     """It was killed behind its last save."""
     runs = sides(tmp_path, [0.0, 0.01, 0.02], [0.0, 0.01, 0.02])
@@ -196,6 +245,20 @@ def test_what_may_not_be_compared_is_named(tmp_path: Path, changes: dict[str, An
     assert found.differs is None and named in found.text
 
 
+def test_a_run_that_diverged_has_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = sides(tmp_path, [0.0, 0.01], [0.0])
+    bad = make(tmp_path / "fast-s7", lambda i: float("nan") if i > 50 else 5.0, seed=7, lr=0.2)
+    assert main(["compare", *runs, bad]) == 0
+    assert "not finite" in re.sub(r"\s+", " ", capsys.readouterr().out)
+    for run in (*runs, bad):
+        file = Path(run) / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(line for line in lines if '"evaluation"' not in line))
+    assert main(["compare", runs[0], bad]) == 0
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "training loss of fast-s7 is not finite" in text
+
+
 def test_equal_validation_data_suffices(tmp_path: Path) -> None:
     runs = sides(tmp_path, [], [])
     for name, path in (("a", "one"), ("b", "two")):
@@ -234,6 +297,9 @@ def test_a_baseline_of_equal_settings(tmp_path: Path, capsys: pytest.CaptureFixt
     runs = [make(tmp_path / f"{name}-{s}", falling(s / 100), seed=s) for name in ("old", "new") for s in range(3)]
     assert main(["compare", *runs[3:], "--baseline", *runs[:3]]) == 0
     assert "new against old: +0.0000" in capsys.readouterr().out
+    each = [word for run in runs[:3] for word in ("--baseline", run)]
+    assert main(["compare", *runs[3:], *each]) == 0
+    assert "new against old: +0.0000" in capsys.readouterr().out
 
 
 def test_runs_without_validation_are_compared_by_training_loss(tmp_path: Path) -> None:
@@ -257,6 +323,7 @@ def test_bad_command_lines_end_with_what_to_type(tmp_path: Path, capsys: pytest.
         ([one, "--baseline", one], 2, str(tmp_path / "a")),
         ([make(tmp_path / "c", falling()), "--baseline", one, other], 2, "--lr"),
         ([one, str(tmp_path / "missing")], 3, "missing"),
+        ([str(tmp_path / "missing"), str(tmp_path / "gone")], 3, "gone"),
         ([one, str(bare)], 3, "config.json"),
         ([one, str(empty)], 3, "metrics.jsonl"),
     ]:
