@@ -156,10 +156,11 @@ class Measure:
         return f"{'lowest' if self.lowest else 'final'} {'validation' if self.validation else 'training'} loss"
 
     def of(self, run: Run) -> float:
-        """Return the loss of a run; of training the mean over the last tenth of the steps."""
-        losses = (run.validation if self.validation else run.training)[1]
+        """Return the loss of a run; of training the mean over the last tenth, NaN if all its steps were skipped."""
+        x, losses = run.validation if self.validation else run.training
         if not self.validation:
-            return float(losses[-max(1, len(losses) // 10) :].mean())
+            last = losses[x > run.iteration - max(1, run.iteration // 10)]
+            return float(last.mean()) if len(last) else math.nan
         return float(losses.min() if self.lowest else losses[-1])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -257,6 +258,12 @@ def test_a_run_that_diverged_has_no_verdict(tmp_path: Path, capsys: pytest.Captu
     assert main(["compare", runs[0], bad]) == 0
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "training loss of fast-s7 is not finite" in text
+    file = Path(bad) / "metrics.jsonl"
+    text = file.read_text()
+    skipped = text.replace('"loss": NaN, "applied": true', '"loss": null, "applied": false')
+    assert skipped != text
+    file.write_text(skipped)
+    assert not math.isfinite(Measure(validation=False).of(read_run(file.parent, "skipped")))
 
 
 def test_equal_validation_data_suffices(tmp_path: Path) -> None:
