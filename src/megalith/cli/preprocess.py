@@ -315,7 +315,10 @@ def _share(text: str | None, environ: Mapping[str, str], violations: list[str]) 
 
 
 def _notes(options: PreprocessOptions, given: argparse.Namespace) -> list[str]:
-    notes = []
+    kind = options.tokenizer.tokenizer_type
+    notes = [
+        f"{flag} {value} has no effect with --tokenizer-type {kind}" for flag, value in options.tokenizer.unread.items()
+    ]
     if options.share.count > 1:
         notes.append(
             f"share {options.share.number + 1} of {options.share.count} of the input ({options.share.reason}); "

@@ -105,6 +105,13 @@ class TokenizerConfig:
         return (*_NEEDED.get(self.tokenizer_type, ()), *_TAKEN.get(self.tokenizer_type, ()))
 
     @property
+    def unread(self) -> dict[str, str]:
+        """Flag -> value of the settings that are set and that this kind of tokenizer does not look at."""
+        others = [about for about in fields(self) if about.name not in ("tokenizer_type", *self.taken)]
+        set_ = {about.name: getattr(self, about.name) for about in others if getattr(self, about.name) != about.default}
+        return {_flag(name): str(value) for name, value in set_.items()}
+
+    @property
     def flags_for_moved_files(self) -> str:
         """Return the flags for the same tokenizer with files in other folders."""
         own = {about.name: about.default for about in fields(self)}

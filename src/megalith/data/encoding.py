@@ -13,7 +13,7 @@ from megalith.config import TokenizerConfig
 from megalith.data.indexed import smallest_dtype
 from megalith.data.sentences import PunctuationSplitter, SentenceSplitter, find_parameters
 from megalith.data.sources import BadDocument, ChunkDocuments, Dialogue, Payload
-from megalith.data.sources.documents import Document
+from megalith.data.sources.documents import MESSAGES, Document
 from megalith.errors import DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.fast_bpe import SURE_IDS, ArrayEncoder, array_encoder
@@ -159,7 +159,9 @@ class ChunkEncoder:
 
     def _encode_together(self, part: ChunkDocuments) -> EncodedChunk | None:
         """Encode all documents at once; return None if one of them needs the path document by document."""
-        texts = part.texts() if part.texts is not None and self._splitter is None else None
+        if part.texts is None or self._splitter is not None or self._settings.keys == (MESSAGES,):
+            return None  # the text of messages may be the JSON of a dialogue
+        texts = part.texts()
         if texts is None:
             return None
         columns = self._new_buffers(part)

@@ -137,6 +137,8 @@ def option_violations(options: PreprocessOptions) -> list[str]:
     violations = _value_violations(options)
     for name, file in options.tokenizer.named_files.items():
         flag = "--" + name.replace("_", "-")
+        if name not in options.tokenizer.taken:
+            continue  # it is not read
         if not Path(file).is_file():
             violations.append(f"{flag} {file}: {'is a folder' if Path(file).is_dir() else 'no such file'}")
         elif not os.access(file, os.R_OK):

@@ -399,3 +399,27 @@ def test_an_unfinished_run_goes_on_with_its_mask(tmp_path: Path, folder: Path, m
     assert learnt(replace(options, restart=False)) == wanted
     assert len(calls) - before < chunks
     assert [Path(f"{options.output_prefix}_messages_document{end}").read_bytes() for end in ends] == contents
+
+
+def test_dialogues_that_are_json_in_text_are_rendered_without_a_mask_too(folder: Path, tmp_path: Path) -> None:
+    words = {"template": PLAIN, "loss_mask": None}
+    found = []
+    for name, row in (("plain", {"messages": SAID}), ("text", {"messages": json.dumps(SAID)})):
+        options = options_for(folder, tmp_path / f"{name}.jsonl", row, **words)
+        preprocess(options)
+        found.append(IndexedDataset(f"{options.output_prefix}_messages_document")[0].tolist())
+    assert found[0] == found[1]
+
+
+def test_content_in_parts_is_one_text_and_an_image_is_a_bad_line(folder: Path, tmp_path: Path) -> None:
+    parts = [
+        {"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "o?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "I"}]},
+    ]
+    whole = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I"}]
+    for template in ("chatml", "llama3"):
+        said = learnt(options_for(folder, tmp_path / "a.jsonl", {"messages": parts}, chat_template=template))
+        assert said == learnt(options_for(folder, tmp_path / "b.jsonl", {"messages": whole}, chat_template=template))
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:..."}}]}
+    with pytest.raises(DataError, match="image_url"):
+        learnt(options_for(folder, tmp_path / "c.jsonl", {"messages": [image, whole[1]]}))

@@ -504,3 +504,12 @@ def test_the_template_of_a_tokenizer_writes_its_special_tokens_itself(tmp_path: 
     ]
     with pytest.raises(ConfigError, match="--split-sentences"):
         parse([*command, "--chat-template", "tokenizer", "--split-sentences", "--sentence-splitter", "marks"])
+
+
+def test_settings_that_a_tokenizer_does_not_look_at_are_noted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("1 2")
+    words = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "out")]
+    kind = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+    assert parse([*words, *kind]).notes == []
+    notes = parse([*words, *kind, "--vocab-file", "absent", "--vocab-extra-ids", "5"]).notes
+    assert [note.split(" has ")[0] for note in notes] == ["--vocab-file absent", "--vocab-extra-ids 5"]

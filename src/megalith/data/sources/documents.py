@@ -176,6 +176,10 @@ def text_of(value: Any, key: str) -> str | list[str] | BadDocument:
         return value
     if inner == {dict}:
         messages = [_message(message) for message in value]
+        if kinds := [kind for message in messages for kind in _kinds_beside_text(message.get("content"))]:
+            return BadDocument(
+                f"the value of {json.dumps(key)} has content of type {kinds[0]}; only text can be trained on"
+            )
         if {str}.issuperset(type(message.get("role")) for message in messages):
             reason = f"the value of {json.dumps(key)} is a dialogue; give --chat-template"
             return Dialogue(reason, messages)
@@ -224,9 +228,15 @@ def _parsed(value: Any) -> Any:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with role and content, without keys of no value; ShareGPT's have `from` and `value`."""
+    """Return a message with role and content, without keys of no value; ShareGPT's have `from` and `value`.
+
+    Content in parts, OpenAI's form, becomes one text if all of them are texts.
+    """
     if None in message.values():
         message = {key: value for key, value in message.items() if value is not None}  # as transformers does
+    content = message.get("content")
+    if isinstance(content, list) and not _kinds_beside_text(content):
+        message = {**message, "content": "".join(part["text"] for part in content)}  # as the server joins them
     if "role" in message or not {"from", "value"} <= message.keys():
         return message
     speaker = message["from"]
@@ -234,6 +244,16 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
         "role": {"human": "user", "gpt": "assistant", "observation": "tool"}.get(str(speaker), speaker),
         "content": message["value"],
     }
+
+
+def _kinds_beside_text(content: Any) -> list[str]:
+    """Return the types of those parts of a message's content that are no text; none of content that is one text."""
+    if not isinstance(content, list):
+        return []
+    parts = [part if isinstance(part, dict) else {"type": type(part).__name__} for part in content]
+    return [
+        str(part.get("type")) for part in parts if part.get("type") != "text" or not isinstance(part.get("text"), str)
+    ]
 
 
 def text_documents(
