@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,7 +183,7 @@ def _records(lines: Iterable[str], history: History) -> Iterator[Mapping[str, An
             continue
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):  # also a number of too many digits
             history.unreadable += 1
             continue
         if isinstance(record, dict) and _has_numbers(record):
@@ -196,8 +197,15 @@ def _has_numbers(record: Mapping[str, Any]) -> bool:
     kind = record.get("event")
     if not isinstance(record.get("iteration"), int if kind == "step" else int | None):
         return False
+    shown = (record.get(name) or 0.0 for name in (("time", "seconds", "num_bytes") if kind == "save" else ("time",)))
+    if not all(_is_number(value) and math.isfinite(value) for value in shown):
+        return False
     drawn = kind in ("step", "throughput", "evaluation")
-    return not drawn or all(isinstance(record.get(name), float | int | None) for name in _NUMBERS)
+    return not drawn or all(record.get(name) is None or _is_number(record[name]) for name in _NUMBERS)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or isinstance(value, int) and abs(value) <= sys.float_info.max
 
 
 def downsample(points: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:

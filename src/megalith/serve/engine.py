@@ -50,7 +50,7 @@ class Limits:
     max_waiting: int = 256  # sequences in the queue; a request beyond them is refused with `QueueFullError`
     samples: int = 128  # the largest `n` and `beam_width`
     logprobs: int = 20  # the largest `logprobs`
-    stop_texts: int = 16
+    stop_texts: int = 32  # 16 of a client, and those of a chat template
 
 
 @dataclass(frozen=True, eq=False)

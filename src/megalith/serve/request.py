@@ -7,11 +7,14 @@ A request may have several samples; each is a stream of `Token` events that ends
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from megalith.errors import MegalithError
+
+_COLDEST = 1e-6  # colder ones are greedy: logits that are divided by them leave the range of fp32
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 
@@ -34,7 +37,7 @@ class QueueFullError(MegalithError):
 class Sampling:
     """A way to choose tokens."""
 
-    temperature: float = 1.0  # the logits are divided by it; 0 takes the most likely token (greedy)
+    temperature: float = 1.0  # the logits are divided by it; 0 (below 1e-6) takes the most likely token: greedy
     top_k: int = 0  # only the k most likely tokens are candidates; 0 for all
     top_p: float = 0.0  # nucleus sampling (Holtzman et al. 2020, arXiv:1904.09751); 0 or 1 for all
     min_p: float = 0.0  # least share of the likeliest's probability (Nguyen et al. 2024, arXiv:2407.01082); 0 for all
@@ -51,7 +54,7 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """True if the most likely token is always chosen."""
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < _COLDEST or self.top_k == 1
 
     @property
     def changes_logits(self) -> bool:
@@ -69,7 +72,8 @@ class Sampling:
         """Return top_p for token `number` of the output, counted from 0."""
         if not (self.top_p_decay and self.top_p):
             return self.top_p
-        return float(max(self.top_p * self.top_p_decay**number, self.top_p_bound))
+        least = sys.float_info.min  # 0 would allow every token
+        return float(max(self.top_p * self.top_p_decay**number, self.top_p_bound, least))
 
     def violations(self) -> list[str]:
         """List the invalid values in the words of the flags."""
@@ -102,7 +106,7 @@ class Request:
     prompt: tuple[int, ...]  # its ids, at least one
     max_new_tokens: int  # maximum length of the output; 0 with `prompt_logprobs` scores the prompt only
     sampling: Sampling = Sampling()
-    seed: int | None = None  # the same seed gives the same output in any batch; unpredictable if None
+    seed: int | None = None  # the same seed gives the same output, but for rounding; unpredictable if None
     n: int = 1
     stop_ids: tuple[int, ...] | None = None  # tokens that end the output; None: the end of a document
     extra_stop_ids: tuple[int, ...] = ()
@@ -163,6 +167,7 @@ Event = Token | PromptLogprobs | Beams | Finished
 _CONTEXT = 6  # ids before the first, for tokenizers whose text depends on the preceding tokens
 _UNFINISHED = "\ufffd"  # ends the text of ids that end within a character
 _LONGEST_CHARACTER = 8  # maximum number of ids of one character
+_PARTS = 3  # bytes, and so ids, of a character of UTF-8 that lacks its last one
 
 
 class TextStream:
@@ -186,19 +191,28 @@ class TextStream:
             return ""
         self._ids.append(token)
         text = self._decode(self._ids)
-        if text.endswith(_UNFINISHED) and len(self._ids) - self._shown_ids < _LONGEST_CHARACTER:
+        if not text.endswith(_UNFINISHED):
+            return self._take(text)
+        if len(self._ids) - self._shown_ids < _LONGEST_CHARACTER:
             return ""
-        return self._take(text)
+        # Broken bytes: only the last ids can still become a character.
+        return self._take(text, next((n for n in range(_PARTS, 0, -1) if self._splits(text, n)), 0))
 
     def rest(self) -> str:
         """Return the text that is left at the end, whole characters or not."""
         return self._take(self._decode(self._ids)) if len(self._ids) > self._shown_ids else ""
 
-    def _take(self, text: str) -> str:
-        piece = text[self._shown :]
-        self._ids = self._ids[max(0, self._shown_ids - 1) :][-_CONTEXT:]
-        self._shown_ids = len(self._ids)
-        self._shown = len(self._decode(self._ids))
+    def _splits(self, text: str, last: int) -> bool:
+        """Return whether the text is that of all ids but the last ones and then theirs."""
+        return self._decode(self._ids[:-last]) + self._decode(self._ids[-last:]) == text
+
+    def _take(self, text: str, held: int = 0) -> str:
+        """Return what is new of the text of the ids, without the last `held` ones."""
+        end = len(self._ids) - held
+        piece = (self._decode(self._ids[:end]) if held else text)[self._shown :]
+        before = self._ids[max(0, self._shown_ids - 1) : end][-_CONTEXT:]
+        self._shown_ids, self._shown = len(before), len(self._decode(before))
+        self._ids = before + self._ids[end:]
         return piece
 
 

@@ -1,8 +1,8 @@
 """Choose the next token of each sequence from its logits, and the next tokens of a beam search.
 
 Sampling takes one uniform number u per token from the sequence's own stream, and the first token whose cumulative
-probability exceeds u. So a seed gives the same tokens in every batch and layout, and a rounding error of the logits
-changes a choice only if u is that close to a border.
+probability exceeds u. So a seed gives the same tokens in every batch and layout but for rounding: an error of the
+logits, which depends on the other rows of a product, changes a choice only if u is that close to a border.
 
 Shapes: B sequences, V vocabulary, N candidates.
 """

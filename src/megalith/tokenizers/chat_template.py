@@ -66,12 +66,12 @@ class ChatTemplate:
             raise DataError(f"the chat template is damaged: {error}") from error
         self._variables = dict(variables or {})
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         """Return the text that the model continues; `BadDialogue` if the template does not take these messages."""
         return self.render_marked(messages, **variables)[0]
 
     def render_marked(
-        self, messages: Sequence[Mapping[str, Any]], **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], /, **variables: Any
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text and the ranges of its characters within `{% generation %}`; raises as `render` does."""
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self._variables, **variables}

@@ -74,6 +74,19 @@ def test_values_that_are_no_numbers_and_torn_lines(tmp_path: Path) -> None:
     assert "2 steps" in text and "NaN" in text and "3 unreadable" in text
 
 
+def test_lines_of_other_types_are_unreadable(tmp_path: Path) -> None:
+    bad = [
+        step(2, 4.0, time="x"),
+        step(2, 4.0, seconds="x"),
+        event("save", 1, num_bytes="x"),
+        event("save", 1, seconds=[1]),
+    ]
+    digits = '{"event": "step", "iteration": ' + "9" * 5000 + "}\n"
+    history = read_history(write(tmp_path, event("start", 0), step(1, 5.0), *bad, digits, step(2, 3.0)))
+    assert (history.num_steps, history.unreadable) == (2, 5)
+    assert "5 unreadable" in render_page(history, "run")
+
+
 def test_a_fresh_start_in_the_same_folder_leaves_the_old_curve_grey(tmp_path: Path) -> None:
     history = read_history(write(tmp_path, event("start", 0), step(1, 5.0), event("start", 0), step(1, 6.0)))
     loss = history.curves["training loss"]

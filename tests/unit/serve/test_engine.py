@@ -278,7 +278,7 @@ def test_a_diverged_model_fails_the_request_and_not_the_engine() -> None:
         (Request((1,), 5, logprobs=21), "logprobs", "21 is not 0 to 20"),
         (Request((1,), 5, Sampling(temperature=-1)), "temperature", "-1"),
         (Request((1,), 5, stop_texts=("",)), "stop_texts", "empty"),
-        (Request((1,), 5, stop_texts=("a",) * 17), "stop_texts", "16"),
+        (Request((1,), 5, stop_texts=("a",) * 33), "stop_texts", "32"),
         (Request((1,), 5, beam_width=15), "beam_width", "half"),
         (Request((1,), 5, beam_width=2, n=2), "beam_width", "n=1"),
     ],

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import hashlib
 import json
+import math
 import re
 import time
 from collections.abc import AsyncIterator
@@ -131,6 +132,8 @@ def test_no_key_is_shown() -> None:
         (ServerSettings(port=70000), "--port 70000"),
         (ServerSettings(api_keys=("a b",)), "--api-key"),
         (ServerSettings(limits=Limits(waiting=0)), "--max-queue 0"),
+        (ServerSettings(limits=Limits(request_seconds=math.nan)), "--request-timeout nan"),
+        (ServerSettings(limits=Limits(drain_seconds=math.nan)), "--drain-timeout nan"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,7 @@ from megalith.serve.http import openai
 from megalith.serve.http.schemas import ChatRequest, CompletionRequest
 from megalith.serve.http.service import Collected, Sample
 from megalith.serve.http.settings import Limits, ServerSettings
-from megalith.serve.request import Token
+from megalith.serve.request import TextStream, Token
 from megalith.tokenizers.chat_template import ChatTemplate
 
 from .http_client import ALPHABET, EOD, LetterTokenizer, served
@@ -223,6 +224,30 @@ def test_samples_differ_and_a_seed_repeats_them() -> None:
     assert len(texts) == 6 and len(set(texts)) > 2
     assert texts == [choice["text"] for choice in again["choices"]]
     assert [choice["index"] for choice in first["choices"]] == list(range(6))
+
+
+def test_the_parts_of_a_character_have_one_offset() -> None:
+    class Bytes:
+        def decode(self, ids: Sequence[int]) -> str:
+            return bytes(ids).decode("utf-8", "replace")
+
+    service, data = SimpleNamespace(tokenizer=Bytes()), "n\u00e9\u65e5m".encode()
+    whole = openai._LogprobsTable(cast(Any, service), 0)
+    whole.add_prompt(list(data), None)
+    assert whole.json["text_offset"] == [0, 1, 1, 2, 2, 2, 3] and whole.offset == 4
+    stream, offset, found = TextStream(Bytes().decode), 0, []
+    for byte in data:
+        table = openai._LogprobsTable(cast(Any, service), 0, offset)
+        table.add([Token(byte, "")], None, stream)
+        found += table.json["text_offset"]
+        offset = table.offset
+    assert found == whole.json["text_offset"], "one by one as all at once"
+
+
+def test_variables_of_a_template_may_have_any_name() -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"self": 1}, "max_tokens": 1}
+    status, _ = post(body, "/v1/chat/completions", template=ChatTemplate(TEMPLATE), follow=after_colon)
+    assert status == 200
 
 
 def test_log_probabilities_with_the_prompt_as_lm_eval_reads_them() -> None:

@@ -91,6 +91,11 @@ def test_top_p_decays_down_to_its_bound() -> None:
     assert _chosen(LOGITS, _row(sampling, 0.99), late) == [2, 0]
 
 
+def test_hardly_any_top_p_or_heat_is_greedy() -> None:
+    assert Sampling(top_p=0.9, top_p_decay=1e-200).top_p_at(9) > 0, "0 would allow every token"
+    assert Sampling(temperature=1e-50).greedy and not Sampling(temperature=1e-5).greedy
+
+
 def test_a_flat_distribution_is_cut_where_top_p_says() -> None:
     logits = torch.zeros(1000, dtype=torch.float64) - torch.arange(1000) * 1e-9
     rows = [_row(Sampling(top_p=0.5), (index + 0.5) / 400) for index in range(400)]

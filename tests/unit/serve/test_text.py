@@ -36,6 +36,14 @@ def test_bytes_that_are_no_text_do_not_stop_the_stream() -> None:
     assert "".join(_pieces(b"\xff" * 40 + b"ok")).endswith("ok")
 
 
+@given(
+    st.lists(st.sampled_from([b"\xe5", b"\xff", b"\x80", "\u65e5".encode(), "\U0001f451".encode(), b"a"]), max_size=24)
+)
+def test_no_character_is_lost_behind_broken_bytes(parts: list[bytes]) -> None:
+    data = b"".join(parts)
+    assert "".join(_pieces(data)) == _decode(data)
+
+
 def test_words_that_are_joined_by_what_stands_before_them() -> None:
     words = ["Hello", "world", "again"]
 

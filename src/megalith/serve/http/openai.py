@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from starlette.types import Receive
 from megalith.serve.http.errors import printable, refusal
 from megalith.serve.http.schemas import ChatRequest, CompletionRequest, sampling_of, text_fields_of, token_texts
 from megalith.serve.http.service import Collected, Sample, Service, request_violation, too_long
-from megalith.serve.request import Finished, PromptLogprobs, Request, Token, TopLogprobs
+from megalith.serve.request import Finished, PromptLogprobs, Request, TextStream, Token, TopLogprobs
 from megalith.serve.worker import Answer
 from megalith.tokenizers.chat_template import BadDialogue, added_around
 
@@ -181,6 +181,7 @@ class _Stream:
 
     offset: int
     last: int | None
+    text: TextStream
     echoed: bool = False
 
 
@@ -197,9 +198,15 @@ class _Completion(Plan):
             table = _LogprobsTable(self.service, self.body.logprobs)
             if self.body.echo:
                 table.add_prompt(request.prompt, collected.scores)
-            table.add(sample.tokens, self.service.token_before_answer(request.prompt), request.skip_token_ids)
+                table.offset = len(self.texts[number])
+            table.add(sample.tokens, self.service.token_before_answer(request.prompt), self._text_stream(request))
             logprobs = table.json
         return {"text": self.texts[number] + text if self.body.echo else text, "logprobs": logprobs}
+
+    def _text_stream(self, request: Request) -> TextStream:
+        """Return the text of an answer that is still empty."""
+        before = () if self.service.encoder_input else request.prompt
+        return TextStream(self.service.tokenizer.decode, before, request.skip_token_ids)
 
     async def chunks(self, events: AsyncIterator[tuple[int, Any]]) -> AsyncIterator[dict[str, Any]]:
         streams: dict[int, _Stream] = {}
@@ -210,7 +217,9 @@ class _Completion(Plan):
                 scores[number] = event
                 continue
             index, request = number * self.n + event.sample, self.requests[number]
-            stream = streams.setdefault(index, _Stream(0, self.service.token_before_answer(request.prompt)))
+            if (stream := streams.get(index)) is None:
+                before = self.service.token_before_answer(request.prompt)
+                stream = streams[index] = _Stream(0, before, self._text_stream(request))
             if self.body.echo and not stream.echoed:
                 stream.echoed, stream.offset = True, len(self.texts[number])
                 table = _LogprobsTable(self.service, top or 0)
@@ -224,7 +233,7 @@ class _Completion(Plan):
             logprobs = None
             if top is not None:
                 table = _LogprobsTable(self.service, top, stream.offset)
-                table.add([event], stream.last, request.skip_token_ids)
+                table.add([event], stream.last, stream.text)
                 stream.offset, stream.last, logprobs = table.offset, event.id, table.json
             if event.text or logprobs is not None:
                 yield self._chunk(index, {"text": event.text}, logprobs)
@@ -243,18 +252,18 @@ class _LogprobsTable:
         """Add the tokens of a prompt; a request that was cancelled before its prefill has no scores."""
         scores = scores or PromptLogprobs((None,) * len(ids), ((),) * len(ids))
         texts = token_texts(self._service.tokenizer, ids)
-        before: int | None = None
+        before, stream = None, TextStream(self._service.tokenizer.decode)
         for number, text, logprob, top in zip(ids, texts, scores.logprobs, scores.top, strict=True):
             self._row(text, before, logprob, top)
-            self.offset += len(text)
+            self.offset += len(stream.push(number))
             before = number
 
-    def add(self, tokens: Sequence[Token], before: int | None, hidden: Collection[int] = ()) -> None:
-        """Add the tokens of an answer; hidden ones take no room in its text."""
+    def add(self, tokens: Sequence[Token], before: int | None, stream: TextStream) -> None:
+        """Add the tokens of an answer, whose text so far is `stream`; the parts of a character have one offset."""
         ids = [token.id for token in tokens]
         for text, token in zip(token_texts(self._service.tokenizer, ids, before), tokens, strict=True):
             self._row(text, before, token.logprob, token.top)
-            self.offset += 0 if token.id in hidden else len(text)
+            self.offset += len(stream.push(token.id))
             before = token.id
 
     def _row(self, text: str, before: int | None, logprob: float | None, top: TopLogprobs) -> None:

@@ -84,10 +84,10 @@ class ServerSettings:
             ("--request-timeout", self.limits.request_seconds),
             ("--max-connections", self.limits.connections),
         ):
-            if value <= 0:
+            if not value > 0:  # also NaN
                 found.append(f"{flag} {value:g} is not above 0")
-        if self.limits.drain_seconds < 0:
-            found.append(f"--drain-timeout {self.limits.drain_seconds:g} is negative")
+        if not self.limits.drain_seconds >= 0:
+            found.append(f"--drain-timeout {self.limits.drain_seconds:g} is not a number of 0 or more")
         return found + self._adapter_violations()
 
     def _adapter_violations(self) -> list[str]:
