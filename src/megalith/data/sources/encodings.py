@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 UTF_8 = "UTF-8"
 _BYTE_ORDER_MARKS = (
-    (codecs.BOM_UTF8, "utf-8", "UTF-8 with byte order bom_size"),
+    (codecs.BOM_UTF8, "utf-8", "UTF-8 with byte order mark"),
     (codecs.BOM_UTF32_LE, "utf-32-le", "UTF-32"),
     (codecs.BOM_UTF32_BE, "utf-32-be", "UTF-32"),
     (codecs.BOM_UTF16_LE, "utf-16-le", "UTF-16"),
@@ -78,7 +78,7 @@ def find_encoding(samples: Sequence[bytes]) -> Encoding | None:
         return marked
     for codec in ("utf-16-le", "utf-16-be"):
         if _is_utf_16(samples[0], codec):
-            return Encoding(codec, "UTF-16 without byte order bom_size")
+            return Encoding(codec, "UTF-16 without byte order mark")
     right, wrong = map(sum, zip(*(_count_utf_8(sample) for sample in samples), strict=True))
     if not wrong or right > wrong:
         return Encoding("utf-8", UTF_8)
