@@ -354,10 +354,23 @@ def test_folders_of_hugging_face(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_several_kinds_is_asked_about(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(lines(["a"]))
-    (tmp_path / "b.txt").write_text("b")
-    (violation,) = find_sources([str(tmp_path)], SourceOptions()).violations
+    folder = tmp_path / "with {braces}"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(lines(["a"]))
+    (folder / "b.txt").write_text("b")
+    (violation,) = find_sources([str(folder)], SourceOptions()).violations
     assert "1 jsonl (a.jsonl, ...), 1 txt (b.txt, ...)" in violation
+    assert f"{folder}/*.jsonl" in violation
+
+
+def test_digits_that_are_no_numbers(tmp_path: Path) -> None:
+    """A superscript is a digit to str.isdigit, but int does not take it."""
+    for name in ("1\u00b22", "1\u00b210", "\u00b2"):
+        (tmp_path / f"{name}.txt").write_text(name, encoding="utf-8")
+    assert documents(opened(tmp_path)) == one_key(["1\u00b22", "1\u00b210", "\u00b2"])
+    (tmp_path / "a.csv").write_text("a,b\n1,some longer text\n")
+    (violation,) = find_sources([str(tmp_path / "a.csv")], SourceOptions(text_column="\u00b2")).violations
+    assert "--text-column \u00b2" in violation and "a.csv" in violation
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

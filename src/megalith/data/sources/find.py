@@ -305,11 +305,8 @@ def _folder_files(folder: Path, split: str) -> tuple[list[Path], str]:
             raise DataError(f"{folder} holds no jsonl, json, txt, csv, parquet or arrow file, and no tar or zip")
     if len(formats) > 1:
         counts = ", ".join(f"{len(found)} {name} ({found[0].name}, ...)" for name, found in formats.items())
-        raise DataError(
-            f"{folder} holds files of several formats: {counts}; name those of one, such as '{folder}/*.{{}}'".format(
-                next(iter(formats))
-            )
-        )
+        one = f"'{folder}/*.{next(iter(formats))}'"
+        raise DataError(f"{folder} holds files of several formats: {counts}; name those of one, such as {one}")
     splits = {path: _split_of(path) for path in files}
     found = sorted({name for name in splits.values() if name})
     others = _ignored_files_note(folder, files)

@@ -94,7 +94,8 @@ def resolve_format(by_name: str | None, by_content: str | None) -> str | None:
 
 def natural_sort_key(text: str) -> tuple[tuple[bool, int, str], ...]:
     """Return a sort key in which 2 comes before 10."""
-    return tuple((not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", text))
+    parts = re.split(r"(\d+)", text)
+    return tuple((not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts)
 
 
 def find_separator(blocks: Iterable[bytes]) -> str | None:

@@ -63,7 +63,7 @@ def choose_columns(path: Path, names: Sequence[str] | None, count: int, options:
 def _column_number(path: Path, names: Sequence[str] | None, count: int, wanted: str) -> int:
     if names is not None and wanted in names:
         return list(names).index(wanted)
-    if wanted.isdigit() and 1 <= int(wanted) <= count:
+    if wanted.isdecimal() and 1 <= int(wanted) <= count:
         return int(wanted) - 1
     have = f"its columns are {', '.join(names)}" if names is not None else f"it has {count} columns and no header"
     raise DataError(f"--text-column {wanted}: {path} has no such column; {have}")
