@@ -122,6 +122,17 @@ def test_compressed_files(compression: str, tmp_path: Path) -> None:
     assert f"a.jsonl.{compression}" in violation
 
 
+@pytest.mark.parametrize("magic", [0x50, 0x5F])
+def test_zst_with_skippable_frames(magic: int, tmp_path: Path) -> None:
+    """As pzstd writes them, in any place."""
+    skippable = bytes([magic]) + b"\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"skip"
+    frames = [zstandard.ZstdCompressor().compress(lines([text]).encode()) for text in ("one", "two")]
+    (tmp_path / "a.jsonl.zst").write_bytes(skippable + skippable.join(frames) + skippable)
+    (source,) = opened(tmp_path / "a.jsonl.zst")
+    assert documents([source]) == one_key(["one", "two"])
+    assert source.about == "jsonl, UTF-8, zst"
+
+
 def test_a_bomb_is_refused_in_little_memory(tmp_path: Path) -> None:
     """F23: a compressed line of any length."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -322,6 +333,37 @@ def test_parquet_and_arrow(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-3])
     (violation,) = find_sources([str(tmp_path / "a.parquet")], SourceOptions()).violations
     assert "a.parquet" in violation
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_tables_without_a_known_suffix(kind: str, tmp_path: Path) -> None:
+    """Their bytes, random ones here, are no text in any encoding."""
+    pyarrow = pytest.importorskip("pyarrow", reason="of the extra data")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="of the extra data")
+    texts = ["one", "two"]
+    table = pyarrow.table({"text": texts, "noise": [bytes(range(256)) * 64] * 2})
+    if kind == "parquet":
+        parquet.write_table(table, tmp_path / "a")
+    else:
+        with pyarrow.OSFile(str(tmp_path / "a"), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as out:
+            out.write_table(table)
+    (source,) = opened(tmp_path / "a")
+    assert documents([source]) == one_key(texts)
+    assert source.about.startswith(kind)
+
+
+@pytest.mark.parametrize("options", [{}, {"text_column": "text"}, {"text_column": "2"}])
+def test_two_columns_of_one_name_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="of the extra data")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="of the extra data")
+    table = pyarrow.table([["a"], ["b"], ["c"], [1], [2]], names=["text", "text", "body", "n", "n"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as out:
+        out.write_table(table)
+    for path in (tmp_path / "a.parquet", tmp_path / "a.arrow"):
+        (violation,) = find_sources([str(path)], SourceOptions(**options)).violations
+        assert str(path) in violation and "2 columns" in violation and "--text-column" in violation
+        assert documents(opened(path, text_column="body")) == [["c"]]
 
 
 def test_folders_of_hugging_face(tmp_path: Path) -> None:

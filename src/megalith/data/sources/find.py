@@ -178,6 +178,10 @@ def _format(path: Path, options: SourceOptions) -> str:
     by_name = JSONL if options.input_format == JSONL else format_by_name(path)
     if by_name in (TXT, CSV, PARQUET, ARROW):
         return by_name
+    # Before `open_text`, which takes the bytes of a table for text in an encoding that it cannot detect.
+    binary = format_by_content(raw_file(path, options.limits).beginning(8))
+    if by_name is None and binary in (PARQUET, ARROW):
+        return binary
     beginning = open_text(path, options.encoding, options.limits).beginning(1024)
     found = resolve_format(by_name, format_by_content(beginning))
     if found is None:

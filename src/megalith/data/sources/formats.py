@@ -24,6 +24,8 @@ _FORMAT_BY_SUFFIX = {
 TAR, ZIP = "tar", "zip"
 GZIP, XZ, ZSTD, BZIP2 = "gz", "xz", "zst", "bz2"
 _MAGIC = {b"\x1f\x8b": GZIP, b"\xfd7zXZ\x00": XZ, b"\x28\xb5\x2f\xfd": ZSTD, b"BZh": BZIP2}
+# RFC 8878, 3.1.2: a skippable frame, with which pzstd begins, has one of 16 magic numbers.
+_MAGIC |= {bytes([0x50 + number]) + b"\x2a\x4d\x18": ZSTD for number in range(16)}
 _COMPRESSED_ENDINGS = (".gz", ".xz", ".zst", ".zstd", ".bz2")
 _ARCHIVE_MAGIC = {
     b"PK\x03\x04": ZIP,

@@ -195,6 +195,10 @@ def _text_columns(path: Path, schema: Any, options: SourceOptions) -> list[str]:
     types = import_for(f"{path}: reading it", "pyarrow.types", "data")
     names = [schema.names[at] for at in choose_columns(path, schema.names, len(schema.names), options)]
     for name in names:
+        if (count := schema.names.count(name)) > 1:
+            raise DataError(
+                f"{path}: {count} columns are called {name}; rename all but one, or give another as --text-column"
+            )
         kind = schema.field(name).type
         is_list = types.is_list(kind) or types.is_large_list(kind)
         inner = kind.value_type if is_list or types.is_dictionary(kind) else kind
