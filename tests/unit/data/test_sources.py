@@ -570,6 +570,43 @@ def test_a_folder_names_what_it_leaves_out(tmp_path: Path) -> None:
     assert "notes.md" in plan.notes[0] and "sub/b.tar" in plan.notes[0] and ".hidden" not in plan.notes[0]
 
 
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    for path in (folder / "own", folder / ".hidden", elsewhere / "inner"):
+        path.mkdir(parents=True)
+        (path / "a.jsonl").write_text(lines([path.name]))
+    (folder / "0-twice").symlink_to("own")
+    (folder / "1-loop").symlink_to(folder)
+    (folder / "2-linked").symlink_to(elsewhere)
+    (folder / "3-again").symlink_to(elsewhere / "inner")
+    (folder / "4-out-of-hidden").symlink_to(".hidden")
+    (folder / "file.jsonl").symlink_to(folder / "own" / "a.jsonl")
+    (folder / "dangling.jsonl").symlink_to("nowhere")
+    (elsewhere / "back").symlink_to(folder)
+    plan = find_sources([str(folder)], SourceOptions())
+    assert not plan.violations
+    found = [str(source.path.relative_to(folder)) for source in plan.sources]
+    assert found == ["2-linked/inner/a.jsonl", "4-out-of-hidden/a.jsonl", "file.jsonl", "own/a.jsonl"]
+    assert documents(plan.sources) == one_key(["inner", ".hidden", "own", "own"])
+    (note,) = plan.notes
+    assert "dangling.jsonl (1 in all)" in note
+
+
+def test_a_glob_names_the_folders_it_leaves_out(tmp_path: Path) -> None:
+    for path in (tmp_path / "a.jsonl", tmp_path / "sub" / "b.jsonl"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(lines([path.stem]))
+    plan = find_sources([str(tmp_path / "*")], SourceOptions())
+    assert documents(plan.sources) == [["a"]]
+    (note,) = plan.notes
+    assert "left out" in note and str(tmp_path / "sub") in note
+    for pattern, texts in (("*.jsonl", ["a"]), ("**", ["a", "b"])):
+        plan = find_sources([str(tmp_path / pattern)], SourceOptions())
+        assert not plan.notes and documents(plan.sources) == one_key(texts)
+    (violation,) = find_sources([str(tmp_path / "s*")], SourceOptions()).violations
+    assert str(tmp_path / "sub") in violation
+
+
 def test_a_txt_may_be_one_document(tmp_path: Path) -> None:
     texts = ["one\n\ntwo\n\n\nthree", "four<|endoftext|>five"]
     for number, text in enumerate(texts):

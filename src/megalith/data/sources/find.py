@@ -139,15 +139,26 @@ def _files(name: str, options: SourceOptions, plan: SourcePlan) -> list[Path]:
             )
         return [path]
     if glob.has_magic(name):
-        matched = sorted(glob.glob(name, recursive=True), key=natural_sort_key)
-        files = [Path(match) for match in matched if os.path.isfile(match)]
-        if not files:
-            raise DataError(f"{name}: no file matches")
-        return files
+        return _matching_files(name, plan)
     hint = ""
     if name.count("/") == 1 and not path.suffix:
         hint = f"; a dataset of the Hugging Face Hub is fetched by --input hf:{name}"
     raise DataError(f"{name}: no such file{hint}")
+
+
+def _matching_files(pattern: str, plan: SourcePlan) -> list[Path]:
+    """Return the files that a glob matches, and note the folders. Raises DataError if no file matches."""
+    matched = [Path(match) for match in sorted(glob.glob(pattern, recursive=True), key=natural_sort_key)]
+    files = [path for path in matched if path.is_file()]
+    # `**` matches folders besides the files that are in them.
+    entered = {parent for path in files for parent in path.parents}
+    folders = [str(path) for path in matched if path.is_dir() and path not in entered]
+    others = f"{_left_out(folders)}; give folders by their names" if folders else ""
+    if not files:
+        raise DataError(f"{pattern}: no file matches{others}")
+    if others:
+        plan.notes.append(f"{pattern}: {len(files)} files{others}")
+    return files
 
 
 def _download_hint(url: str, scheme: str) -> str:
@@ -295,16 +306,13 @@ def _save_to_disk_files(folder: Path) -> list[Path]:
 
 
 def _folder_files(folder: Path, split: str) -> tuple[list[Path], str]:
-    files = sorted(
-        (path for path in folder.rglob("*") if _is_data(path, folder)),
-        key=lambda path: natural_sort_key(str(path.relative_to(folder))),
-    )
+    present = sorted(_walk(folder), key=lambda path: natural_sort_key(str(path.relative_to(folder))))
+    files = [path for path in present if _is_data(path)]
     formats: dict[str, list[Path]] = {}
     for path in files:
         formats.setdefault(format_by_name(path) or "", []).append(path)
     if not formats:
-        named = sorted(map(str, folder.rglob("*")), key=natural_sort_key)
-        files = [path for path in map(Path, named) if Path(name_without_compression(path)).suffix in _ARCHIVES]
+        files = [path for path in present if Path(name_without_compression(path)).suffix in _ARCHIVES]
         if not files:
             raise DataError(f"{folder} holds no jsonl, json, txt, csv, parquet or arrow file, and no tar or zip")
     if len(formats) > 1:
@@ -313,7 +321,8 @@ def _folder_files(folder: Path, split: str) -> tuple[list[Path], str]:
         raise DataError(f"{folder} holds files of several formats: {counts}; name those of one, such as {one}")
     splits = {path: _split_of(path) for path in files}
     found = sorted({name for name in splits.values() if name})
-    others = _ignored_files_note(folder, files)
+    data = set(files)
+    others = _left_out([str(path.relative_to(folder)) for path in present if path not in data])
     if len(found) < 2:
         return files, f"folder with {len(files)} files{others}"
     chosen = _choose(folder, found, split)
@@ -321,20 +330,35 @@ def _folder_files(folder: Path, split: str) -> tuple[list[Path], str]:
     return taken, f"folder, split {chosen} with {len(taken)} of {len(files)} files{others}"
 
 
-def _is_data(path: Path, folder: Path) -> bool:
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder that are not hidden, following links to folders.
+
+    Each folder is read once, by its own name if it has one in `folder`: links may form a loop, or lead to one folder
+    several times.
+    """
+    seen: set[str] = set()
+    waiting = [str(folder)]
+    while waiting:
+        links = []
+        for start in waiting:
+            for base, subfolders, files in os.walk(start):
+                if (real := os.path.realpath(base)) in seen:
+                    subfolders.clear()
+                    continue
+                seen.add(real)
+                yield from (Path(base, name) for name in files if not name.startswith("."))
+                subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+                links += [path for name in subfolders if os.path.islink(path := os.path.join(base, name))]
+        waiting = links
+
+
+def _is_data(path: Path) -> bool:
     is_description = path.name in _DESCRIPTIONS or NOT_DATA.fullmatch(path.name)
-    return not _is_hidden(path, folder) and not is_description and format_by_name(path) is not None and path.is_file()
+    return not is_description and format_by_name(path) is not None and path.is_file()
 
 
-def _is_hidden(path: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
-
-
-def _ignored_files_note(folder: Path, files: Iterable[Path]) -> str:
-    """Describe the files of a folder that are not data."""
-    data = set(files)
-    others = [path for path in folder.rglob("*") if path not in data and not _is_hidden(path, folder)]
-    names = sorted((str(path.relative_to(folder)) for path in others if path.is_file()), key=natural_sort_key)
+def _left_out(names: Sequence[str]) -> str:
+    """Describe what is not read; empty if there is nothing."""
     more = ", ..." if len(names) > _MAX_NAMES else ""
     return f"; left out: {', '.join(names[:_MAX_NAMES])}{more} ({len(names)} in all)" if names else ""
 
