@@ -418,7 +418,7 @@ def test_digits_that_are_no_numbers(tmp_path: Path) -> None:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(st.text(alphabet="ab\u4e2d-|<> ", max_size=6), min_size=1, max_size=12),
-    kind=st.sampled_from(["jsonl", "gz", "array", "txt --", "txt <|>", "txt \n\n", "csv"]),
+    kind=st.sampled_from(["jsonl", "gz", "array", "txt --", "txt <|>", "txt \n\n", "txt \n \n", "csv"]),
     chunk_bytes=st.integers(1, 40),
     count=st.integers(1, 5),
 )
@@ -568,6 +568,23 @@ def test_a_folder_names_what_it_leaves_out(tmp_path: Path) -> None:
     plan = find_sources([str(tmp_path)], SourceOptions())
     assert documents(plan.sources) == [["text"]]
     assert "notes.md" in plan.notes[0] and "sub/b.tar" in plan.notes[0] and ".hidden" not in plan.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "texts"),
+    [
+        (" \n = A = \n \n one \n two \n \n three \n", [" \n = A = ", " one \n two ", " three "]),  # WikiText
+        ("a\nb\n\t\nc\n \n \nd\n\t\ne", ["a\nb", "c\n \n \nd", "e"]),
+        ("a\r\n  \r\nb\r\n  \r\n", ["a", "b"]),
+        ("a\n\nb\n \nc\n \nd", ["a", "b\n \nc\n \nd"]),
+        ("a\n \nb<|endoftext|>c", ["a\n \nb", "c"]),
+        (" \na\n b\n", [" \na\n b\n"]),
+    ],
+)
+def test_lines_of_blanks_separate_where_no_line_is_empty(text: str, texts: list[str], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(text, newline="")
+    for limits in (SMALL, Limits()):
+        assert documents(opened(tmp_path / "a.txt", limits=limits)) == one_key(texts)
 
 
 def test_linked_folders_are_read_once(tmp_path: Path) -> None:
