@@ -311,6 +311,50 @@ def test_bad_rows_of_a_csv(tmp_path: Path) -> None:
         documents(opened(tmp_path / "a.csv", limits=Limits(max_document_bytes=1000)))
 
 
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        ('text,x\na,1\n"b, 2\nc,3\nd,4\n', "row 3 (line 3)"),
+        ('text,x\na,1\n"b\nb",2\n"c",3\n4,"cut\n\nshort', "row 5 (line 6)"),
+        ('x,text\n1,"', "row 2 (line 2)"),
+        ('x,text\n1,"\n', "row 2 (line 2)"),
+        ('text,"x\na,1\n', "row 1 (line 1)"),
+        ('text,x\na,1\n"b, 2\nc,3\n"d" said,4\ne,5\n', "row 3 (lines 3 to 5)"),
+        ("text,x\nhello\rworld,1\nfoo,2\n", "row 2 (line 2)"),
+        ("text\rhello\rworld\r", "row 1 (line 1)"),
+        ("text,x\n" + "more,1\n" * 20_000 + "a\rb,1\n", "row 20002 (line 20002)"),  # beyond the preview
+    ],
+)
+def test_a_csv_whose_structure_breaks_stops(content: str, place: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(content, newline="")
+    for limits in (SMALL, Limits()):
+        limits = replace(limits, max_document_bytes=1 << 20)
+        plan = find_sources([str(tmp_path / "a.csv")], SourceOptions(limits=limits))
+        if plan.violations:
+            (reason,) = plan.violations
+        else:
+            with pytest.raises(DataError) as caught:
+                documents(plan.sources)
+            reason = str(caught.value)
+        assert f"a.csv, {place}: " in reason
+
+
+def test_a_csv_whose_structure_is_odd_is_read(tmp_path: Path) -> None:
+    rows = ['"a" and b,1', 'c "d,2', '"e\n\nf ""g""\n",3', '"h\ri",4', '"",5', "j,6\r", '"k\n",7']
+    (tmp_path / "a.csv").write_text("\n".join(["text,x", *rows]), newline="")
+    found = documents(opened(tmp_path / "a.csv"))
+    assert found == one_key(["a and b", 'c "d', 'e\n\nf "g"\n', "h\ri", "", "j", "k\n"])
+    (tmp_path / "a.csv").write_text('x,text\n1,"a\rb"\n2,c\n', newline="")  # which `;` would not part
+    assert documents(opened(tmp_path / "a.csv")) == one_key(["a\rb", "c"])
+
+
+def test_rows_with_too_few_cells_are_bad_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,x,y\ngood,1,2\ncut,1\ncut\nlast,,\n")
+    good, *cut, last = documents(opened(tmp_path / "a.csv"))
+    assert (good, last) == (["good"], ["last"])
+    assert ["2 cells" in cut[0][0], "1 cells" in cut[1][0]] == [True, True]
+
+
 def test_parquet_and_arrow(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="of the extra data")
     parquet = pytest.importorskip("pyarrow.parquet", reason="of the extra data")

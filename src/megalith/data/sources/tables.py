@@ -31,6 +31,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,29}")
 _PREVIEW_BYTES = 1 << 16
 _PREVIEW_LINES = 200
 _PREVIEW_ROWS = 50
+_SHOWN = 40  # characters of a cell in an error
 
 
 def choose_columns(path: Path, names: Sequence[str] | None, count: int, options: SourceOptions) -> list[int]:
@@ -229,13 +230,20 @@ class CsvPreview:
 
 
 def preview_csv(file: TextFile, delimiter: str | None) -> CsvPreview:
-    """Read the beginning of a csv. Raises DataError if it has no row."""
+    """Read the beginning of a csv. Raises DataError if it has no row, or its structure breaks there."""
     beginning = file.beginning(_PREVIEW_BYTES)
     text = beginning.decode(errors="replace")
     if not text.strip():
         raise DataError(f"{file.path}: the file is empty")
     found = delimiter or _delimiter(file, text)
-    rows = [row for row in csv.reader(_lines_of(text), delimiter=found) if row]
+    reader = csv.reader(_lines_of(text), delimiter=found)
+    every: list[list[str]] = []
+    try:
+        for row in reader:
+            every.append(row)
+    except csv.Error as error:
+        raise _broken(file, len(every) + 1, reader.line_num, error) from error
+    rows = [row for row in every if row]
     # The last row may be truncated, unless the whole file has been read.
     whole = rows[:-1] if len(beginning) == _PREVIEW_BYTES and len(rows) > 1 else rows
     return CsvPreview(found, whole[:_PREVIEW_ROWS])
@@ -304,6 +312,9 @@ class CsvSource(RowSource):
         try:
             for cells in reader:
                 number += 1
+                if lines.ended or len(lines.of_row) > 1:
+                    self._require_closed_quotes(cells, lines, number, reader.line_num)
+                lines.of_row.clear()
                 if number == 1 and self._header:
                     continue
                 if not cells:
@@ -311,12 +322,31 @@ class CsvSource(RowSource):
                 content = self._document(cells)
                 yield Row(content, utf8_size(content), number, lines.disk)
         except csv.Error as error:
-            limit = self._file.limits.max_document_bytes
-            hint = f"; an unclosed quote, or a cell over {limit} bytes" if "limit" in str(error) else ""
-            raise DataError(f"{self.path}, row {number + 1} (line {reader.line_num}): {error}{hint}") from error
+            raise _broken(self._file, number + 1, reader.line_num, error) from error
+
+    def _require_closed_quotes(self, cells: list[str], lines: _LineReader, number: int, line: int) -> None:
+        """Raise DataError if a row, which ends in `line`, has an open quote at the end of the file or inside.
+
+        Only rows of several lines are checked inside, where an open quote ends at the next quote of a later row: in one
+        line, text behind a closing quote does no harm.
+        """
+        remedy = "write a text with quotes in quotes, and its own quotes doubled"
+        if lines.ended:
+            begin = line - cells[-1].count("\n") + cells[-1].endswith("\n")
+            raise DataError(
+                f"{self.path}, row {number} (line {begin}): the file ends within the quotes of the cell "
+                f"{cells[-1][:_SHOWN]!r}, so it is cut short, or the quote belongs to the text; {remedy}"
+            )
+        try:
+            next(csv.reader(lines.of_row, delimiter=self._delimiter, strict=True))
+        except csv.Error as error:
+            raise DataError(
+                f"{self.path}, row {number} (lines {line - len(lines.of_row) + 1} to {line}): text follows a closing "
+                f"quote, so the quote that opens the cell may belong to the text; {remedy}"
+            ) from error
 
     def _document(self, cells: list[str]) -> Document | BadDocument:
-        if len(cells) != self._width and (len(cells) > self._width or len(cells) <= max(self._columns)):
+        if len(cells) != self._width:
             more = "; are quotes missing around a text?" if len(cells) > self._width else ""
             return BadDocument(f"it has {len(cells)} cells, the first row {self._width}{more}")
         try:
@@ -330,11 +360,18 @@ class CsvSource(RowSource):
 
 
 class _LineReader:
-    """Iterator over the lines of a text file, with line breaks; undecodable bytes become lone surrogates."""
+    """Iterator over the lines of a text file, with line breaks; undecodable bytes become lone surrogates.
+
+    Attributes:
+        of_row: lines since the caller cleared them, those of one row.
+        ended: whether a line was asked for after the last one; a row that comes then has an open quote.
+    """
 
     def __init__(self, file: TextFile) -> None:
         self._file = file
         self.disk = 0
+        self.of_row: list[str] = []
+        self.ended = False
 
     def __iter__(self) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
@@ -346,10 +383,27 @@ class _LineReader:
             if len(rest) > self._file.limits.max_document_bytes:
                 raise csv.Error("line longer than the limit")
             for line in lines:
-                yield line + "\n"
+                self.of_row.append(line + "\n")
+                yield self.of_row[-1]
         rest += decoder.decode(b"", final=True)
         if rest:
+            self.of_row.append(rest)
             yield rest
+        self.ended = True
+
+
+def _broken(file: TextFile, row: int, line: int, error: csv.Error) -> DataError:
+    """Return the error about a csv whose structure breaks in a row, from the error of the csv module."""
+    limit = file.limits.max_document_bytes
+    reason = str(error)
+    if "limit" in reason:
+        reason += f"; an unclosed quote, or a cell over {limit} bytes (--max-document-bytes)"
+    elif "new-line" in reason:  # whose remedy, an argument of `open`, is not the user's
+        reason = (
+            "a carriage return stands outside quotes; put its cell into quotes, or, where it ends a line, write line "
+            "feeds: tr '\\r' '\\n' < FILE"
+        )
+    return DataError(f"{file.path}, row {row} (line {line}): {reason}")
 
 
 def _delimiter(file: TextFile, text: str) -> str:
@@ -358,7 +412,10 @@ def _delimiter(file: TextFile, text: str) -> str:
         return "\t"
     best, most = ",", 1
     for delimiter in _DELIMITERS:
-        rows = [row for row in csv.reader(_lines_of(text)[:_PREVIEW_LINES], delimiter=delimiter) if row]
+        try:
+            rows = [row for row in csv.reader(_lines_of(text)[:_PREVIEW_LINES], delimiter=delimiter) if row]
+        except csv.Error:  # such as a line break in a cell that only another delimiter parts from its neighbours
+            continue
         cells, times = Counter(map(len, rows)).most_common(1)[0]
         if cells > most and times >= 0.9 * len(rows) - 1 and len(rows[0]) == cells:
             best, most = delimiter, cells
