@@ -146,7 +146,7 @@ class ChunkEncoder:
                 self._dialogues.repeats_eod = not settings.as_in_megatron
             before, behind = added_around(tokenizer)
             self._encode = lambda texts: [ids[before : len(ids) - behind] for ids in encode(texts)]
-        self._dtype = smallest_dtype(tokenizer.vocab_size)
+        self._vocab_size, self._dtype = tokenizer.vocab_size, smallest_dtype(tokenizer.vocab_size)
         self._eod = require_eod(tokenizer, "--append-eod") if settings.append_eod else None
         self._splitter = settings.sentences.splitter() if settings.sentences else None
 
@@ -175,7 +175,8 @@ class ChunkEncoder:
     def _encode_dialogues(self, part: ChunkDocuments, encoder: DialogueEncoder) -> EncodedChunk:
         """Encode dialogues to a column of tokens and one of loss masks."""
         columns = [
-            _TokenBuffer(self._encode, None, dtype, part.num_bytes) for dtype in (self._dtype, np.dtype(np.uint8))
+            _TokenBuffer(self._encode, None, dtype, part.num_bytes, size)
+            for dtype, size in ((self._dtype, self._vocab_size), (np.dtype(np.uint8), 2))
         ]
         numbered = list(part.documents)
         if self._settings.as_in_megatron:
@@ -209,7 +210,10 @@ class ChunkEncoder:
         return _encoded(columns, part, num_documents, problems)
 
     def _new_buffers(self, part: ChunkDocuments) -> list[_TokenBuffer]:
-        return [_TokenBuffer(self._encode, self._eod, self._dtype, part.num_bytes) for _ in self._settings.keys]
+        return [
+            _TokenBuffer(self._encode, self._eod, self._dtype, part.num_bytes, self._vocab_size)
+            for _ in self._settings.keys
+        ]
 
     def _render(self, dialogue: Dialogue) -> list[str | list[str]] | BadDocument:
         assert self._template is not None
@@ -265,9 +269,12 @@ class _TokenBuffer:
     Ids are cast to the stored dtype text by text or a chunk at a time, while they are still in the CPU cache.
     """
 
-    def __init__(self, encode: ArrayEncoder, eod: int | None, dtype: np.dtype[Any], num_bytes: int) -> None:
+    def __init__(
+        self, encode: ArrayEncoder, eod: int | None, dtype: np.dtype[Any], num_bytes: int, vocab_size: int
+    ) -> None:
         self._encode, self._eod = encode, eod
-        self._limits, self._end = np.iinfo(dtype), np.array([eod or 0], dtype)
+        self._num_ids = min(vocab_size, np.iinfo(dtype).max + 1)
+        self._end = np.array([eod or 0], dtype)
         self._tokens = np.empty(num_bytes // _BYTES_PER_TOKEN + 1, dtype)
         self._used = 0
         self._lengths: list[int] = []
@@ -276,7 +283,7 @@ class _TokenBuffer:
     def add(self, texts: str | list[str]) -> None:
         """Append a document; a text without tokens makes no sequence, and an empty document gets no end.
 
-        Raises:  DataError if a text cannot be encoded, or to ids that do not fit the stored type; to be `cut` then.
+        Raises:  DataError if a text cannot be encoded, or to ids outside the vocabulary; to be `cut` then.
         """
         count = 0
         for text in (texts,) if isinstance(texts, str) else texts:
@@ -284,7 +291,7 @@ class _TokenBuffer:
             if not len(ids):
                 continue
             if ids.dtype != SURE_IDS:
-                _require_fit(ids, self._limits)
+                _require_fit(ids, self._num_ids)
             end = self._grow(len(ids) + 1)
             self._tokens[self._used : end] = ids
             self._used = end
@@ -304,7 +311,7 @@ class _TokenBuffer:
         """Append documents of one sequence each. Raises DataError as `add_all` does."""
         for ids in arrays:
             if ids.dtype not in (SURE_IDS, self._tokens.dtype):
-                _require_fit(ids, self._limits)
+                _require_fit(ids, self._num_ids)
         lengths = list(map(len, arrays))
         self._sequences += [1 if length else 0 for length in lengths]
         if self._eod is not None:
@@ -340,11 +347,12 @@ class _TokenBuffer:
         return self._used + count - 1
 
 
-def _require_fit(ids: NDArray[Any], limits: np.iinfo[Any]) -> None:
+def _require_fit(ids: NDArray[Any], num_ids: int) -> None:
     if not len(ids):
         return
     low, high = int(ids.min()), int(ids.max())
-    if low < limits.min or high > limits.max:
+    if low < 0 or high >= num_ids:
         raise DataError(
-            f"token {low if low < 0 else high} does not fit {limits.dtype.name}, the type of this vocabulary"
+            f"token {low if low < 0 else high} is outside the vocabulary of {num_ids} ids (0 to {num_ids - 1}); give "
+            "the tokenizer that made the ids (NullTokenizer: a larger --vocab-size)"
         )

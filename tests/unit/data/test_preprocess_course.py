@@ -201,7 +201,7 @@ BAD = [
     (b"\xff\xfe", "valid UTF-8"),
     (b'{"text": null}', "not text but null"),
     (b'{"id": "1"}', 'no key "text"'),
-    (b'{"text": "70000"}', "token 70000 does not fit uint16"),
+    (b'{"text": "70000"}', "token 70000 "),
     (b'{"text": "1", "text2": "' + b"x" * 7000 + b'"}', "more than 6000 (--max-document-bytes)"),
     (b'{"text": "a\\ud800"}', "NullTokenizer takes whole numbers"),
     (b'{"text": "1"}\x00', "JSON"),
