@@ -11,9 +11,10 @@ it counts have reached the disk.
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -118,6 +119,7 @@ class Journal:
 
     def __init__(self, prefix: str, settings: Mapping[str, str]) -> None:
         self.path = Path(prefix + ".unfinished")
+        self._folder = prefix.removesuffix(self.path.stem)  # as typed
         self._settings = dict(settings)
 
     def read(self) -> tuple[RunState | None, str | None]:
@@ -137,7 +139,9 @@ class Journal:
             return None, f"the unfinished run had another {', another '.join(differing)}: starting from the beginning"
         try:
             state = dict(found["state"])
-            written = {prefix: Written(**sizes) for prefix, sizes in state.pop("written").items()}
+            # An earlier run may have spelled the same folder otherwise, such as ./out for out.
+            names = {prefix: self._folder + Path(prefix).name for prefix in state["written"]}
+            written = {names[prefix]: Written(**sizes) for prefix, sizes in state.pop("written").items()}
             return RunState(**state, written=written), None
         except (KeyError, TypeError, ValueError):
             return None, f"{self.path} is damaged: starting from the beginning"
@@ -158,6 +162,31 @@ class Journal:
     def remove(self) -> None:
         """Remove the journal: the run is finished, or its state is not wanted."""
         self.path.unlink(missing_ok=True)
+
+    def take_over(self, stem: str) -> None:
+        """Rename the journal and the skipped list of this run that an older version kept under `stem`."""
+        older = Journal(stem, self._settings)
+        if older.path == self.path or self.path.exists() or older.read()[0] is None:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(skipped_path(stem), skipped_path(str(self.path.with_suffix(""))))
+        os.replace(older.path, self.path)
+
+    def remove_outdated(self, stem: str, prefixes: Collection[str]) -> list[Path]:
+        """Remove the journals of other runs of `stem` that wrote one of these datasets, and return their paths.
+
+        Their partial files are those of this run from now on.
+        """
+        names, removed = {Path(prefix).name for prefix in prefixes}, []
+        for path in self.path.parent.glob(f"{glob.escape(Path(stem).name)}*{self.path.suffix}"):
+            try:
+                written = {Path(prefix).name for prefix in json.loads(path.read_bytes())["state"]["written"]}
+            except (OSError, ValueError, LookupError, TypeError, RecursionError):
+                continue
+            if path != self.path and not names.isdisjoint(written):
+                path.unlink(missing_ok=True)
+                removed.append(path)
+        return removed
 
 
 class OutputFiles:
@@ -216,6 +245,10 @@ class OutputFiles:
                 row.append(writer.reserve(part.lengths, part.sequences_per_document))
             offsets.append(tuple(row))
         return ChunkOffsets(first_document, tuple(offsets))
+
+    def prefixes(self) -> list[str]:
+        """Return the prefixes of all datasets, those of partitions included."""
+        return list(self._dtypes)
 
     def token_files(self) -> TokenFiles:
         """Return the files that `reserve` refers to."""
@@ -302,6 +335,11 @@ class SkippedList:
         if self._file is None:
             self._file = self.path.open("ab")
         return self._file
+
+
+def skipped_path(prefix: str) -> Path:
+    """Return the path of the list of skipped documents."""
+    return Path(prefix + "_skipped.txt")
 
 
 def _partial(path: Path) -> Path:

@@ -23,7 +23,7 @@ import numpy as np
 from megalith.data.characters import with_vocabulary
 from megalith.data.encoding import ChunkEncoder, EncodeSettings
 from megalith.data.indexed import TEMPLATE, smallest_dtype
-from megalith.data.output import Journal, OutputFiles, Partitions, RunState, SkippedList
+from megalith.data.output import Journal, OutputFiles, Partitions, RunState, SkippedList, skipped_path
 from megalith.data.preprocess_options import (
     PreprocessOptions,
     ProgressListener,
@@ -133,15 +133,17 @@ class _Run:
     def _encode_and_write(self, tokenizer: Tokenizer, encoders: Encoder) -> PreprocessReport:
         options = self.options
         template = self._template(tokenizer)
-        journal = Journal(options.stem, self._resume_settings(tokenizer, template))
+        journal = Journal(options.run_stem, self._resume_settings(tokenizer, template))
+        journal.take_over(options.stem)
         resumed = self._resume_state(journal)
         self.listener.started(time.perf_counter() - self._start, self._workers)
-        skipped_path = Path(options.stem + "_skipped.txt")
         with (
             self._output(tokenizer, resumed) as output,
-            closing(SkippedList(skipped_path, resumed.skipped_bytes)) as skipped,
+            closing(SkippedList(skipped_path(options.run_stem), resumed.skipped_bytes)) as skipped,
             closing(_ChunkWriter(self, output, skipped, journal, resumed)) as writing,
         ):
+            for path in journal.remove_outdated(options.stem, output.prefixes()):
+                self.listener.note(f"the unfinished run of {path} wrote one of these datasets: it cannot be resumed")
             try:
                 if not resumed.encoded:
                     chunks = chunks_of_share(self.sources, options.share, (resumed.source, resumed.place))
@@ -167,7 +169,7 @@ class _Run:
             prefixes=prefixes,
             num_documents=state.documents,
             num_skipped=state.skipped,
-            skipped_list=str(skipped_path) if state.skipped else None,
+            skipped_list=str(skipped.path) if state.skipped else None,
             num_tokens=num_tokens,
             num_bytes=state.bytes - resumed.bytes,
             num_new_tokens=writing.num_tokens,

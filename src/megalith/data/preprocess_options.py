@@ -99,6 +99,16 @@ class PreprocessOptions:
         return self.output_prefix + self.share.suffix
 
     @property
+    def run_stem(self) -> str:
+        """Return the beginning of the names of a run's journal and list of skipped documents.
+
+        That is `stem`, or the prefix of the first dataset if this is not `text_document`: runs of the same `stem` with
+        other keys have their own.
+        """
+        first = next(iter(self.output_prefixes().values()))
+        return self.stem if first == f"{self.stem}_text_document" else first
+
+    @property
     def named_tokenizer(self) -> TokenizerConfig:
         """Return the tokenizer with the file of its vocabulary, which is yet to be made if it is not `tokenizer`."""
         tokenizer = self.tokenizer

@@ -167,7 +167,7 @@ def test_bad_dialogues_are_named_by_line_and_skipped_on_request(
     with pytest.raises(DataError, match=f"--seq-length {length - 2}"):
         preprocess(replace(fits, seq_length=length - 2))
     assert len(IndexedDataset(str(tmp_path / "out_messages_document_loss_mask"))) == 1
-    skipped = (tmp_path / "out_skipped.txt").read_text().splitlines()
+    skipped = (tmp_path / "out_messages_document_skipped.txt").read_text().splitlines()
     assert [int(line.split("line ")[1].split(":")[0]) for line in skipped] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 11]
     capsys.readouterr()
     with pytest.raises(ConfigError, match="--loss-mask half"):
@@ -394,7 +394,7 @@ def test_an_unfinished_run_goes_on_with_its_mask(tmp_path: Path, folder: Path, m
     monkeypatch.setattr(ChunkEncoder, "encode", interrupted)
     with pytest.raises(KeyboardInterrupt):
         preprocess(options)
-    assert Path(f"{options.output_prefix}.unfinished").is_file()
+    assert Path(f"{options.output_prefix}_messages_document.unfinished").is_file()
     before = len(calls)
     assert learnt(replace(options, restart=False)) == wanted
     assert len(calls) - before < chunks

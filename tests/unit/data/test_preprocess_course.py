@@ -132,6 +132,70 @@ def test_a_run_that_is_another_begins_anew_and_says_why(tmp_path: Path) -> None:
     assert "resuming" not in "".join(last.notes) and len(last.notes) == 1
 
 
+def test_runs_of_other_keys_keep_their_journals_and_skipped_lists(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", 60)
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write('{"id": "1"}\n{"text": "1"}\n')
+    options = options_for(tmp_path, journal_interval=0.0, skip_bad=True)
+    of_id = replace(options, source=replace(SMALL, keys=("id",)))
+    preprocess(replace(of_id, output_prefix=str(tmp_path / "clean")))
+    killed_after(3, of_id)
+    listed = preprocess(options).skipped_list
+    assert listed == f"{tmp_path}/out_skipped.txt"
+    last = Recorder()
+    report = preprocess(of_id, last)
+    assert "resuming" in last.notes[0]
+    assert files(tmp_path, "out", "id") == files(tmp_path, "clean", "id")
+    assert report.skipped_list not in (None, listed)
+    places = [Path(path).read_text().partition(":")[0] for path in (listed, report.skipped_list)]
+    assert places == [f"{tmp_path}/in.jsonl, line 61", f"{tmp_path}/in.jsonl, line 62"]
+
+
+def test_a_run_is_not_resumed_after_another_wrote_one_of_its_datasets(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", 60)
+    both, one = (
+        options_for(tmp_path, journal_interval=0.0, source=replace(SMALL, keys=keys))
+        for keys in (("text", "id"), ("id",))
+    )
+    killed_after(3, both)
+    killed_after(4, replace(one, append_eod=False))
+    last = Recorder()
+    preprocess(both, last)
+    assert "resuming" not in "".join(last.notes)
+    preprocess(replace(both, output_prefix=str(tmp_path / "clean")))
+    assert files(tmp_path, "out", "text", "id") == files(tmp_path, "clean", "text", "id")
+
+
+def test_a_run_of_an_older_version_is_resumed_from_its_journal(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", 60)
+    content = (tmp_path / "in.jsonl").read_text()
+    (tmp_path / "in.jsonl").write_text("{}\n" + content)
+    options = options_for(tmp_path, journal_interval=0.0, source=replace(SMALL, keys=("id",)), skip_bad=True)
+    killed_after(5, options)
+    for name in ("{}.unfinished", "{}_skipped.txt"):  # where older versions kept those of all keys
+        (tmp_path / name.format("out_id_document")).rename(tmp_path / name.format("out"))
+    last = Recorder()
+    report = preprocess(options, last)
+    assert "resuming" in last.notes[0]
+    assert (report.num_documents, report.num_skipped) == (60, 1)
+    assert report.skipped_list is not None and len(Path(report.skipped_list).read_text().splitlines()) == 1
+    assert not [*tmp_path.glob("*.unfinished"), *tmp_path.glob("out_skipped.txt")]
+
+
+def test_a_run_is_resumed_under_another_spelling_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "in.jsonl", 60)
+    monkeypatch.chdir(tmp_path)
+    options = options_for(tmp_path, journal_interval=0.0)
+    preprocess(replace(options, output_prefix="clean"))
+    spellings = ("out", "./out", f"../{tmp_path.name}/out", f"{tmp_path}/out")
+    for spelling in spellings:
+        killed_after(3, replace(options, output_prefix=spelling))
+    last = Recorder()
+    preprocess(replace(options, output_prefix="out"), last)
+    assert "resuming" in last.notes[0]
+    assert files(tmp_path, "out") == files(tmp_path, "clean")
+
+
 @pytest.mark.parametrize("kind", ["in.jsonl", "in.jsonl.gz"])
 @pytest.mark.parametrize("count", [2, 5])
 def test_shares_merged_are_the_whole(kind: str, count: int, tmp_path: Path) -> None:
