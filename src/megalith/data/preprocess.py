@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megalith.data.characters import with_vocabulary
+from megalith.data.characters import InputVocabulary
 from megalith.data.encoding import ChunkEncoder, EncodeSettings
 from megalith.data.indexed import TEMPLATE, smallest_dtype
 from megalith.data.output import Journal, OutputFiles, Partitions, RunState, SkippedList, skipped_path
@@ -85,7 +85,8 @@ def preprocess(options: PreprocessOptions, progress: ProgressListener | None = N
         raise ConfigError(violations)
     for note in plan.notes:
         listener.note(note)
-    return _Run(with_vocabulary(options, plan.sources, listener), plan.sources, listener, start).run()
+    with closing(InputVocabulary(options, plan.sources, listener)) as vocabulary:
+        return _Run(options, plan.sources, vocabulary, listener, start).run()
 
 
 def worker_count(options: PreprocessOptions, sources: list[Source]) -> int:
@@ -100,11 +101,17 @@ class _Run:
     """State of one preprocessing run, from its sources to the report."""
 
     def __init__(
-        self, options: PreprocessOptions, sources: list[Source], listener: ProgressListener, start: float
+        self,
+        options: PreprocessOptions,
+        sources: list[Source],
+        vocabulary: InputVocabulary,
+        listener: ProgressListener,
+        start: float,
     ) -> None:
-        self.options, self.sources, self.listener, self._start = options, sources, listener, start
+        self.options = replace(options, tokenizer=vocabulary.tokenizer)
+        self.sources, self.listener, self._vocabulary, self._start = sources, listener, vocabulary, start
         if any(source.path == STDIN for source in sources):
-            self.options = replace(options, journal_interval=math.inf)  # nothing could be resumed
+            self.options = replace(self.options, journal_interval=math.inf)  # nothing could be resumed
         self._workers = worker_count(options, sources)
         self._before = [0, *accumulate(source.disk_bytes for source in sources)]
         self._low, self._high = options.share.bounds(self._before[-1])
@@ -149,6 +156,7 @@ class _Run:
                     chunks = chunks_of_share(self.sources, options.share, (resumed.source, resumed.place))
                     writing.write_all(encoders.encode_all(chunks, output.token_files()), encoders)
                 num_tokens = output.finish()
+                self._vocabulary.finish()
             except BaseException:
                 writing.keep_or_discard()
                 raise

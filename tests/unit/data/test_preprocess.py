@@ -17,7 +17,7 @@ import tokenizers
 
 from megalith.cli.preprocess import parse
 from megalith.config import TokenizerConfig
-from megalith.data.indexed import IndexedDataset
+from megalith.data.indexed import IndexedDataset, IndexedWriter
 from megalith.data.preprocess import PreprocessOptions, find_violations, preprocess
 from megalith.data.preprocess_options import ProgressListener, ProgressSnapshot
 from megalith.data.shares import Share
@@ -349,6 +349,22 @@ def test_every_key_and_sequence_is_in_the_vocabulary_of_characters(tmp_path: Pat
     preprocess(options)
     ids = json.loads((tmp_path / "c_vocab.json").read_text(encoding="utf-8"))
     assert list(ids) == ["\n", "m", "n", "o", "x", "y", "<|endoftext|>"]  # z is in a document that is left out
+
+
+def test_a_failed_run_leaves_the_old_vocabulary_of_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalith.data.indexed.writer._SECONDS_FOR_ORPHANS", 0.0)
+    report = preprocess(options_for(tmp_path / "c.jsonl", lines({"text": "abc"}), CHARACTERS))
+    vocabulary = tmp_path / "c_vocab.json"
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(DataError, match=r"c\.jsonl, line 2"):
+        preprocess(options_for(tmp_path / "c.jsonl", lines({"text": "xyz"}) + "oops", CHARACTERS))
+    assert texts_of(report.prefixes["text"], replace(CHARACTERS, vocab_file=str(vocabulary))) == ["abc"]
+    with IndexedWriter(report.prefixes["text"], "uint16"):  # another process writes this prefix
+        other = options_for(tmp_path / "c.jsonl", lines({"text": "xyz"}), CHARACTERS)
+        with pytest.raises(DataError, match="another process"):
+            preprocess(other)
+    assert texts_of(report.prefixes["text"], replace(CHARACTERS, vocab_file=str(vocabulary))) == ["abc"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 def test_a_share_cannot_make_the_vocabulary_of_characters(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from megalith.data.indexed.reader import (
     idx_path,
     smallest_dtype,
 )
-from megalith.data.indexed.writer import IndexedWriter, Written, spool_path
+from megalith.data.indexed.writer import IndexedWriter, Written, open_partial, spool_path
 
 __all__ = [
     "CODE_OF_DTYPE",
@@ -24,6 +24,7 @@ __all__ = [
     "Written",
     "bin_path",
     "idx_path",
+    "open_partial",
     "smallest_dtype",
     "spool_path",
 ]

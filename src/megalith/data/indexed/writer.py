@@ -68,7 +68,7 @@ class IndexedWriter:
         self._discard_on_exit = True
         self._seek_needed = False  # reserved bytes lie between the file position and the end of the .bin
         kept = resume or Written()
-        self._bin = _open_partial(bin_path(prefix), kept.tokens)
+        self._bin = open_partial(bin_path(prefix), kept.tokens)
         try:
             self._lengths = _open_locked(spool_path(prefix, "lengths"), kept.lengths)
             self._documents = _open_locked(spool_path(prefix, "documents"), kept.documents)
@@ -152,7 +152,7 @@ class IndexedWriter:
 
     def finalize(self) -> None:
         """Write the index and rename both files. Raises DataError if the disk is full or the folder is gone."""
-        index = _open_partial(idx_path(self.prefix), 0)
+        index = open_partial(idx_path(self.prefix), 0)
         try:
             for file in self._files():
                 file.flush()
@@ -264,8 +264,11 @@ def _blocks(file: IO[bytes]) -> Iterator[bytes]:
             yield block
 
 
-def _open_partial(path: Path, kept: int) -> IO[bytes]:
-    """Open and lock the partial file of a path, as `_open_locked` does."""
+def open_partial(path: Path, kept: int) -> IO[bytes]:
+    """Open the partial file of a path, locked against other processes, cut to its `kept` bytes.
+
+    Raises:  DataError if the file cannot be written, another process holds it, or it has fewer bytes than are kept.
+    """
     return _open_locked(path.with_name(path.name + ".partial"), kept)
 
 
