@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.data.indexed import LOSS_MASK, TEMPLATE, IndexedDataset, IndexedWriter, bin_path, idx_path
+from megalith.data.indexed import (
+    LOSS_MASK,
+    MASK_FILES,
+    TEMPLATE,
+    IndexedDataset,
+    IndexedWriter,
+    bin_path,
+    idx_path,
+    remove_side_files,
+)
 from megalith.errors import ConfigError, DataError
 from megalith.progress import task
 from megalith.tokenizers import Tokenizer
@@ -25,6 +34,7 @@ from megalith.tokenizers.fingerprint import read_fingerprint, require_same, writ
 _SIDE_FILES = (".card", TEMPLATE)
 _AT_ONCE = 1 << 20  # entries or tokens
 _DECODED, _LONGEST = 1000, 5  # dialogues
+_NAMED = 20  # datasets in a message
 
 
 @dataclass(frozen=True)
@@ -74,43 +84,103 @@ def merge(
 
     Raises:
         ConfigError: the output is one of the inputs.
-        DataError: an input is damaged, has another dtype or was made with another tokenizer or chat template; only some
-            have a loss mask; the disk is full.
+        DataError: inputs are damaged, have other dtypes or were made with other tokenizers or chat templates; only some
+            have a loss mask; all of this is said at once, before anything is written. Or the disk is full.
     """
     whole = Path(output_prefix).absolute()
-    if any(Path(prefix).absolute() == whole for prefix in prefixes):
-        raise ConfigError(f"--output-prefix {output_prefix} is one of the inputs; give another prefix")
-    # All parts are checked before anything is written.
-    first = IndexedDataset(prefixes[0], multimodal=multimodal)
-    fingerprints = {prefix: fingerprint for prefix in prefixes if (fingerprint := read_fingerprint(prefix)) is not None}
-    for prefix, fingerprint in fingerprints.items():
-        start = next(iter(fingerprints))
-        require_same((start, prefix), fingerprints[start], fingerprint, "merge datasets of one tokenizer only")
-    masks = [prefix + LOSS_MASK for prefix in prefixes]
-    unmasked = [prefix for prefix, mask in zip(prefixes, masks, strict=True) if not idx_path(mask).is_file()]
-    if 0 < len(unmasked) < len(prefixes):
-        raise DataError(f"{unmasked[0]} has no loss mask and others have; merge them apart")
-    templates = {_content(Path(prefix + TEMPLATE)) for prefix in prefixes}
-    if len(templates) > 1:
-        raise DataError(f"{prefixes[0]} and others were made with different chat templates; make all with one")
+    # The loss mask of an earlier dataset of the output prefix is replaced or removed, so it cannot be an input either.
+    replaced = (whole, Path(f"{whole}{LOSS_MASK}"))
+    if taken := [prefix for prefix in prefixes if Path(prefix).absolute() in replaced]:
+        raise ConfigError(
+            f"--output-prefix {output_prefix}: the merge replaces its input {taken[0]}; give another prefix"
+        )
+    parts = _check_parts(prefixes, multimodal=multimodal)
+    masks = [] if parts.unmasked else [prefix + LOSS_MASK for prefix in prefixes]
     whole.parent.mkdir(parents=True, exist_ok=True)
     total = sum(path.stat().st_size for path in map(bin_path, prefixes) if path.is_file())
     with (
         task("merging", total, "B", counts="bytes merged"),
-        IndexedWriter(output_prefix, first.dtype, multimodal=multimodal) as writer,
+        IndexedWriter(output_prefix, parts.dtype, multimodal=multimodal) as writer,
     ):
         for prefix in prefixes:
             on_progress(prefix)
             writer.add_index(prefix)
         writer.finalize()
         merged = MergeReport(output_prefix, writer.num_documents, writer.num_tokens)
-    if len(fingerprints) == len(prefixes):
-        write_fingerprint(output_prefix, fingerprints[prefixes[0]])
-    if not unmasked:
-        merge(masks, output_prefix + LOSS_MASK)
-    if template := templates.pop():
-        Path(output_prefix + TEMPLATE).write_bytes(template)
+    _write_side_files(output_prefix, parts, masks)
     return merged
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the datasets of a merge have in common.
+
+    Attributes:
+        fingerprint: of all of them, None if one has none.
+        unmasked: whether they have no loss masks.
+        template: content of the chat template, empty if there is none.
+    """
+
+    dtype: np.dtype[Any]
+    fingerprint: dict[str, Any] | None
+    unmasked: bool
+    template: bytes
+
+
+def _check_parts(prefixes: Sequence[str], *, multimodal: bool) -> _Parts:
+    """Open all datasets of a merge and return what they share. Raises DataError with all that keeps them apart."""
+    from megalith.data.sft_dataset import open_mask
+
+    problems: list[str] = []
+    dtypes: dict[str, np.dtype[Any]] = {}
+    fingerprints: dict[str, dict[str, Any]] = {}
+    has_masks: dict[str, bool] = {}
+    for prefix in dict.fromkeys(prefixes):
+        try:
+            dataset = IndexedDataset(prefix, multimodal=multimodal)
+            dtypes[prefix], has_masks[prefix] = dataset.dtype, idx_path(prefix + LOSS_MASK).is_file()
+            if has_masks[prefix]:
+                open_mask(dataset)
+            fingerprint = read_fingerprint(prefix)
+            if fingerprint is not None:
+                fingerprints[prefix] = fingerprint
+                start = next(iter(fingerprints))
+                require_same((start, prefix), fingerprints[start], fingerprint, "merge datasets of one tokenizer only")
+        except DataError as error:
+            problems.append(str(error))
+    first = next(iter(dtypes), prefixes[0])
+    problems += [
+        f"{prefix} holds {dtype.name} and {first} {dtypes[first].name}; merge datasets of one type only"
+        for prefix, dtype in dtypes.items()
+        if dtype != dtypes[first]
+    ]
+    unmasked = [prefix for prefix, masked in has_masks.items() if not masked]
+    if 0 < len(unmasked) < len(has_masks):
+        shown = ", ".join(unmasked[:_NAMED]) + (" ..." if len(unmasked) > _NAMED else "")
+        problems.append(f"{shown}: no loss mask, and others have one; merge them apart")
+    templates = {_content(Path(prefix + TEMPLATE)) for prefix in dtypes}
+    if len(templates) > 1:
+        problems.append(f"{first} and others were made with different chat templates; make all with one")
+    if problems:
+        raise DataError("\n".join(problems))
+    fingerprint = fingerprints[first] if len(fingerprints) == len(dtypes) else None
+    return _Parts(dtypes[first], fingerprint, bool(unmasked), templates.pop())
+
+
+def _write_side_files(prefix: str, parts: _Parts, masks: Sequence[str]) -> None:
+    """Write what lies beside a merged pair; remove what an earlier dataset of the prefix had and this one has not."""
+    if parts.fingerprint is None:
+        remove_side_files(prefix, ".card")
+    else:
+        write_fingerprint(prefix, parts.fingerprint)
+    if masks:
+        merge(masks, prefix + LOSS_MASK)
+    else:
+        remove_side_files(prefix, *MASK_FILES)
+    if parts.template:
+        Path(prefix + TEMPLATE).write_bytes(parts.template)
+    else:
+        remove_side_files(prefix, TEMPLATE)
 
 
 def _content(path: Path) -> bytes:

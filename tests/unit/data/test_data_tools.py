@@ -166,6 +166,45 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (tmp_path / "no.bin").exists()
 
 
+def test_merge_checks_all_inputs_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, wide, damaged = write(tmp_path / "good", [[1]]), str(tmp_path / "wide"), write(tmp_path / "damaged", [[1, 2]])
+    with IndexedWriter(wide, "int32") as writer:
+        writer.add_document([1], [1])
+        writer.finalize()
+    Path(damaged + ".bin").write_bytes(b"\0")
+    inputs = [good, str(tmp_path / "absent1"), wide, damaged, str(tmp_path / "absent2")]
+    assert main(["data", "merge", *inputs, "--output-prefix", str(tmp_path / "whole")]) == 3
+    shown = capsys.readouterr()
+    assert all(prefix in shown.err for prefix in inputs) and "int32" in shown.err and "uint16" in shown.err
+    assert shown.out == "" and not list(tmp_path.glob("whole*"))
+
+
+def write_masked(prefix: Path, documents: list[list[int]]) -> str:
+    """Write a dataset with a fingerprint, a chat template and a loss mask that learns every token."""
+    write(prefix, documents)
+    with IndexedWriter(f"{prefix}_loss_mask", "uint8") as writer:
+        for tokens in documents:
+            writer.add_document([1] * len(tokens), [len(tokens)])
+        writer.finalize()
+    Path(f"{prefix}.jinja").write_text("template")
+    return str(prefix)
+
+
+def test_merge_removes_what_the_earlier_dataset_had_beside_it(tmp_path: Path) -> None:
+    masked, plain = write_masked(tmp_path / "masked", [[1, 2]]), write(tmp_path / "plain", [[3]], card=None)
+    whole = str(tmp_path / "whole")
+    assert main(["data", "merge", masked, masked, "--output-prefix", whole]) == 0
+    endings = {path.name.removeprefix("whole") for path in tmp_path.glob("whole*")}
+    assert endings == {".bin", ".idx", ".card", ".jinja", "_loss_mask.bin", "_loss_mask.idx"}
+    assert len(IndexedDataset(whole + "_loss_mask")) == 2
+    assert main(["data", "merge", plain, masked, "--output-prefix", whole]) == 3  # which leaves all in place
+    assert {path.name.removeprefix("whole") for path in tmp_path.glob("whole*")} == endings
+    assert main(["data", "merge", plain, "--output-prefix", whole]) == 0
+    assert {path.name for path in tmp_path.glob("whole*")} == {"whole.bin", "whole.idx"}
+    assert main(["data", "merge", masked + "_loss_mask", "--output-prefix", masked]) == 2
+    assert len(IndexedDataset(masked + "_loss_mask")) == 1
+
+
 TABLES = {
     "abbrev_types.txt": "dr\nz.b\n",
     "collocations.tab": "##number##\tjanuar\n",

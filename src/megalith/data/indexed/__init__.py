@@ -5,10 +5,12 @@ from megalith.data.indexed.reader import (
     DTYPE_OF_CODE,
     HEADER_SIZE,
     LOSS_MASK,
+    MASK_FILES,
     TEMPLATE,
     IndexedDataset,
     bin_path,
     idx_path,
+    remove_side_files,
     smallest_dtype,
 )
 from megalith.data.indexed.writer import IndexedWriter, Written, open_partial, spool_path
@@ -18,6 +20,7 @@ __all__ = [
     "DTYPE_OF_CODE",
     "HEADER_SIZE",
     "LOSS_MASK",
+    "MASK_FILES",
     "TEMPLATE",
     "IndexedDataset",
     "IndexedWriter",
@@ -25,6 +28,7 @@ __all__ = [
     "bin_path",
     "idx_path",
     "open_partial",
+    "remove_side_files",
     "smallest_dtype",
     "spool_path",
 ]

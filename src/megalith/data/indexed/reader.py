@@ -38,6 +38,8 @@ LOSS_MASK = "_loss_mask"
 """Ending of the prefix of a dataset (uint8) that says of each token of another whether it is to be predicted."""
 TEMPLATE = ".jinja"
 """Ending of the chat template by which a dataset with a loss mask was made."""
+MASK_FILES = (f"{LOSS_MASK}.idx", f"{LOSS_MASK}.bin")
+"""Endings of the files of a loss mask."""
 
 ENTRIES_AT_ONCE = 1 << 20
 """Entries of the index that are worked on at once; keeps the memory small next to the index itself."""
@@ -54,6 +56,15 @@ def bin_path(prefix: str) -> Path:
 
 def idx_path(prefix: str) -> Path:
     return Path(prefix + ".idx")
+
+
+def remove_side_files(prefix: str, *endings: str) -> None:
+    """Remove files beside a pair that an earlier dataset of the same prefix had. Raises DataError if one stays."""
+    for path in (Path(prefix + ending) for ending in endings):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise DataError(f"cannot remove {path}, which belongs to an earlier dataset: {error.strerror}") from error
 
 
 def read_header(prefix: str, index: mmap.mmap | bytes, multimodal: bool) -> tuple[np.dtype[Any], int, int]:
