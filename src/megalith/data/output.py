@@ -140,8 +140,9 @@ class Journal:
         try:
             state = dict(found["state"])
             # An earlier run may have spelled the same folder otherwise, such as ./out for out.
-            names = {prefix: self._folder + Path(prefix).name for prefix in state["written"]}
-            written = {names[prefix]: Written(**sizes) for prefix, sizes in state.pop("written").items()}
+            written = {
+                self._folder + Path(prefix).name: Written(**sizes) for prefix, sizes in state.pop("written").items()
+            }
             return RunState(**state, written=written), None
         except (KeyError, TypeError, ValueError):
             return None, f"{self.path} is damaged: starting from the beginning"

@@ -6,11 +6,12 @@ Imports no torch. Files get their final names when all of them are complete; a k
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ import numpy as np
 
 from megalith.data.characters import InputVocabulary
 from megalith.data.encoding import ChunkEncoder, EncodeSettings
-from megalith.data.indexed import TEMPLATE, smallest_dtype
+from megalith.data.indexed import MASK_FILES, TEMPLATE, remove_side_files, smallest_dtype
 from megalith.data.output import Journal, OutputFiles, Partitions, RunState, SkippedList, skipped_path
 from megalith.data.preprocess_options import (
     PreprocessOptions,
@@ -140,7 +141,8 @@ class _Run:
     def _encode_and_write(self, tokenizer: Tokenizer, encoders: Encoder) -> PreprocessReport:
         options = self.options
         template = self._template(tokenizer)
-        journal = Journal(options.run_stem, self._resume_settings(tokenizer, template))
+        settings = self._resume_settings(tokenizer, template)
+        journal = Journal(options.run_stem, settings)
         journal.take_over(options.stem)
         resumed = self._resume_state(journal)
         self.listener.started(time.perf_counter() - self._start, self._workers)
@@ -160,13 +162,9 @@ class _Run:
             except BaseException:
                 writing.keep_or_discard()
                 raise
-        prefixes = options.output_prefixes()
-        for key in options.source.keys:
-            write_fingerprint(prefixes[key], tokenizer.fingerprint())
-            if template is not None and options.loss_mask is not None:
-                Path(prefixes[key] + TEMPLATE).write_text(template.source, encoding="utf-8")
+        self._write_side_files(tokenizer, template, settings)
         journal.remove()
-        state = writing.state
+        prefixes, state = options.output_prefixes(), writing.state
         for key, count in num_tokens.items():
             if not count and options.share.count == 1:
                 self.listener.note(
@@ -184,6 +182,25 @@ class _Run:
             seconds=time.perf_counter() - self._start,
             workers=self._workers,
         )
+
+    def _write_side_files(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, settings: Mapping[str, str]
+    ) -> None:
+        """Write what lies beside each pair, and remove what an earlier dataset of the prefix had and this one has not.
+
+        The fingerprint of a share has a digest of each setting, for the merge.
+        """
+        options, run = self.options, None
+        if options.share.count > 1:
+            run = {name: hashlib.sha256(value.encode()).hexdigest() for name, value in settings.items()}
+            del run["share"]
+        for key in options.source.keys:
+            prefix = options.output_prefixes()[key]
+            write_fingerprint(prefix, tokenizer.fingerprint(), run)
+            if template is not None and options.loss_mask is not None:
+                Path(prefix + TEMPLATE).write_text(template.source, encoding="utf-8")
+            else:
+                remove_side_files(prefix, TEMPLATE, *MASK_FILES)
 
     def snapshot(self, state: RunState, resumed: RunState) -> ProgressSnapshot:
         """Return the progress of the run for the listener."""

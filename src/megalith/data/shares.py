@@ -11,6 +11,7 @@ from pathlib import Path
 from megalith.config.environment import read_launch
 from megalith.data.sources import Chunk, Source
 from megalith.errors import ConfigError
+from megalith.tokenizers.fingerprint import read_run_digests
 
 _NAME = re.compile(r"_share(?P<number>\d+)of(?P<count>\d+)(?P<rest>_.+)\.idx")
 
@@ -107,7 +108,9 @@ def chunks_of_share(sources: Sequence[Source], share: Share, start: tuple[int, i
 def find_shares(prefix: str) -> dict[str, list[str]]:
     """Return the prefixes of the finished shares, in order, for each dataset of an output prefix.
 
-    Raises:  ConfigError if there are none, some are missing, or there are shares of different counts.
+    Raises:
+        ConfigError: there are none, some are missing, there are shares of different counts or of different runs.
+        DataError: the fingerprint of a share is damaged.
     """
     folder, stem = Path(prefix).parent, Path(prefix).name
     found: dict[str, dict[int, dict[int, str]]] = {}
@@ -118,7 +121,29 @@ def find_shares(prefix: str) -> dict[str, list[str]]:
             counts.setdefault(int(match["count"]), {})[int(match["number"])] = str(path)[: -len(".idx")]
     if not found:
         raise ConfigError(f"{prefix}: no share of this output prefix exists ({prefix}_share...)")
-    return {dataset: _require_complete(dataset, counts) for dataset, counts in sorted(found.items())}
+    shares = {dataset: _require_complete(dataset, counts) for dataset, counts in sorted(found.items())}
+    if violations := [problem for dataset in shares for problem in _other_runs(dataset, shares[dataset])]:
+        raise ConfigError(violations)
+    return shares
+
+
+def _other_runs(dataset: str, shares: Sequence[str]) -> list[str]:
+    """Return a message if shares were made from another input or by other settings; those of older versions pass."""
+    runs = {number: run for number, prefix in enumerate(shares, start=1) if (run := read_run_digests(prefix))}
+    if not runs:
+        return []
+    first, expected = next(iter(runs.items()))
+    others = [number for number, run in runs.items() if run != expected]
+    if not others:
+        return []
+    names = dict.fromkeys(name for number in others for name in (*expected, *runs[number]))
+    differing = [name for name in names if any(runs[number].get(name) != expected.get(name) for number in others)]
+    shown = ", ".join(map(str, others[:20])) + (f" and {len(others) - 20} more" if len(others) > 20 else "")
+    return [
+        f"{dataset}: of {len(shares)} shares, {shown} had another {', another '.join(differing)} than share {first}: "
+        "run the same command again for those that are outdated (--share K/N). Where the inputs are copies that differ "
+        "in path or time only, name all shares in order in place of --shares (megalith data merge PREFIX ...)"
+    ]
 
 
 def _require_complete(dataset: str, counts: dict[int, dict[int, str]]) -> list[str]:

@@ -7,7 +7,8 @@ classes and files: a model imported from Hugging Face reads data made by GPT2BPE
 versions have no hash of the vocabulary; against those, classes, files and settings are compared.
 
 Beside a dataset PREFIX.bin, PREFIX.idx it is stored as JSON in PREFIX.card. The suffix matters: Megatron's
-tools/merge_datasets.py takes every file of a folder for half of a pair, and finds the other half of this one.
+tools/merge_datasets.py takes every file of a folder for half of a pair, and finds the other half of this one. That of a
+share of the input also holds digests of the settings of its run, so that shares of different runs are not merged.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from megalith.errors import DataError
 
 _ABSENT = "-"
+_RUN = "run"  # entry of the digests
 _ORDER = ("class", "vocabulary", "vocab_size", "special", "setting", "file")
 _SHOWN_OF_HASH = 12
 _BY_CASE = "BertWordPiece"  # Case and LowerCase: different ids with the same vocabulary
@@ -43,9 +45,14 @@ def vocabulary_hash(tokens: Iterable[tuple[str, int]]) -> str:
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def write_fingerprint(prefix: str, fingerprint: Mapping[str, Any]) -> None:
-    """Write the fingerprint of a dataset, replacing an older one. Raises DataError if it cannot be written."""
+def write_fingerprint(prefix: str, fingerprint: Mapping[str, Any], run: Mapping[str, str] | None = None) -> None:
+    """Write the fingerprint of a dataset, replacing an older one; with the digests of the `run` that made a share.
+
+    Raises:  DataError if it cannot be written.
+    """
     path = fingerprint_path(prefix)
+    if run is not None:
+        fingerprint = {**fingerprint, _RUN: dict(run)}
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(json.dumps(fingerprint, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -56,6 +63,20 @@ def write_fingerprint(prefix: str, fingerprint: Mapping[str, Any]) -> None:
 
 def read_fingerprint(prefix: str) -> dict[str, Any] | None:
     """Read the fingerprint of a dataset; None if there is none, as with Megatron. Raises DataError if it is damaged."""
+    card = _read_card(prefix)
+    return None if card is None else {name: value for name, value in card.items() if name != _RUN}
+
+
+def read_run_digests(prefix: str) -> dict[str, str] | None:
+    """Read the digests of the settings of the run that made a share, by name; None if an older version made it.
+
+    Raises:  DataError if the fingerprint is damaged.
+    """
+    run = (_read_card(prefix) or {}).get(_RUN)
+    return run if isinstance(run, dict) else None
+
+
+def _read_card(prefix: str) -> dict[str, Any] | None:
     path = fingerprint_path(prefix)
     try:
         fingerprint = json.loads(path.read_bytes())

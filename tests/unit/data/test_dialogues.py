@@ -374,6 +374,19 @@ def test_inspect_shows_what_is_learnt(
     assert main(command) == DataError.exit_code
 
 
+def test_a_dataset_without_a_mask_has_none_of_an_earlier_one(tmp_path: Path, folder: Path) -> None:
+    options = options_for(folder, tmp_path / "in.jsonl", {"messages": SAID})
+    preprocess(options)
+    beside = [Path(f"{tmp_path}/in_messages_document{end}") for end in ("_loss_mask.bin", "_loss_mask.idx", ".jinja")]
+    assert all(path.is_file() for path in beside)
+    (tmp_path / "in.jsonl").write_text("oops")
+    with pytest.raises(DataError):
+        preprocess(replace(options, loss_mask=None))
+    assert all(path.is_file() for path in beside)
+    preprocess(replace(options_for(folder, tmp_path / "in.jsonl", {"messages": SAID}), loss_mask=None))
+    assert not any(path.exists() for path in beside)
+
+
 def test_an_unfinished_run_goes_on_with_its_mask(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"messages": [{"role": "user", "content": str(n)}, SAID[2]]} for n in range(20)]
     options = options_for(folder, tmp_path / "in.jsonl", *rows)

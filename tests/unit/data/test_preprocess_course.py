@@ -216,6 +216,44 @@ def test_shares_merged_are_the_whole(kind: str, count: int, tmp_path: Path) -> N
     assert not list(tmp_path.glob("*share*"))
 
 
+def test_shares_of_different_runs_are_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    merging = ["data", "merge", "--shares", "--output-prefix", f"{tmp_path}/out"]
+    write(tmp_path / "in.jsonl", 40)
+    source = replace(SMALL, keys=("text", "id"))
+    first, second = (options_for(tmp_path, share=Share(number, 2), source=source) for number in range(2))
+    preprocess(first)
+    preprocess(second)
+    assert main(merging) == 0
+    merged = files(tmp_path, "out")
+    write(tmp_path / "in.jsonl", 41, seed=1)
+    preprocess(first)
+    capsys.readouterr()
+    assert main(merging) == ConfigError.exit_code
+    shown = capsys.readouterr().err
+    assert "input" in shown and "--share" in shown and "--append-eod" not in shown
+    assert f"{tmp_path}/out_text_document" in shown and f"{tmp_path}/out_id_document" in shown
+    assert files(tmp_path, "out") == merged
+    preprocess(replace(second, append_eod=False))
+    assert main(merging) == ConfigError.exit_code
+    assert "--append-eod" in capsys.readouterr().err
+    preprocess(replace(second, workers=2))
+    assert main(merging) == 0
+    preprocess(options_for(tmp_path, "clean", source=source))
+    assert files(tmp_path, "out", "text", "id") == files(tmp_path, "clean", "text", "id")
+    cards = [json.loads((tmp_path / f"{name}_text_document.card").read_text()) for name in ("out", "clean")]
+    assert cards[0] == cards[1]
+
+
+def test_shares_of_an_older_version_are_merged(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", 40)
+    for number in range(2):
+        preprocess(options_for(tmp_path, share=Share(number, 2)))
+    for path in tmp_path.glob("*share*.card"):
+        card = json.loads(path.read_text())
+        path.write_text(json.dumps({name: value for name, value in card.items() if name != "run"}))
+    assert main(["data", "merge", "--shares", "--output-prefix", f"{tmp_path}/out"]) == 0
+
+
 @pytest.mark.parametrize(
     ("text", "environ", "expected"),
     [
