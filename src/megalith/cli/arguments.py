@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -68,8 +69,21 @@ def closest_flag(word: str, parser: argparse.ArgumentParser) -> str | None:
 
 def below_one(options: argparse.Namespace, *flags: str) -> list[str]:
     """Return a message for each of these flags whose value is below 1."""
+    return _below(1, options, flags)
+
+
+def below_zero(options: argparse.Namespace, *flags: str) -> list[str]:
+    """Return a message for each of these flags whose value is below 0."""
+    return _below(0, options, flags)
+
+
+def _below(least: int, options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     values = {flag: getattr(options, flag.removeprefix("--").replace("-", "_")) for flag in flags}
-    return [f"{flag} {n} is below 1; give 1 or more" for flag, n in values.items() if n is not None and n < 1]
+    return [
+        f"{flag} {n} is below {least}; give {least} or more"
+        for flag, n in values.items()
+        if n is not None and n < least
+    ]
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalith.cli.arguments import CommandParser
+from megalith.cli.arguments import CommandParser, below_one, below_zero
 from megalith.config.tokenizer_flags import add_import_flag, add_tokenizer_flags, tokenizer_of_flags
 from megalith.config.values import local_name, local_path
 from megalith.errors import ConfigError, DataError
 from megalith.progress import task
+from megalith.train.streams import warn
 
 if TYPE_CHECKING:
+    from megalith.config import TokenizerConfig
     from megalith.data.dataset_tools import DatasetStatistics
     from megalith.data.indexed import IndexedDataset
     from megalith.tokenizers import Tokenizer
@@ -93,17 +95,18 @@ def _run_inspect(options: argparse.Namespace) -> int:
     from megalith.tokenizers import build_tokenizer
     from megalith.tokenizers.fingerprint import read_fingerprint, require_tokenizer_of_data
 
+    config = _check_inspect(options)
     dataset = IndexedDataset(options.prefix, mmap_bin=False)
-    config = tokenizer_of_flags(options)
-    if options.seq_length is not None and (not options.chat or options.seq_length < 1):
-        raise ConfigError(f"--seq-length {options.seq_length}: give a positive number, with --chat")
-    if options.chat and config is None:
-        raise ConfigError("--chat shows dialogues as text: give the flags of the tokenizer (--tokenizer-type ...)")
+    if options.first and options.first >= dataset.num_documents:
+        raise ConfigError(
+            f"--first {options.first}: {options.prefix} has {dataset.num_documents} documents, counted from 0; give a "
+            "smaller number"
+        )
     tokenizer = None if config is None else build_tokenizer(config)
     if tokenizer is not None:
         note = require_tokenizer_of_data(options.prefix, tokenizer.fingerprint())
         if note:
-            print(f"note: {note}")
+            warn(f"note: {note}")
     found, card = dataset_statistics(dataset), read_fingerprint(options.prefix)
     content = {} if options.sample is None else _content(dataset, found, options.sample, tokenizer)
     mask = None
@@ -128,6 +131,23 @@ def _run_inspect(options: argparse.Namespace) -> int:
         else:
             _print_dialogue(dataset, mask, number, tokenizer)
     return 0
+
+
+def _check_inspect(options: argparse.Namespace) -> TokenizerConfig | None:
+    """Return the tokenizer of the flags, None without any. Raises ConfigError with all that is wrong with the flags."""
+    violations = below_zero(options, "--first", "--documents", "--sample") + below_one(options, "--seq-length")
+    config = None
+    try:
+        config = tokenizer_of_flags(options)
+        if options.chat and config is None:
+            violations.append("--chat shows dialogues as text: give the flags of the tokenizer (--tokenizer-type ...)")
+    except ConfigError as error:
+        violations += error.violations
+    if options.seq_length is not None and not options.chat:
+        violations.append(f"--seq-length {options.seq_length} needs --chat")
+    if violations:
+        raise ConfigError(violations)
+    return config
 
 
 def _record(dataset: IndexedDataset, found: DatasetStatistics, card: dict[str, Any] | None) -> dict[str, Any]:
@@ -247,9 +267,9 @@ def _print_dialogue(dataset: IndexedDataset, mask: IndexedDataset, number: int, 
 def _add_verify(commands: Any) -> None:
     parser = commands.add_parser(
         "verify",
-        help="check the structure of datasets, their tokens against the vocabulary, and their index caches",
-        description="Check every field of the index, the size of the .bin file, the checksums of the index caches and, "
-        "if the dataset has a card or --vocab-size is given, every token. Memory use is bounded.",
+        help="check the structure of datasets, their tokens against the vocabulary, loss masks and index caches",
+        description="Check every field of the index, the size of the .bin file, the loss mask, the checksums of the "
+        "index caches and, if the dataset has a card or --vocab-size is given, every token. Memory use is bounded.",
     )
     add = parser.add_argument
     add("prefixes", nargs="+", type=local_name, metavar="PREFIX", help="paths of datasets without .bin and .idx")
@@ -267,6 +287,8 @@ def _add_verify(commands: Any) -> None:
 
 def _run_verify(options: argparse.Namespace) -> int:
     """Verify datasets and index caches; return 3 if one is damaged."""
+    if violations := below_one(options, "--vocab-size"):
+        raise ConfigError(violations)
     sound = [_verify_dataset(prefix, options) for prefix in options.prefixes]
     folders = [folder for prefix in options.prefixes for folder in sorted(Path(prefix, "cache").glob("*_indices"))]
     if options.data_cache_path is not None:
@@ -276,14 +298,14 @@ def _run_verify(options: argparse.Namespace) -> int:
 
 
 def _verify_dataset(prefix: str, options: argparse.Namespace) -> bool:
-    from megalith.data.dataset_tools import documents_without_end, verify_tokens
-    from megalith.data.indexed import IndexedDataset
+    from megalith.data.dataset_tools import documents_without_end, verify_mask, verify_tokens
+    from megalith.data.indexed import MASK_FILES, IndexedDataset
     from megalith.tokenizers.fingerprint import read_fingerprint
 
     try:
         dataset = IndexedDataset(prefix, multimodal=options.multimodal, mmap_bin=False)
         card = read_fingerprint(prefix)
-        size = options.vocab_size or (card or {}).get("vocab_size")
+        size = (card or {}).get("vocab_size") if options.vocab_size is None else options.vocab_size
         results = ["structure sound"]
         if options.structure_only or dataset.dtype.kind not in "iu":
             results.append("tokens not read")
@@ -298,6 +320,9 @@ def _verify_dataset(prefix: str, options: argparse.Namespace) -> bool:
                 missing = documents_without_end(dataset, eod)
                 filled = dataset.num_documents - _empty(dataset)
                 results.append(f"{filled - missing} of {filled} documents end with {eod} (end of document)")
+        if any(Path(prefix + ending).exists() for ending in MASK_FILES):
+            learnt = verify_mask(dataset, read=not options.structure_only)
+            results.append("loss mask not read" if learnt is None else f"loss mask: {learnt} tokens learnt")
     except DataError as error:
         print(f"damaged  {error}")
         return False

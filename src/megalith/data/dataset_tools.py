@@ -329,6 +329,30 @@ def verify_tokens(dataset: IndexedDataset, vocab_size: int, on_read: Callable[[i
     return largest
 
 
+def verify_mask(dataset: IndexedDataset, *, read: bool = True) -> int | None:
+    """Check the loss mask beside a dataset, and return the tokens that are learnt; None if it is not to be `read`.
+
+    Raises:  DataError if a file is missing or damaged, the mask is of another dataset, or a value is not 0 or 1.
+    """
+    from megalith.data.sft_dataset import open_mask
+
+    prefix = dataset.prefix + LOSS_MASK
+    IndexedDataset(prefix, mmap_bin=False)  # names the half that is missing
+    mask = open_mask(dataset, mmap_bin=False)
+    if not read:
+        return None
+    learnt, done = 0, 0
+    for part in _tokens(mask):
+        if part.max() > 1:
+            at = int(np.argmax(part > 1))
+            raise DataError(
+                f"{bin_path(prefix)}: the value at byte {done + at} is {int(part[at])}, and a loss mask has 0 and 1 "
+                "only; preprocess the conversations again"
+            )
+        learnt, done = learnt + int(np.count_nonzero(part)), done + len(part)
+    return learnt
+
+
 def documents_without_end(dataset: IndexedDataset, eod: int) -> int:
     """Count the non-empty documents whose last token is not `eod`."""
     missing, size = 0, dataset.dtype.itemsize

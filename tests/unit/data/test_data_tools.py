@@ -18,7 +18,7 @@ from megalith.data.dataset_tools import dataset_statistics
 from megalith.data.encoding import SentenceSettings
 from megalith.data.indexed import IndexedDataset, IndexedWriter
 from megalith.data.sentences import SentenceSplitter, find_parameters
-from megalith.errors import DataError
+from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import build_tokenizer, train_byte_level_bpe
 from megalith.tokenizers.fingerprint import read_fingerprint, write_fingerprint
 from megalith.tokenizers.null import NullTokenizer
@@ -33,6 +33,17 @@ def write(prefix: Path, documents: list[list[int]], card: dict[str, object] | No
         writer.finalize()
     if card:
         write_fingerprint(str(prefix), card)
+    return str(prefix)
+
+
+def write_masked(prefix: Path, documents: list[list[int]]) -> str:
+    """Write a dataset with a fingerprint, a chat template and a loss mask that learns every token."""
+    write(prefix, documents)
+    with IndexedWriter(f"{prefix}_loss_mask", "uint8") as writer:
+        for tokens in documents:
+            writer.add_document([1] * len(tokens), [len(tokens)])
+        writer.finalize()
+    Path(f"{prefix}.jinja").write_text("template")
     return str(prefix)
 
 
@@ -107,6 +118,64 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "verify", good, "--vocab-size", "501"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (["inspect", "--first", "-1", "--documents", "-4", "--seq-length", "0"], ["first", "documents", "seq-length"]),
+        (["inspect", "--vocab-file", "vocab.json", "--first", "-1"], ["first", "merge-file"]),
+        (["inspect", "--first", "2"], ["first"]),
+        (["stats", "--sample", "-4", "--documents", "-1"], ["sample", "documents"]),
+        (["verify", "--vocab-size", "0"], ["vocab-size"]),
+        (["verify", "--vocab-size", "-5"], ["vocab-size"]),
+    ],
+)
+def test_numbers_out_of_range_are_refused_together(
+    command: list[str], flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write(tmp_path / "a", [[1], [2]])
+    assert main(["data", command[0], prefix, *command[1:]]) == ConfigError.exit_code
+    shown = capsys.readouterr()
+    assert all(f"--{flag}" in shown.err for flag in flags) and not shown.out
+
+
+def test_no_documents_are_shown_of_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "inspect", write(tmp_path / "a", [[1], [2]]), "--documents", "0"]) == 0
+    assert main(["data", "inspect", write(tmp_path / "b", [])]) == 0
+    assert "document 0:" not in capsys.readouterr().out
+
+
+def test_the_json_of_inspect_is_all_of_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "a", [[1], [2]], card=None)
+    assert main(["data", "inspect", prefix, "--json", "--tokenizer-type", "NullTokenizer", "--vocab-size", "99"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["documents"] == 2
+    assert f"{prefix}.card" in shown.err
+
+
+def test_verify_reads_the_loss_mask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write_masked(tmp_path / "a", [[1, 2, 99], [3, 99]])
+    mask = {end: Path(f"{prefix}_loss_mask.{end}") for end in ("bin", "idx")}
+    whole = {end: path.read_bytes() for end, path in mask.items()}
+    for flags in ([], ["--structure-only"]):
+        assert main(["data", "verify", prefix, *flags]) == 0
+    for end, path in mask.items():
+        path.write_bytes(whole[end][:-1])
+        assert main(["data", "verify", prefix]) == 3
+        path.unlink()
+        capsys.readouterr()
+        assert main(["data", "verify", prefix, "--structure-only"]) == 3
+        assert str(path) in capsys.readouterr().out
+        path.write_bytes(whole[end])
+    mask["bin"].write_bytes(b"\1\0\1\2\1")
+    assert main(["data", "verify", prefix, "--structure-only"]) == 0
+    capsys.readouterr()
+    assert main(["data", "verify", prefix]) == 3
+    assert re.search(r"_loss_mask\.bin\b.*\b3\b.*\b2\b", capsys.readouterr().out)
+    write(tmp_path / "a", [[1, 2], [3, 99, 4]])  # of which it is not the mask
+    mask["bin"].write_bytes(whole["bin"])
+    assert main(["data", "verify", prefix]) == 3
+
+
 def test_verify_reads_the_index_caches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = write(tmp_path / "a", [[1, 2, 3, 99]] * 20)
     for folder in (None, str(tmp_path / "cache")):
@@ -177,17 +246,6 @@ def test_merge_checks_all_inputs_first(tmp_path: Path, capsys: pytest.CaptureFix
     shown = capsys.readouterr()
     assert all(prefix in shown.err for prefix in inputs) and "int32" in shown.err and "uint16" in shown.err
     assert shown.out == "" and not list(tmp_path.glob("whole*"))
-
-
-def write_masked(prefix: Path, documents: list[list[int]]) -> str:
-    """Write a dataset with a fingerprint, a chat template and a loss mask that learns every token."""
-    write(prefix, documents)
-    with IndexedWriter(f"{prefix}_loss_mask", "uint8") as writer:
-        for tokens in documents:
-            writer.add_document([1] * len(tokens), [len(tokens)])
-        writer.finalize()
-    Path(f"{prefix}.jinja").write_text("template")
-    return str(prefix)
 
 
 def test_merge_removes_what_the_earlier_dataset_had_beside_it(tmp_path: Path) -> None:
