@@ -122,7 +122,7 @@ def bundled_path() -> Path:
 
 def read_texts(path: Path) -> list[str]:
     """Read the texts of a jsonl file, in order. Raises DataError naming file and line of a bad one."""
-    lines = read_text(path).removeprefix("\ufeff").split("\n")
+    lines = read_text(path).split("\n")
     texts = [_text_of(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
     if not texts:
         raise DataError(f'{path} is empty; it needs one JSON object per line with a text under the key "text"')
@@ -368,9 +368,12 @@ def read_documents(path: Path) -> Sequence[str]:
 
 
 def read_text(path: Path) -> str:
-    """Read a whole file, line ends included. Raises DataError if it cannot be read or is not UTF-8."""
+    """Read a whole file, line ends included, without a byte order mark.
+
+    Raises DataError if it cannot be read or is not UTF-8.
+    """
     try:
-        return path.read_bytes().decode("utf-8")
+        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +15,9 @@ from hypothesis import strategies as st
 
 from megalith.errors import DataError
 from megalith.evaluate.score import Sample, Scorer
-from megalith.evaluate.text import TextLoss, Windows, score_texts
+from megalith.evaluate.text import TextLoss, Windows, measure_text, measure_wikitext, read_documents, score_texts
 
-from .models import CONTEXT, VOCABULARY, small_model
+from .models import CONTEXT, VOCABULARY, Letters, small_model
 
 
 def naive(num_ids: int, length: int, stride: int) -> list[tuple[int, list[int]]]:
@@ -86,6 +89,26 @@ def test_the_two_perplexities() -> None:
 
 def test_bits_per_byte() -> None:
     assert TextLoss(total=8 * math.log(2), num_tokens=3, num_bytes=4).bits_per_byte == pytest.approx(2.0)
+
+
+class Silent:
+    """A listener that keeps nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: None
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    plain, marked = tmp_path / "plain.txt", tmp_path / "marked.txt"
+    plain.write_bytes(b"the king said to the queen\n")
+    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    scorer = Scorer(small_model())
+    for measure in (measure_text, measure_wikitext):
+        one, other = (measure(path, scorer, Letters(), Windows(8, 8), Silent()) for path in (plain, marked))
+        assert one == other and one.num_tokens > 0
+    assert measure_text(marked, scorer, Letters(), Windows(8, 8), Silent()).num_bytes == plain.stat().st_size
+    (tmp_path / "marked.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps({"text": "a b"}).encode())
+    assert read_documents(tmp_path / "marked.jsonl") == ["a b"]
 
 
 def test_nothing_is_not_a_number() -> None:
