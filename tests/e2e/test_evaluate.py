@@ -111,6 +111,7 @@ def test_lambada_as_typed(work: Work, capsys: pytest.CaptureFixture[str]) -> Non
     assert lines[start + 4] == lines[start + 6] == "-" * (len(result) + 1)
     assert lines[start + 7] == "done :-)"
     assert [line for line in shown if re.match("note: .*--no-load-optim, --no-load-rng", line)]
+    assert [line for line in shown if re.match("note: --seq-length 64 .*LAMBADA", line)]
 
 
 @pytest.mark.full
@@ -151,8 +152,13 @@ def test_any_text_and_the_bundled_task(work: Work, capsys: pytest.CaptureFixture
     documents = tmp_path / "documents.jsonl"
     documents.write_text(json.dumps({"text": "to be or not to be"}) + "\n" + json.dumps({"text": ""}) + "\n")
     for task, data in (("text", work.folder / "text.txt"), ("text", documents), ("cloze", None)):
-        words = [str(work.checkpoint), "--task", task, *(["--data", str(data)] if data else [])]
-        assert main(["evaluate", *words, "--overlapping-eval", "64"]) == 0
+        words = [
+            str(work.checkpoint),
+            "--task",
+            task,
+            *(["--data", str(data), "--overlapping-eval", "64"] if data else []),
+        ]
+        assert main(["evaluate", *words]) == 0
     shown = capsys.readouterr().out
     assert shown.count(" validation results on TEXT | ") == 2 and shown.count("| bits per byte: ") == 2
     assert " validation results on CLOZE | " in shown and " > found 60 samples." in shown

@@ -73,8 +73,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--chat-template", type=local_path, metavar="FILE", help="as of megalith serve (default: the tokenizer's)")
     add("--subjects", metavar="WORDS", help="mmlu, ceval, cmmlu: subjects, separated by commas (default: all)")
     add("--strict-lambada", action="store_true", help="lambada: predict the whole last word, not only its last token")
-    add("--overlapping-eval", type=int, metavar="N", help="tokens scored per window (default: 32)")
-    add("--seq-length", type=int, metavar="N", help="tokens per window or sample (default: the model's context length)")
+    add("--overlapping-eval", type=int, metavar="N", help="wikitext103, text: tokens scored per window (default: 32)")
+    add(
+        "--seq-length",
+        type=int,
+        metavar="N",
+        help="wikitext103, text: tokens per window; masked, spans: per sample (default: the model's context length)",
+    )
     add("--samples", type=int, metavar="N", help="masked, spans, benchmarks: most samples (of a subject)")
     add("--decoder-seq-length", type=int, metavar="N", help="spans: decoder tokens per sample")
     add("--detokenizer", choices=DETOKENIZER_CHOICES, default="auto", help="wikitext103: auto goes by path (default)")
@@ -95,7 +100,8 @@ def run(argv: Sequence[str]) -> int:
             return 0
         request, file, fail, notes = read_flags(argv[1:])
         return _evaluate(request, file, fail, notes)
-    options = make_parser().parse_args(list(argv))
+    # None where it is not given: argparse sets no default where the namespace has a value.
+    options = make_parser().parse_args(list(argv), argparse.Namespace(detokenizer=None))
     request = Request(
         checkpoint=options.checkpoint,
         task=options.task,
@@ -256,7 +262,7 @@ def _measure_text(
         return measure_cloze(path, scorer, tokenizer, listener, strict=request.strict)
     windows = Windows(length, stride)
     if request.task == "wikitext103":
-        return measure_wikitext(path, scorer, tokenizer, windows, listener, detokenizer=request.detokenizer)
+        return measure_wikitext(path, scorer, tokenizer, windows, listener, detokenizer=request.detokenizer or "auto")
     return measure_text(path, scorer, tokenizer, windows, listener)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalith.config import TokenizerConfig
 from megalith.evaluate.local_data import BENCHMARKS
@@ -29,6 +29,30 @@ DEFAULT_OVERLAP = 32
 DEFAULT_BATCH = 8
 DETOKENIZER_CHOICES = ("auto", "none", "wiki", "ptb")
 
+_WINDOWED = ("wikitext103", "text")
+_FLAGS_OF_TASKS: dict[str, tuple[str, Collection[str]]] = {
+    "strict": ("--strict-lambada", ("lambada", "cloze")),
+    "detokenizer": ("--detokenizer", ("wikitext103",)),
+    "overlap": ("--overlapping-eval", _WINDOWED),
+    "seq_length": ("--seq-length", (*_WINDOWED, *MASKED_TASKS)),
+    "samples": ("--samples", (*MASKED_TASKS, *BENCHMARKS)),
+    "decoder_seq_length": ("--decoder-seq-length", ("spans",)),
+    "others": ("--others", BENCHMARKS),
+    "shots": ("--num-fewshot", BENCHMARKS),
+    "chat": ("--apply-chat-template", BENCHMARKS),
+    "chat_template": ("--chat-template", BENCHMARKS),
+    "subjects": ("--subjects", BENCHMARKS),
+}
+"""Field of a `Request` -> its flag, and the tasks that read it."""
+
+
+class Unread(NamedTuple):
+    """Field of a request that has a value, and that its task does not read."""
+
+    field: str
+    given: str  # the flag and its value
+    tasks: Collection[str]  # that read it
+
 
 @dataclass(frozen=True)
 class Request:
@@ -38,12 +62,12 @@ class Request:
     task: str  # a key of `TASKS`
     data: Path | None = None  # the file; None for the bundled one
     iteration: int | None = None  # which checkpoint; the newest sound one if None
-    strict: bool = False  # of lambada: the last word rather than the last token
+    strict: bool = False  # of lambada: the last word rather than the last token; cloze is always so
     overlap: int | None = None  # tokens that later windows score; None: `DEFAULT_OVERLAP`, at most the window
     seq_length: int | None = None  # of windows or samples; None: the model's context, or that of the training
     batch_size: int = DEFAULT_BATCH
     log_interval: int = 100
-    detokenizer: str = "auto"  # of wikitext103, of `DETOKENIZER_CHOICES`; "auto" goes by the path
+    detokenizer: str | None = None  # of wikitext103, of `DETOKENIZER_CHOICES`; None: "auto", which goes by the path
     samples: int | None = None  # of masked, spans and benchmarks (of each subject), how many at most; all if None
     others: tuple[Path, ...] = ()  # further checkpoints or adapters that a benchmark is asked of
     shots: int | None = None  # of benchmarks: examples before each question; None: as lm-eval's task says
@@ -70,17 +94,7 @@ class Request:
             found.append(f"no such folder: {self.data} (--data); get the files of {self.task}: {get}")
         if files and self.data is not None and not asks and not self.data.is_file() and not self._is_dataset:
             found.append(f"no such file: {self.data} (--data; of tasks/main.py: --valid-data){_where_from(self.task)}")
-        for flag, given, tasks in (
-            ("--samples", self.samples, (*MASKED_TASKS, *BENCHMARKS)),
-            ("--decoder-seq-length", self.decoder_seq_length, ("spans",)),
-            ("--others", " ".join(map(str, self.others)) or None, BENCHMARKS),
-            ("--num-fewshot", self.shots, BENCHMARKS),
-            ("--apply-chat-template", "" if self.chat else None, BENCHMARKS),
-            ("--chat-template", self.chat_template, BENCHMARKS),
-            ("--subjects", ",".join(self.subjects) or None, BENCHMARKS),
-        ):
-            if given is not None and self.task not in tasks:
-                found.append(f"{flag} {given} is for --task {' and '.join(tasks)}; leave it out")
+        found += [f"{one.given} is for --task {' and '.join(one.tasks)}; leave it out" for one in self.unread()]
         if self.shots is not None and self.shots < 0:
             found.append(f"--num-fewshot {self.shots} is negative; 0 asks without examples")
         if self.chat_template is not None and not self.chat:
@@ -95,6 +109,17 @@ class Request:
         ):
             if value is not None and value < 1:
                 found.append(f"{flag} {value} is below 1; give 1 or more")
+        return found
+
+    def unread(self) -> list[Unread]:
+        """Return the fields that have a value and that the task does not read."""
+        found = []
+        for name, (flag, tasks) in _FLAGS_OF_TASKS.items():
+            value = getattr(self, name)
+            if value is None or value is False or value == () or self.task in tasks:
+                continue
+            words = () if value is True else value if isinstance(value, tuple) else (value,)
+            found.append(Unread(name, " ".join([flag, *map(str, words)]), tasks))
         return found
 
     @property

@@ -7,6 +7,7 @@ another model is a mistake that would otherwise show only as a bad score.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -116,10 +117,15 @@ def read_flags(argv: Sequence[str], *, files: bool = True) -> tuple[Request, Pat
         batch_size=options.eval_micro_batch_size or given.get("micro_batch_size", DEFAULT_BATCH),
         log_interval=given.get("log_interval", all_settings()["log_interval"].default),
     )
+    # Scripts give the flags of all tasks, as Megatron takes them.
+    unread = request.unread()
+    request = dataclasses.replace(request, **{one.field: getattr(Request, one.field) for one in unread})
     problems += request.violations(files=files)
     if problems:
         raise ConfigError(problems)
-    return request, options.json, options.fail_on_alarm, _notes(options, reading.notes, given, reading.nothing)
+    notes = _notes(options, reading.notes, given, reading.nothing)
+    notes += [f"{one.given} has no effect: {options.task} does not read it" for one in unread]
+    return request, options.json, options.fail_on_alarm, notes
 
 
 def shared_values(reading: Reading, problems: list[str], program: str, divides: str) -> dict[str, Any]:

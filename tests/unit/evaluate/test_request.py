@@ -1,0 +1,77 @@
+"""Which flags of a request fit its task, without a model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.cli.main import main
+from megalith.compat.megatron.tasks import read_flags
+from megalith.errors import ConfigError
+from megalith.evaluate.request import Request
+
+
+def request(task: str, **fields: Any) -> Request:
+    return Request(Path("C"), task, Path("file"), **fields)
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "tasks"),
+    [
+        ("text", "--strict-lambada", ["lambada"]),
+        ("text", "--detokenizer wiki", ["wikitext103"]),
+        ("text", "--detokenizer auto", ["wikitext103"]),
+        ("cloze", "--seq-length 16", ["wikitext103", "text", "masked", "spans"]),
+        ("cloze", "--overlapping-eval 3", ["wikitext103", "text"]),
+        ("masked", "--overlapping-eval 7", ["wikitext103", "text"]),
+        ("lambada", "--seq-length 8", ["wikitext103", "text", "masked", "spans"]),
+        ("mmlu", "--seq-length 8", ["wikitext103", "text", "masked", "spans"]),
+        ("wikitext103", "--strict-lambada", ["lambada"]),
+        ("text", "--samples 5", ["masked", "spans", "mmlu"]),
+        ("text", "--others a b", ["mmlu"]),
+    ],
+)
+def test_a_flag_of_other_tasks_is_refused(
+    task: str, words: str, tasks: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(tmp_path), "--task", task, *words.split()]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if f"{words} " in line]
+    assert all(re.search(rf"\b{one}\b", line.partition(f"{words} ")[2]) for one in tasks)
+
+
+@pytest.mark.parametrize(
+    ("task", "fields"),
+    [
+        ("cloze", {"strict": True}),
+        ("lambada", {"strict": True}),
+        ("wikitext103", {"detokenizer": "none", "overlap": 4, "seq_length": 8}),
+        ("text", {"overlap": 4, "seq_length": 8}),
+        ("masked", {"seq_length": 8, "samples": 2}),
+        ("spans", {"seq_length": 8, "decoder_seq_length": 4}),
+    ],
+)
+def test_flags_of_the_task_are_read(task: str, fields: dict[str, Any]) -> None:
+    assert request(task, **fields).violations(files=False) == []
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "idle"),
+    [
+        (
+            "LAMBADA",
+            "--strict-lambada --overlapping-eval 32 --seq-length 64",
+            ["--overlapping-eval 32", "--seq-length 64"],
+        ),
+        ("WIKITEXT103", "--strict-lambada --overlapping-eval 32 --seq-length 64", ["--strict-lambada"]),
+    ],
+)
+def test_flags_of_megatrons_other_task_are_notes(task: str, words: str, idle: list[str]) -> None:
+    line = ["--task", task, "--load", "C", "--valid-data", "file", *words.split()]
+    found, _, _, notes = read_flags(line, files=False)
+    assert [note for note in notes if note.startswith(tuple(idle))] == notes and len(notes) == len(idle)
+    assert found.unread() == []
+    with pytest.raises(ConfigError, match="--num-layer"):
+        read_flags([*line, "--num-layer", "2"], files=False)
