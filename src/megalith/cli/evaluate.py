@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from megalith.cli.arguments import CommandParser, add_checkpoint_flags, add_layout_flags, layout_settings, load_model
+from megalith.cli.report import write_page
 from megalith.cli.threads import configure_rank
 from megalith.config import RunConfig
 from megalith.config.environment import first_of_machine
@@ -98,14 +99,14 @@ def run(argv: Sequence[str]) -> int:
         if {"-h", "--help"} & set(argv):
             print(help_text())
             return 0
-        request, file, fail, notes = read_flags(argv[1:])
-        return _evaluate(request, file, fail, notes)
+        return _evaluate(*read_flags(argv[1:]))
     # None where it is not given: argparse sets no default where the namespace has a value.
     options = make_parser().parse_args(list(argv), argparse.Namespace(detokenizer=None))
     request = Request(
         checkpoint=options.checkpoint,
         task=options.task,
         data=options.data,
+        result=options.json,
         iteration=options.iteration,
         strict=options.strict_lambada or options.task == "cloze",
         overlap=options.overlapping_eval,
@@ -132,10 +133,10 @@ def run(argv: Sequence[str]) -> int:
         from megalith.evaluate.benchmark import require_harness
 
         require_harness()
-    return _evaluate(request, options.json, options.fail_on_alarm, [])
+    return _evaluate(request, options.fail_on_alarm, [])
 
 
-def _evaluate(request: Request, file: Path | None, fail_on_alarm: bool, notes: Sequence[str]) -> int:
+def _evaluate(request: Request, fail_on_alarm: bool, notes: Sequence[str]) -> int:
     began = time.monotonic()
     first = first_of_machine(os.environ)
     _, threads = configure_rank(os.environ)
@@ -156,9 +157,9 @@ def _evaluate(request: Request, file: Path | None, fail_on_alarm: bool, notes: S
         alarms = [alarm for _, _, of_one, _ in found for alarm in of_one]
         if context.rank == 0:
             _show(found, say)
-            if file is not None:
+            if request.result is not None:
                 seconds = round(time.monotonic() - began, 3)
-                _write_json(file, [_described(*each, seconds=seconds) for each in found])
+                _write_json(request.result, [_described(*each, seconds=seconds) for each in found])
             return EXIT_ALARM if alarms and fail_on_alarm else 0
     return 0
 
@@ -350,10 +351,7 @@ def _described(
 
 def _write_json(path: Path, described: Sequence[Mapping[str, Any]]) -> None:
     body = {**described[0], **({"others": described[1:]} if len(described) > 1 else {})}
-    try:
-        path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
+    write_page(path, json.dumps(body, indent=1) + "\n", "--json")
 
 
 def _metrics(result: Result) -> dict[str, Any]:

@@ -42,16 +42,23 @@ def run(argv: Sequence[str]) -> int:
 
 
 def write_page(output: Path, text: str, flag: str) -> None:
-    """Write a page whole or not at all; ConfigError names the flag that chooses another path."""
+    """Write a page whole or not at all; ConfigError names the flag that chooses another path.
+
+    A link, device or pipe is written where it is.
+    """
     if output.is_dir():
         raise ConfigError(f"{output}: is a folder; name a file in it with {flag} FILE")
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    # A file renamed to /dev/stdout or /dev/null would replace it.
+    in_place = output.is_symlink() or (output.exists() and not output.is_file())
+    written = output if in_place else output.with_name(f".{output.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(output)
+        written.write_text(text, encoding="utf-8")
+        if not in_place:
+            written.replace(output)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
+        if not in_place:
+            with suppress(OSError):
+                written.unlink()
         raise ConfigError(
             f"{output}: cannot be written: {error.strerror}; choose another path with {flag} FILE"
         ) from error

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalith.config import TokenizerConfig
+from megalith.config.environment import read_launch
 from megalith.evaluate.local_data import BENCHMARKS
 from megalith.registry import EMPTY, Registry
 
@@ -61,6 +63,7 @@ class Request:
     checkpoint: Path
     task: str  # a key of `TASKS`
     data: Path | None = None  # the file; None for the bundled one
+    result: Path | None = None  # the JSON file to write
     iteration: int | None = None  # which checkpoint; the newest sound one if None
     strict: bool = False  # of lambada: the last word rather than the last token; cloze is always so
     overlap: int | None = None  # tokens that later windows score; None: `DEFAULT_OVERLAP`, at most the window
@@ -82,7 +85,10 @@ class Request:
     stated: Mapping[str, Any] = field(default_factory=dict)  # the architecture that the command line expects
 
     def violations(self, *, files: bool = True) -> list[str]:
-        """Return what is wrong, naming the flags; with `files` the file of the task must exist."""
+        """Return what is wrong, naming the flags.
+
+        With `files` the file of the task must exist, and it must be possible to write the result.
+        """
         found = []
         if self.task not in TASKS:
             found.append(f"--task {self.task} is unknown; use one of {', '.join(TASKS)}")
@@ -94,6 +100,8 @@ class Request:
             found.append(f"no such folder: {self.data} (--data); get the files of {self.task}: {get}")
         if files and self.data is not None and not asks and not self.data.is_file() and not self._is_dataset:
             found.append(f"no such file: {self.data} (--data; of tasks/main.py: --valid-data){_where_from(self.task)}")
+        if files and self.result is not None:
+            found += _unwritable(self.result)
         found += [f"{one.given} is for --task {' and '.join(one.tasks)}; leave it out" for one in self.unread()]
         if self.shots is not None and self.shots < 0:
             found.append(f"--num-fewshot {self.shots} is negative; 0 asks without examples")
@@ -143,6 +151,21 @@ class Request:
                 f"tokens would be skipped; give {length} or less"
             )
         return length, stride, wrong
+
+
+def _unwritable(file: Path) -> list[str]:
+    """Return why the file of --json cannot be written; the first rank writes it, so that the others need no folder."""
+    folder = file.absolute().parent
+    if read_launch(os.environ).get("RANK", "0") != "0":
+        return []
+    if file.is_dir():
+        return [f"--json {file} is a folder; name a file in it"]
+    if not folder.is_dir():
+        return [f"--json {file}: no such folder: {folder}; create it (mkdir -p), or choose another path"]
+    target = file if file.exists() and not file.is_file() else folder  # a device is written where it is
+    if not os.access(target, os.W_OK):
+        return [f"--json {file}: no permission to write to {target}; choose another path"]
+    return []
 
 
 def _where_from(task: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from megalith.cli.main import main
+from megalith.cli.report import write_page
 from megalith.compat.megatron.tasks import read_flags
 from megalith.errors import ConfigError
 from megalith.evaluate.request import Request
@@ -70,8 +72,55 @@ def test_flags_of_the_task_are_read(task: str, fields: dict[str, Any]) -> None:
 )
 def test_flags_of_megatrons_other_task_are_notes(task: str, words: str, idle: list[str]) -> None:
     line = ["--task", task, "--load", "C", "--valid-data", "file", *words.split()]
-    found, _, _, notes = read_flags(line, files=False)
+    found, _, notes = read_flags(line, files=False)
     assert [note for note in notes if note.startswith(tuple(idle))] == notes and len(notes) == len(idle)
     assert found.unread() == []
     with pytest.raises(ConfigError, match="--num-layer"):
         read_flags([*line, "--num-layer", "2"], files=False)
+
+
+@pytest.mark.parametrize("program", [["C", "--task", "text"], ["tasks/main.py", "--task", "LAMBADA", "--load", "C"]])
+@pytest.mark.parametrize("place", ["absent/result.json", "folder", "file/result.json"])
+def test_a_result_that_cannot_be_written_is_refused_with_the_other_errors(
+    program: list[str], place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    assert main(["evaluate", *program, "--json", str(tmp_path / place)]) == 2
+    shown = capsys.readouterr().err
+    assert f"--json {tmp_path / place}" in shown and "--data" in shown
+
+
+def test_only_the_first_rank_needs_the_folder_of_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = request("text", result=tmp_path / "absent" / "result.json")
+    (tmp_path / "file").touch()
+    for rank, count in (("0", 1), ("1", 0)):
+        for name, value in {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+        assert sum("--json" in line for line in asked.violations()) == count
+
+
+def test_a_result_replaces_files_and_is_written_through_links_and_pipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, link = tmp_path / "result.json", tmp_path / "link"
+    file.write_text("old")
+    link.symlink_to(file)
+    write_page(link, "by the link", "--json")
+    assert link.is_symlink() and file.read_text() == "by the link"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_page(pipe, "by the pipe", "--json")
+    assert os.read(reader, 100) == b"by the pipe"
+    os.close(reader)
+    pipe.unlink()
+
+    def fails(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", fails)
+        with pytest.raises(ConfigError, match="--json"):
+            write_page(file, "new", "--json")
+    assert file.read_text() == "by the link" and sorted(tmp_path.iterdir()) == [link, file]

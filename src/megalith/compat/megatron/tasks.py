@@ -90,10 +90,10 @@ def _parser() -> ToolParser:
     return parser
 
 
-def read_flags(argv: Sequence[str], *, files: bool = True) -> tuple[Request, Path | None, bool, list[str]]:
-    """Return the evaluation that a command line of tasks/main.py requests, --json, --fail-on-alarm, and notes.
+def read_flags(argv: Sequence[str], *, files: bool = True) -> tuple[Request, bool, list[str]]:
+    """Return the evaluation that a command line of tasks/main.py requests, --fail-on-alarm, and notes.
 
-    Raises ConfigError with everything that is wrong; with `files` the file to measure on must exist.
+    Raises ConfigError with everything that is wrong; `files` as of `Request.violations`.
     """
     options, rest = _parser().parse_known_args(list(argv))
     if options.task in REFUSED:
@@ -111,6 +111,7 @@ def read_flags(argv: Sequence[str], *, files: bool = True) -> tuple[Request, Pat
         **shared,
         task=TASKS[options.task],
         data=Path(data[0]) if data else None,
+        result=options.json,
         strict=options.strict_lambada,
         overlap=options.overlapping_eval,
         seq_length=given.get("seq_length"),
@@ -125,7 +126,7 @@ def read_flags(argv: Sequence[str], *, files: bool = True) -> tuple[Request, Pat
         raise ConfigError(problems)
     notes = _notes(options, reading.notes, given, reading.nothing)
     notes += [f"{one.given} has no effect: {options.task} does not read it" for one in unread]
-    return request, options.json, options.fail_on_alarm, notes
+    return request, options.fail_on_alarm, notes
 
 
 def shared_values(reading: Reading, problems: list[str], program: str, divides: str) -> dict[str, Any]:
