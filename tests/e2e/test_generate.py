@@ -136,6 +136,13 @@ def test_an_answer_that_the_context_ends_says_so(generate: Generate, saved: Path
     assert done.stderr.startswith("note: ") and "--max-new-tokens" in done.stderr
 
 
+def test_a_prompt_that_is_not_utf_8(generate: Generate, tmp_path: Path) -> None:
+    bad = b"\xff\xfe".decode("utf-8", "surrogateescape")  # as Python reads such words of a command line
+    done = generate(tmp_path, "--chat", "--prompt", bad, "--system", bad, "--top-p", 2)
+    assert done.returncode == 2
+    assert all(flag in done.stderr for flag in ("--prompt", "--system", "--top-p 2"))
+
+
 def test_a_folder_without_checkpoints(generate: Generate, tmp_path: Path) -> None:
     done = generate(tmp_path, "--prompt", "x")
     assert done.returncode == 4

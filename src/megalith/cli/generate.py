@@ -18,6 +18,7 @@ from megalith.config.tokenizer_flags import imported_by, tokenizer_of_flags
 from megalith.config.values import local_path
 from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.serve.request import Finished, Request, RequestError, Sampling, Token
+from megalith.tokenizers.protocol import require_text
 from megalith.train.streams import warn
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def run(argv: Sequence[str]) -> int:
     if options.greedy:
         sampling["temperature"] = 0.0
     violations = Sampling(**sampling).violations() + below_one(options, "--max-new-tokens", "--num-samples", "--tp")
+    violations += _not_utf_8(options)
     if options.tp > 1 and options.prompt in (None, "-"):
         violations.append(f"--tp {options.tp} needs --prompt TEXT")
     if not options.chat and (options.chat_template or options.system):
@@ -101,6 +103,17 @@ def run(argv: Sequence[str]) -> int:
         except MegalithError as error:  # concerns this prompt only
             print(error, file=sys.stderr)
     return 0
+
+
+def _not_utf_8(options: argparse.Namespace) -> list[str]:
+    """Return which texts of the command line are not UTF-8: Python reads their bad bytes as lone surrogates."""
+    found = list[str]()
+    for flag, text in (("--prompt", options.prompt), ("--system", options.system)):
+        try:
+            require_text(text or "")
+        except DataError as error:
+            found.append(f"{flag} {ascii(text)}: {error}; give a text in UTF-8")
+    return found
 
 
 def _answer_tensor_parallel(options: argparse.Namespace, sampling: dict[str, Any]) -> int:

@@ -26,6 +26,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -38,7 +39,7 @@ from megalith.data.sources import JSONL, format_of
 from megalith.errors import DataError
 from megalith.evaluate.score import Ids, Sample, Score, Scorer
 from megalith.tokenizers import Tokenizer
-from megalith.tokenizers.protocol import end_ids
+from megalith.tokenizers.protocol import end_ids, require_text
 
 Detokenizer = Callable[[str], str]
 
@@ -138,7 +139,10 @@ def _text_of(line: str, path: Path, number: int) -> str:
     if not isinstance(text, str):
         keys = f"the keys {', '.join(found) or 'none'}" if isinstance(found, dict) else f"a {type(found).__name__}"
         raise DataError(f'{path}:{number} has no text under the key "text"; it has {keys}')
-    return text
+    try:
+        return require_text(text)
+    except DataError as error:
+        raise DataError(f"{path}:{number}: {error}; correct its \\u escape, or leave the line out") from error
 
 
 def context_and_target(text: str, tokenizer: Tokenizer, *, strict: bool) -> tuple[list[int], list[int]]:
@@ -299,7 +303,8 @@ def measure_cloze(path: Path, scorer: Scorer, tokenizer: Tokenizer, listener: Li
     listener.building(path)
     texts = read_texts(path)
     listener.found(len(texts))
-    cloze = make_cloze(texts, tokenizer, strict=strict, context_length=scorer.context_length)
+    with _naming(path):
+        cloze = make_cloze(texts, tokenizer, strict=strict, context_length=scorer.context_length)
     if cloze.shortened:
         listener.note(
             f"{cloze.shortened} of {len(texts)} samples are longer than the {scorer.context_length} tokens that the "
@@ -316,7 +321,8 @@ def measure_wikitext(
     """Measure perplexity per token and per word of a text that was cut into words, as Megatron's WIKITEXT103."""
     text = read_text(path)
     num_words = len(text.strip().split(" "))
-    ids = tokenizer.encode(_detokenizer(path, detokenizer, listener)(text))
+    with _naming(path):
+        ids = tokenizer.encode(_detokenizer(path, detokenizer, listener)(text))
     listener.counted(num_words, len(ids))
     (logprobs,) = score_texts(scorer, [ids], windows, listener.batch)
     return TextLoss(
@@ -346,7 +352,8 @@ def measure_text(path: Path, scorer: Scorer, tokenizer: Tokenizer, windows: Wind
     """
     texts = read_documents(path)
     whole = [text for text in texts if text]
-    encoded = tokenizer.encode_batch(whole)
+    with _naming(path):
+        encoded = tokenizer.encode_batch(whole)
     documents = [[*end_ids(tokenizer), *ids] for ids in encoded]
     unpredicted = [] if end_ids(tokenizer) else [tokenizer.decode(ids[:1]) for ids in encoded]
     words = sum(len(text.split()) for text in whole)
@@ -360,6 +367,15 @@ def measure_text(path: Path, scorer: Scorer, tokenizer: Tokenizer, windows: Wind
         num_documents=len(whole),
         skipped=len(texts) - len(whole),
     )
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Raise the error of a tokenizer with the file whose text it cannot encode."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
 def read_documents(path: Path) -> Sequence[str]:

@@ -97,6 +97,7 @@ def test_the_bundled_task() -> None:
         ('["a"]\n', "it has a list"),
         ("\n\n", "is empty"),
         ('{"text": 5}\n', "it has the keys text"),
+        ('{"text": "a b"}\n{"text": "a\\ud800b"}\n', "file.jsonl:2"),
     ],
 )
 def test_bad_files(content: str, said: str, tmp_path: Path) -> None:

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 
 from megalith.errors import DataError
 from megalith.evaluate.score import Sample, Scorer
-from megalith.evaluate.text import TextLoss, Windows, measure_text, measure_wikitext, read_documents, score_texts
+from megalith.evaluate.text import (
+    TextLoss,
+    Windows,
+    measure_cloze,
+    measure_text,
+    measure_wikitext,
+    read_documents,
+    score_texts,
+)
 
 from .models import CONTEXT, VOCABULARY, Letters, small_model
 
@@ -89,6 +97,22 @@ def test_the_two_perplexities() -> None:
 
 def test_bits_per_byte() -> None:
     assert TextLoss(total=8 * math.log(2), num_tokens=3, num_bytes=4).bits_per_byte == pytest.approx(2.0)
+
+
+def test_a_text_that_the_tokenizer_cannot_encode_is_named_with_its_file(tmp_path: Path) -> None:
+    class Refusing(Letters):
+        def encode(self, text: str) -> list[int]:
+            raise DataError("no such character")
+
+    (file := tmp_path / "text.jsonl").write_text('{"text": "a b"}\n')
+    scorer, tokenizer, windows = Scorer(small_model()), Refusing(), Windows(8, 8)
+    for measure in (
+        lambda: measure_text(file, scorer, tokenizer, windows, Silent()),
+        lambda: measure_wikitext(file, scorer, tokenizer, windows, Silent()),
+        lambda: measure_cloze(file, scorer, tokenizer, Silent(), strict=False),
+    ):
+        with pytest.raises(DataError, match=r"text\.jsonl.*no such character"):
+            measure()
 
 
 class Silent:
