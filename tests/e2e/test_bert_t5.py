@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -221,6 +222,22 @@ def test_masks_are_filled(bert: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert [candidate["text"] for candidate in found["masks"][1]] == [text for text, _ in best[1]]
     with pytest.raises(ConfigError, match="fills in its"):
         load(bert)
+
+
+def test_lines_without_masks_fail_alone(
+    bert: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\u4e00[MASK]\n\u4e00\n[MASK]\n"))
+    assert main(["generate", str(bert), "--json"]) == 2
+    shown = capsys.readouterr()
+    lines = [json.loads(line) for line in shown.out.splitlines()]
+    assert ["masks" in line for line in lines] == [True, False, True]
+    assert lines[1]["prompt"] == "\u4e00" and "[MASK]" in lines[1]["error"]
+    assert re.search(r"prompt 2 of standard input.*\[MASK\]", shown.err)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\u4e00[MASK]\n[MASK]\n"))
+    assert main(["generate", str(bert), "--json", "--greedy"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.count("--greedy") == 1 and not shown.out, "an error of the command line, not of each line"
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])

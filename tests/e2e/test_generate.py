@@ -54,8 +54,9 @@ class Generate:
     def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self._capsys, self._monkeypatch = capsys, monkeypatch
 
-    def __call__(self, *words: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        self._monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    def __call__(self, *words: object, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
+        content = stdin.encode() if isinstance(stdin, str) else stdin
+        self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8"))
         self._capsys.readouterr()
         code = main(["generate", *map(str, words)])
         return subprocess.CompletedProcess(words, code, *self._capsys.readouterr())
@@ -152,11 +153,42 @@ def test_a_folder_without_checkpoints(generate: Generate, tmp_path: Path) -> Non
 def test_texts_that_are_typed_are_continued_one_after_the_other(generate: Generate, saved: Path) -> None:
     typed = "the king said\n" + "king " * 50 + "\nthe queen\n"
     done = generate(saved, "--greedy", "--max-new-tokens", 8, "--num-samples", 2, "--stop", " crown", stdin=typed)
-    assert done.returncode == 0
+    assert done.returncode == 2
     lines = done.stdout.splitlines()
     assert lines[0].startswith("the king said to the queen") and lines[1] == lines[0]
     assert lines[2].startswith("the queen") and "crown" not in done.stdout
-    assert re.search(r"\b5\d tokens\b.*\b32\b", done.stderr) and "Traceback" not in done.stderr
+    assert re.search(r"prompt 2 of standard input.*\b5\d tokens\b.*\b32\b", done.stderr)
+    assert "Traceback" not in done.stderr and "--prompt" not in done.stderr
+
+
+def test_failed_lines_are_told_by_exit_code_place_and_object(generate: Generate, saved: Path) -> None:
+    lines = [b"the king", b"", b"\xff\xfe", b"king " * 50, b"the queen"]
+    asked = (saved, "--greedy", "--max-new-tokens", 2)
+    done = generate(*asked, "--json", stdin=b"\n".join(lines))
+    assert done.returncode == 2
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["prompt"] for line in found] == [line.decode("utf-8", "surrogateescape") for line in lines if line]
+    assert ["error" in line for line in found] == [False, True, True, False]
+    assert all(set(line) == {"prompt", "error"} and line["error"] for line in found[1:3])
+    places = re.findall(r"prompt (\d+) of standard input \(line (\d+)\)", done.stderr)
+    assert places == [("2", "3"), ("3", "4")] and len(done.stderr.splitlines()) == 2
+    assert generate(*asked, "--json", stdin="the king\nthe queen\n").returncode == 0
+
+    done = generate(*asked, "--prompt", "-", stdin=lines[2])
+    assert done.returncode == 2 and "--prompt -" in done.stderr
+
+
+def test_a_failed_line_in_a_terminal_ends_nothing(
+    saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal("king " * 50 + "\nthe queen\n"))
+    assert main(["generate", str(saved), "--greedy", "--max-new-tokens", "2"]) == 0
+    shown = capsys.readouterr()
+    assert "the queen" in shown.out and re.search(r"\b5\d tokens\b", shown.err)
 
 
 def test_a_checkpoint_without_its_tokenizer_takes_it_by_flags(generate: Generate, saved: Path, tmp_path: Path) -> None:
@@ -201,6 +233,7 @@ def test_samples_as_json_at_the_end_or_as_they_come(generate: Generate, saved: P
     lines = [
         json.loads(line) for line in generate(*asked, stdin="the\n" + "king " * 50 + "\nking\n").stdout.splitlines()
     ]
+    assert "error" in lines.pop(3)
     assert [line["prompt"] for line in lines] == ["the"] * 3 + ["king"] * 3
     model = load(saved)
     samples = model.generate(["the"] * 3, seed=7, max_new_tokens=6, temperature=2)

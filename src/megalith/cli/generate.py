@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
+import itertools
 import json
 import os
 import shlex
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from megalith.assemble.trained import Trained
     from megalith.text_model import TextModel
 
+
+Reply = Callable[[str, str], object]
 
 _SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 _TEXT_OPTIONS = (*_SAMPLING, "max_new_tokens", "greedy", "stop", "seed", "stream", "chat")
@@ -94,15 +98,40 @@ def run(argv: Sequence[str]) -> int:
     device, registry = choose_device(options.device), imported_by(options)
     trained = load_model(options.checkpoint, device, options.iteration, tokenizer, registry=registry)
     reply = _build_reply(trained, options, sampling)
-    if options.prompt is not None:
-        reply(sys.stdin.read() if options.prompt == "-" else options.prompt)
-        return 0
-    for text in _read_prompts(shows_prompt=not options.json):
-        try:
-            reply(text)
-        except MegalithError as error:  # concerns this prompt only
-            print(error, file=sys.stderr)
+    if options.prompt is None:
+        return _reply_to_lines(reply, json_lines=options.json)
+    reply(_read_stdin() if options.prompt == "-" else options.prompt, "--prompt")
     return 0
+
+
+def _reply_to_lines(reply: Reply, *, json_lines: bool) -> int:
+    """Reply to each line of standard input, and return the exit code of the first that failed; 0 in a terminal."""
+    code = 0
+    for number, (line, text) in enumerate(_read_prompts(shows_prompt=not json_lines), start=1):
+        try:
+            reply(text, "the prompt")
+        except MegalithError as error:  # concerns this prompt only
+            if sys.stdin.isatty():
+                warn(str(error))
+                continue
+            code = code or error.exit_code
+            warn(f"megalith generate: prompt {number} of standard input (line {line}): {error}")
+            if json_lines:
+                _print_json(prompt=text, error=str(error))
+    return code
+
+
+def _keep_bad_bytes() -> None:
+    """Have standard input keep bytes that are not UTF-8 as lone surrogates, so that they fail their own prompt only."""
+    if isinstance(sys.stdin, io.TextIOWrapper):  # not in a notebook
+        sys.stdin.reconfigure(errors="surrogateescape")
+
+
+def _read_stdin() -> str:
+    _keep_bad_bytes()
+    text = sys.stdin.read()
+    _require_utf_8(text, "--prompt - (standard input)")
+    return text
 
 
 def _not_utf_8(options: argparse.Namespace) -> list[str]:
@@ -110,10 +139,18 @@ def _not_utf_8(options: argparse.Namespace) -> list[str]:
     found = list[str]()
     for flag, text in (("--prompt", options.prompt), ("--system", options.system)):
         try:
-            require_text(text or "")
-        except DataError as error:
-            found.append(f"{flag} {ascii(text)}: {error}; give a text in UTF-8")
+            _require_utf_8(text or "", f"{flag} {ascii(text)}")
+        except ConfigError as error:
+            found += error.violations
     return found
+
+
+def _require_utf_8(text: str, name: str) -> None:
+    """Raise ConfigError with the name of a text if it is not UTF-8."""
+    try:
+        require_text(text)
+    except DataError as error:
+        raise ConfigError(f"{name} is not UTF-8: {error}; give a text in UTF-8") from error
 
 
 def _answer_tensor_parallel(options: argparse.Namespace, sampling: dict[str, Any]) -> int:
@@ -136,13 +173,17 @@ def _answer_tensor_parallel(options: argparse.Namespace, sampling: dict[str, Any
         trained = load_model(
             options.checkpoint, context.device, options.iteration, tokenizer, context, registry=registry
         )
-        _write(TextModel(trained, context), options, sampling, options.prompt, follows=context.rank > 0)
+        _write(TextModel(trained, context), options, sampling, options.prompt, "--prompt", follows=context.rank > 0)
     return 0
 
 
-def _build_reply(trained: Trained, options: argparse.Namespace, sampling: dict[str, Any]) -> Callable[[str], object]:
-    """Return the function that prints the reply to a prompt, by the objective of the model."""
+def _build_reply(trained: Trained, options: argparse.Namespace, sampling: dict[str, Any]) -> Reply:
+    """Return the function that prints the reply to a prompt, by the objective of the model.
+
+    Its second argument is what errors call the prompt.
+    """
     if trained.model.config.family.objective == "masked":
+        _refuse_text_options(options)
         return partial(_fill_masks, trained, options)
     from megalith.text_model import TextModel
 
@@ -159,20 +200,24 @@ def _build_reply(trained: Trained, options: argparse.Namespace, sampling: dict[s
 
 
 def _answer(
-    model: TextModel, options: argparse.Namespace, sampling: dict[str, Any], messages: list[dict[str, str]], text: str
+    model: TextModel,
+    options: argparse.Namespace,
+    sampling: dict[str, Any],
+    messages: list[dict[str, str]],
+    text: str,
+    name: str,
 ) -> None:
     """Print the answer to a message, and keep both in the dialogue."""
+    _require_utf_8(text, name)
     asked = [*messages, {"role": "user", "content": text}]
-    with _naming_flags():
+    with _naming_flags(name):
         rendered = model.render(asked)
-    answer = _write(model, options, sampling, rendered)
+    answer = _write(model, options, sampling, rendered, name)
     messages[:] = [*asked, {"role": "assistant", "content": answer}]
 
 
-def _fill_masks(trained: Trained, options: argparse.Namespace, text: str) -> None:
-    """Print a text with the likeliest token in place of each [MASK], and the candidates with their probabilities."""
-    from megalith.evaluate.fill_mask import fill_masks
-
+def _refuse_text_options(options: argparse.Namespace) -> None:
+    """Raise ConfigError if options are given that do not apply to the [MASK] of a BERT."""
     unused = [name for name in _TEXT_OPTIONS if getattr(options, name) != make_parser().get_default(name)]
     if unused:
         flags = ", ".join("--" + name.replace("_", "-") for name in unused)
@@ -180,10 +225,17 @@ def _fill_masks(trained: Trained, options: argparse.Namespace, text: str) -> Non
             f"{flags} {'is' if len(unused) == 1 else 'are'} for text generation; a BERT predicts the likeliest "
             "tokens for each [MASK]"
         )
+
+
+def _fill_masks(trained: Trained, options: argparse.Namespace, text: str, name: str) -> None:
+    """Print a text with the likeliest token in place of each [MASK], and the candidates with their probabilities."""
+    from megalith.evaluate.fill_mask import fill_masks
+
+    _require_utf_8(text, name)
     try:
         filled = fill_masks(trained.model, trained.tokenizer, text, options.num_samples)
     except DataError as error:
-        raise ConfigError(f"--prompt {error}") from error
+        raise ConfigError(f"{name} {error}") from error
     if options.json:
         _print_json(prompt=text, **dataclasses.asdict(filled))
         return
@@ -197,9 +249,10 @@ def _print_json(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def _read_prompts(*, shows_prompt: bool) -> Iterator[str]:
-    """Yield the prompts that the user types, until the end of the input or Ctrl-C."""
-    while True:
+def _read_prompts(*, shows_prompt: bool) -> Iterator[tuple[int, str]]:
+    """Yield the lines of standard input that are not empty with their numbers, until its end or Ctrl-C."""
+    _keep_bad_bytes()
+    for number in itertools.count(1):
         try:
             text = input("Prompt: " if shows_prompt and sys.stdin.isatty() else "")
         except (EOFError, KeyboardInterrupt):
@@ -207,18 +260,25 @@ def _read_prompts(*, shows_prompt: bool) -> Iterator[str]:
                 print()
             return
         if text:
-            yield text
+            yield number, text
 
 
 def _write(
-    model: TextModel, options: argparse.Namespace, sampling: dict[str, Any], text: str, *, follows: bool = False
+    model: TextModel,
+    options: argparse.Namespace,
+    sampling: dict[str, Any],
+    text: str,
+    name: str,
+    *,
+    follows: bool = False,
 ) -> str:
-    """Print the continuations of a text, or the answers to it, and return the first one.
+    """Print the continuations of a text, or the answers to it, and return the first one; errors call the text `name`.
 
     A rank that `follows` the first prints nothing.
     """
-    wanted = {name: getattr(options, name) for name in ("max_new_tokens", "stop", "seed", "chat")} | sampling
-    with _naming_flags():
+    wanted = {field: getattr(options, field) for field in ("max_new_tokens", "stop", "seed", "chat")} | sampling
+    _require_utf_8(text, name)
+    with _naming_flags(name):
         request = model.request(text, n=options.num_samples, logprobs=0 if options.json else None, **wanted)
         if follows:
             assert not list(model.events([request]))
@@ -234,13 +294,14 @@ def _write(
 
 
 @contextmanager
-def _naming_flags() -> Iterator[None]:
-    """Raise the error of a request with the name of the flag."""
+def _naming_flags(prompt: str = "--prompt") -> Iterator[None]:
+    """Raise the error of a request with the name of the flag, or with that of the prompt."""
     try:
         yield
     except RequestError as error:
         flag = {"n": "num-samples", "stop_texts": "stop"}.get(error.field, error.field.replace("_", "-"))
-        raise ConfigError(f"--{flag} {error.message}") from error
+        name = prompt if flag == "prompt" else f"--{flag}"
+        raise ConfigError(f"{name} {error.message}") from error
 
 
 def _print_tokens(model: TextModel, request: Request) -> str:
