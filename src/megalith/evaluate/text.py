@@ -25,6 +25,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.data.sources import JSONL, format_of
+from megalith.data.sources.formats import BZIP2, GZIP, XZ, ZSTD, archive_of, compression_of, name_without_compression
 from megalith.errors import DataError
 from megalith.evaluate.score import Ids, Sample, Score, Scorer
 from megalith.tokenizers import Tokenizer
@@ -67,6 +69,7 @@ _PTB = (
 
 BUNDLED = "cloze.jsonl"
 """Sixty sentences, to try a model without a download; far fewer and easier than LAMBADA's."""
+_DECOMPRESS = {GZIP: "gzip -dc", XZ: "xz -dc", ZSTD: "zstd -dc", BZIP2: "bzip2 -dc"}  # to standard output
 _LARGEST_EXPONENT = 20.0  # Megatron's: a perplexity is at most e^20
 
 
@@ -386,11 +389,20 @@ def read_documents(path: Path) -> Sequence[str]:
 def read_text(path: Path) -> str:
     """Read a whole file, line ends included, without a byte order mark.
 
-    Raises DataError if it cannot be read or is not UTF-8.
+    Raises DataError if it cannot be read, is compressed or is not UTF-8.
     """
     try:
-        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
+        content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    if archive := archive_of(content[:512]):
+        raise DataError(f"{path} is a {archive} archive; unpack it, and give a file of it")
+    try:
+        return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
+        if compression := compression_of(content[:8]):
+            name = name_without_compression(path)
+            plain = path.with_name(name if name != path.name else f"decompressed-{name}")
+            command = f"{_DECOMPRESS[compression]} {shlex.quote(str(path))} > {shlex.quote(str(plain))}"
+            raise DataError(f"{path} is compressed ({compression}); decompress it: {command}") from error
         raise DataError(f"{path} is not UTF-8: {error.reason} at byte {error.start}; convert it with iconv") from error

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import math
+import shutil
+import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +17,15 @@ import torch
 
 from megalith.errors import DataError
 from megalith.evaluate.score import Sample, Scorer
-from megalith.evaluate.text import Cloze, accuracy, bundled_path, context_and_target, make_cloze, read_texts
+from megalith.evaluate.text import (
+    Cloze,
+    accuracy,
+    bundled_path,
+    context_and_target,
+    make_cloze,
+    read_documents,
+    read_texts,
+)
 
 from .models import CONTEXT, VOCABULARY, Letters, small_model
 
@@ -113,3 +127,39 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(json.dumps({"text": "x"}).encode() + b'\n{"text": "\xe9"}')
     with pytest.raises(DataError, match="is not UTF-8"):
         read_texts(tmp_path / "latin")
+
+
+@pytest.mark.parametrize("name", ["texts.jsonl", "the texts.jsonl.packed"])
+@pytest.mark.parametrize("program", ["gzip", "xz", "bzip2", "zstd"])
+def test_the_command_that_decompresses_a_file(program: str, name: str, tmp_path: Path) -> None:
+    if shutil.which(program) is None:
+        pytest.skip(f"no {program}")
+    content = b'{"text": "a b"}\n'
+    ending = {"gzip": ".gz", "xz": ".xz", "bzip2": ".bz2", "zstd": ".zst"}[program] if name == "texts.jsonl" else ""
+    file = tmp_path / f"{name}{ending}"
+    packed = {"gzip": gzip.compress, "xz": lzma.compress, "bzip2": bz2.compress}.get(program)
+    file.write_bytes(
+        packed(content)
+        if packed
+        else subprocess.run(["zstd", "-c"], input=content, capture_output=True, check=True).stdout
+    )
+    with pytest.raises(DataError) as error:
+        read_texts(file)
+    said = str(error.value)
+    assert str(file) in said and "iconv" not in said
+    before = set(tmp_path.iterdir())
+    subprocess.run(said[said.index(f"{program} -") :], shell=True, check=True)
+    (plain,) = set(tmp_path.iterdir()) - before
+    assert read_texts(plain) == ["a b"]
+
+
+def test_a_text_may_begin_as_bzip2_does(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("BZhang wrote")
+    assert read_documents(tmp_path / "text.txt") == ["BZhang wrote"]
+
+
+def test_an_archive_is_no_text(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "texts.jsonl", "w") as archive:
+        archive.writestr("a.jsonl", '{"text": "a b"}')
+    with pytest.raises(DataError, match=r"texts\.jsonl is a zip"):
+        read_texts(tmp_path / "texts.jsonl")
