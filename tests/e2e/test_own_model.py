@@ -52,6 +52,17 @@ class WithoutDropout(Recurrent):
             layer.drop = nn.Identity()
 
 
+@register_model("normalised")
+class Normalised(nn.Module):
+    def __init__(self, config, vocab_size):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(vocab_size, config.hidden_size), nn.BatchNorm1d(config.hidden_size)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        return self.norm(x.flatten(0, 1)).view_as(x) @ self.table.weight.t()
+
+
 @register_model("extended")
 class Extended(GPT):
     """A GPT whose last hidden states go through one more layer."""
@@ -84,6 +95,11 @@ class OwnModels:
 
     def run(self, command: str, *words: str) -> Finished:
         return self.warm.run(words, self.folder, command=command)
+
+    def evaluated(self, name: str) -> list[float]:
+        """The losses of the evaluations of a training that saves in the folder `name`."""
+        records = map(json.loads, (self.folder / name / "run" / "metrics.jsonl").read_text().splitlines())
+        return [record["loss"] for record in records if record["event"] == "evaluation"]
 
     def losses(self, name: str, model: str, *words: str, ranks: int = 1) -> list[float]:
         """The losses of a training on so many ranks that saves in the folder `name`."""
@@ -134,6 +150,17 @@ def test_a_plain_module_with_dropout_resumes_bit_for_bit_and_generates(own: OwnM
     assert scored.code == 0, scored.text
     again = own.run("train", "--use-checkpoint-args", *AGAIN.split(), "--load", "whole", "--train-iters", "5")
     assert again.code == 0, again.text
+
+
+@pytest.mark.parametrize("words", [[], ["--use-torch-fsdp2"]])
+def test_buffers_that_forward_passes_change_are_alike_on_all_replicas(own: OwnModels, words: list[str]) -> None:
+    evaluation = [*words, "--eval-iters", "4", "--eval-interval", "4"]
+    own.losses("whole", "normalised", *evaluation, ranks=2)
+    own.losses("rest", "normalised", *evaluation, "--load", "whole", "--ckpt-step", "2", ranks=2)
+    whole, rest = (own.evaluated(name) for name in ("whole", "rest"))
+    assert whole == rest and whole
+    own.losses("alone", "normalised", *evaluation[len(words) :], "--load", "whole", "--train-iters", "5")
+    assert own.run("checkpoint", "diff", "whole", "rest").code == 0
 
 
 def test_a_plain_module_is_refused_by_name_over_tensor_parallel_ranks(own: OwnModels) -> None:

@@ -111,6 +111,8 @@ class RegisteredDataset:
         for name in _FIELDS:
             if fields[name].shape != (length,):
                 raise DataError(f"{where}: {name} has the shape {fields[name].shape}; it must be [{length}]")
+            if name != "loss_mask" and fields[name].dtype.kind not in "iu":
+                raise DataError(f"{where}: {name} has the dtype {fields[name].dtype}; it must be integers")
             fields[name] = fields[name].astype(np.float32 if name == "loss_mask" else np.int64, copy=False)
         ids = (fields["tokens"], fields["labels"][fields["loss_mask"] > 0])
         if any(len(part) and not 0 <= part.min() <= part.max() < self._vocab for part in ids):

@@ -30,8 +30,12 @@ def whole_names(model: nn.Module) -> dict[str, str]:
 
 
 def saved_tensors(model: LanguageModel) -> Iterator[tuple[str, Tensor, Placement]]:
-    """Yield each parameter and saved buffer: its name in the whole model, tensor, placement; in module order."""
+    """Yield each parameter and saved buffer: its name in the whole model, tensor, placement; in module order.
+
+    A buffer without dimensions, such as BatchNorm's count of batches, is a view [1]: chunks of checkpoints have some.
+    """
     table, names = model.placements(), whole_names(model)
     tensors = model.state_dict(keep_vars=True)
     for name, saved in names.items():
-        yield saved, tensors[name], table.get(name, Replicated())
+        tensor = tensors[name]
+        yield saved, tensor if tensor.ndim else tensor.view(1), table.get(name, Replicated())

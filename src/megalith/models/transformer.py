@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from megalith.config import ModelConfig
+from megalith.errors import ConfigError
 from megalith.layout import Group, Recompute
 from megalith.models.attention_kernels import attention_kernel
 from megalith.models.language_model import Stage
@@ -173,6 +174,11 @@ class Block(nn.Module):
         return self._added(x_SBD, normed_SBD, found)
 
     def _added(self, x_SBD: Tensor, normed_SBD: Tensor, found: Tensor) -> Tensor:
+        if found.shape != x_SBD.shape:  # of a registered layer; some other shapes would be broadcast
+            raise ConfigError(
+                f"a layer of --attention or --mlp returns {list(found.shape)}; return [S, B, D] as it is called with, "
+                f"{list(x_SBD.shape)}"
+            )
         start = normed_SBD if self.residual_of_norm else x_SBD
         return start.to(x_SBD.dtype) + self.dropout(found)
 

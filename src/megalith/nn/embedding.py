@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from megalith.errors import ConfigError
 from megalith.nn.dropout import HiddenDropout
 from megalith.nn.placement import Placement, Replicated, Shard, Split
 from megalith.nn.precision import FactoryKwargs
@@ -118,7 +119,14 @@ class TokenEmbedding(nn.Module):
         hidden = leave(self._words(tokens_BS).transpose(0, 1), self.region)
         if self.position_embeddings is not None:
             positions = self.region.local_sequence(positions_BS, dim=1)
-            hidden = hidden + self.position_embeddings(positions).transpose(0, 1)
+            found_BSD = self.position_embeddings(positions)
+            if found_BSD.shape != (*positions.shape, hidden.shape[-1]):  # of a registered one
+                raise ConfigError(
+                    f"--position-embedding-type: {type(self.position_embeddings).__name__} returns "
+                    f"{list(found_BSD.shape)} for positions {list(positions.shape)}; return [B, S, D], "
+                    f"{[*positions.shape, hidden.shape[-1]]}"
+                )
+            hidden = hidden + found_BSD.transpose(0, 1)
         if self.tokentype_embeddings is not None:
             assert types_BS is not None, "the type of each token is needed"
             types = self.region.local_sequence(types_BS, dim=1)

@@ -114,7 +114,7 @@ def checked(loss: Registered, given: Tensor, labels_BS: Tensor, mask_BS: Tensor,
     """Call a registered loss.
 
     Raises:
-        ConfigError: It does not return the loss of each token.
+        ConfigError: It does not return the loss of each token, or one without a gradient.
     """
     losses = loss(given, labels_BS, mask_BS, vocabulary)
     if not isinstance(losses, Tensor) or losses.shape != labels_BS.shape:
@@ -123,4 +123,6 @@ def checked(loss: Registered, given: Tensor, labels_BS: Tensor, mask_BS: Tensor,
             f"--loss {loss} returns {found}; return the loss of each token [B, S], {list(labels_BS.shape)}, without "
             "the mask"
         )
+    if torch.is_grad_enabled() and given.requires_grad and not losses.requires_grad:
+        raise ConfigError(f"--loss {loss} returns losses without a gradient; compute them from its first argument")
     return losses.to(at_least_fp32(losses.dtype))

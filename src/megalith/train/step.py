@@ -27,7 +27,7 @@ from megalith.train.consensus import NeverStop, RankConsensus
 from megalith.train.moe import MoEHook
 from megalith.train.results import StepResult
 from megalith.train.state import TrainState
-from megalith.train.step_hooks import StepHook
+from megalith.train.step_hooks import BufferHook, StepHook
 from megalith.train.timers import Timers
 
 MicroBatch = Mapping[str, Tensor]
@@ -100,13 +100,15 @@ def _begin(
     state: TrainState, batches: Iterator[MicroBatch], num_micro_batches: int, hooks: Sequence[StepHook], timers: Timers
 ) -> MicroBatchRunner:
     """Prepare model, gradients and hooks for a step."""
+    config = state.model.config
+    of_model = [MoEHook(state)] * bool(config.mixture) + [BufferHook(state)] * bool(config.registered_layers)
     runner = MicroBatchRunner(
         state.chunks,
         batches,
         state.context,
         num_micro_batches=num_micro_batches,
         loss_scale=state.optimizer.loss_scale,
-        hooks=(*hooks, MoEHook(state)) if state.model.config.mixture else tuple(hooks),
+        hooks=(*hooks, *of_model),
         step=state.iteration + 1,
         timers=timers,
     )

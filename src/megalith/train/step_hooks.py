@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megalith.distributed import comm
 from megalith.kernels.transfer import to_device
+from megalith.nn.moe.router import Router
 from megalith.train.faults import Probe
 from megalith.train.state import TrainState
 
@@ -87,6 +89,29 @@ class BlendCount(StepHook):
     def report(self) -> dict[str, Any]:
         pairs = zip(self._names, self._totals, strict=True)
         return {"source_tokens": {name: round(number) * self._sample_tokens for name, number in pairs}}
+
+
+class BufferHook(StepHook):
+    """Gives all replicas the buffers of the first, as DistributedDataParallel does.
+
+    A registered module may change them in its forward pass, by the samples of one replica: BatchNorm's means are such.
+    Outside of steps they are equal, so that evaluations and checkpoints do not depend on the rank.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._state, self._replicas = state, state.context.flatten_axes("cp", "dp")
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        # Those of routers have a meaning of their own; MoEHook reduces them.
+        modules = [one for chunk in self._state.chunks for one in chunk.modules() if not isinstance(one, Router)]
+        buffers = [buffer for module in modules for buffer in module.buffers(recurse=False) if buffer.numel()]
+        if self._replicas.size == 1 or not buffers:
+            return
+        parts = [buffer.reshape(-1).view(torch.uint8) for buffer in buffers]
+        first = comm.broadcast(torch.cat(parts), self._replicas)
+        for buffer, part in zip(buffers, first.split([len(part) for part in parts]), strict=True):
+            buffer.copy_(part.clone().view(buffer.dtype).view_as(buffer))  # a view of another dtype must be aligned
 
 
 class ProbeHook(StepHook):

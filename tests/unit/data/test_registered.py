@@ -73,6 +73,7 @@ def test_a_blend_keeps_to_its_weights() -> None:
         ({"train": [{"tokens": np.arange(4)}]}, "no labels"),
         ({"train": [{"tokens": np.arange(4), "labels": np.arange(4), "loss_mask": [1.0]}]}, "loss_mask has the shape"),
         ({"train": [np.arange(5) + 255]}, "outside the vocabulary of 257"),
+        ({"train": [np.arange(5) + 0.5]}, "tokens has the dtype float64"),
     ],
 )
 def test_a_wrong_sample_is_named(items: Any, named: str) -> None:

@@ -114,3 +114,14 @@ def test_the_loss_of_each_token_is_returned() -> None:
     model = GPT(replace(CONFIG, loss=own(lambda logits, labels, mask, vocabulary: logits.mean())), ROWS)
     with pytest.raises(ConfigError, match=r"--loss mine.*\[2, 8\]"):
         model.losses(batch(), None)
+
+
+def test_a_loss_without_a_gradient_is_refused_in_training_alone() -> None:
+    def detached(logits: Tensor, labels: Tensor, mask: Tensor, vocabulary: Any) -> Tensor:
+        return vocabulary.cross_entropy(logits.detach(), labels)
+
+    model = GPT(replace(CONFIG, loss=own(detached)), ROWS)
+    with pytest.raises(ConfigError, match="--loss mine.*gradient"):
+        model.losses(batch(), None)
+    with torch.no_grad():
+        assert float(model.losses(batch(), None)[0].count) == 11.0

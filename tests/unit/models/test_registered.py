@@ -162,6 +162,30 @@ def test_an_own_feed_forward_layer_learns() -> None:
     assert all(gradient is not None and float(gradient.abs().sum()) > 0 for gradient in gradients)
 
 
+class Narrow(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, *, region: Any, dtype: Any, device: Any) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 1, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x)
+
+
+def test_an_output_that_would_be_broadcast_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--mlp.*\[8, 2, 1\].*\[8, 2, 16\]"):
+        model_with(mlp=own("mlp", Narrow))(torch.zeros(2, 8, dtype=torch.long))
+
+    class One(nn.Module):
+        def __init__(self, config: ModelConfig, *, dtype: Any, device: Any) -> None:
+            super().__init__()
+
+        def forward(self, positions: Tensor) -> Tensor:
+            return torch.ones(*positions.shape, 1)
+
+    with pytest.raises(ConfigError, match=r"--position-embedding-type.*One.*\[2, 8, 1\].*\[2, 8, 16\]"):
+        model_with(position_embedding_type=positions(One))(torch.zeros(2, 8, dtype=torch.long))
+
+
 class Sinusoids(nn.Module):
     def __init__(self, config: ModelConfig, *, dtype: Any, device: Any) -> None:
         super().__init__()

@@ -363,3 +363,11 @@ def test_a_registered_router_chooses_weighs_and_is_counted() -> None:
 def test_a_registered_router_that_returns_something_else_is_named(thing: Any) -> None:
     with pytest.raises(ConfigError, match=r"--moe-router mine.*\[6, 4\].*\[6, 2\]"):
         choose(_logits(), dataclasses.replace(RULE, own=_own(thing)))
+
+
+def test_a_registered_router_that_chooses_an_expert_too_many_is_named() -> None:
+    def one_behind(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        return torch.arange(1, 1 + top_k).expand(len(logits), top_k) + 2, logits[:, :top_k]
+
+    with pytest.raises(ConfigError, match=r"--moe-router mine.*3 to 4.*--num-experts 4"):
+        choose(_logits(), dataclasses.replace(RULE, own=_own(one_behind)))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalith.device import is_host
 from megalith.errors import ConfigError
 from megalith.nn.precision import at_least_fp32
 from megalith.registry import Registered
@@ -123,6 +124,11 @@ def _choose_by_own(logits_TE: Tensor, own: Registered, top_k: int) -> Choice:
             f"token, int64 {list(wanted)}, and their weights {list(wanted)}"
         )
     experts_TK, weights_TK = parts
+    if is_host(experts_TK.device) and not 0 <= int(experts_TK.min()) <= int(experts_TK.max()) < logits_TE.shape[1]:
+        raise ConfigError(
+            f"--moe-router {own} chooses experts {int(experts_TK.min())} to {int(experts_TK.max())}; --num-experts "
+            f"{logits_TE.shape[1]} has 0 to {logits_TE.shape[1] - 1}"
+        )
     return Choice(experts_TK, weights_TK.to(logits_TE.dtype))
 
 
