@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from megalith.api import load
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
 from megalith.checkpoint.base import BASE
+from megalith.checkpoint.files.commit import claimed
 from megalith.cli.main import main
 
 from .small_run import MODEL, write_text
@@ -169,3 +170,13 @@ def test_merged_exported_and_beside_write_the_same(
         assert main(["checkpoint", "export", str(adapters), str(tmp_path / "x"), "--to", form]) == 4
         assert "merge-lora" in capsys.readouterr().err
     assert main(["checkpoint", "merge-lora", str(folder / "base"), str(tmp_path / "y")]) == 4
+
+
+def test_a_merge_is_refused_while_a_run_saves_into_its_folder(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with claimed(tmp_path):
+        assert main(["checkpoint", "merge-lora", str(folder / "whole"), str(tmp_path)]) == 4
+        assert str(tmp_path) in capsys.readouterr().err and not list(tmp_path.glob("iter_*"))
+    assert main(["checkpoint", "merge-lora", str(folder / "whole"), str(tmp_path)]) == 0
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["iter_0000004", "latest_checkpointed_iteration.txt"]

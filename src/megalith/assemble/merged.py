@@ -38,14 +38,13 @@ def merge_lora(
         replace: Replace a checkpoint of the same iteration.
 
     Raises:
-        CheckpointError: There are no adapters, their model is missing or another, or the destination has a checkpoint.
+        CheckpointError: There are no adapters, their model is missing or another, or the destination has a checkpoint
+            or belongs to another run.
     """
     trained = load_trained(source, torch.device("cpu"), iteration, registry=registry)
     if not trained.args.get("lora_rank"):
         raise CheckpointError(f"{source} holds a full model, no adapters to merge")
-    store, model = DirectoryStore(destination), trained.model
-    if trained.iteration in store.iterations() and not replace:
-        raise CheckpointError(f"{store.folder(trained.iteration)} exists; give another folder, or --replace")
+    store, model = DirectoryStore(destination, claimed=True), trained.model
     stacking = stacking_of(model.config)
     chunks = model_chunks(saved_tensors(model), stacking)
     args = {name: value for name, value in trained.args.items() if name not in LORA_SETTINGS}
@@ -70,5 +69,8 @@ def merge_lora(
         "tokenizer_files": sorted(files),
         "merged_from": str((folder if named is None else source).resolve()),
     }
-    store.save(trained.iteration, content, manifest, files=files)
+    with store.claim():
+        if trained.iteration in store.iterations() and not replace:
+            raise CheckpointError(f"{store.folder(trained.iteration)} exists; give another folder, or --replace")
+        store.save(trained.iteration, content, manifest, files=files)
     return store.folder(trained.iteration)
