@@ -180,3 +180,29 @@ def test_a_merge_is_refused_while_a_run_saves_into_its_folder(
         assert str(tmp_path) in capsys.readouterr().err and not list(tmp_path.glob("iter_*"))
     assert main(["checkpoint", "merge-lora", str(folder / "whole"), str(tmp_path)]) == 0
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["iter_0000004", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_merge_leaves_adapters_and_model_as_they_are(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for name in ("whole", "base") for path in (folder / name).rglob("*.*")}
+    (tmp_path / "link").symlink_to(folder / "base")
+    for place in (folder / "whole", folder / "base", tmp_path / "link"):
+        assert main(["checkpoint", "merge-lora", str(folder / "whole"), str(place), "--replace"]) == 4
+        assert str(place) in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for name in ("whole", "base") for path in (folder / name).rglob("*.*")}
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "common.pt", "manifest.json"])
+def test_a_merge_takes_no_older_adapters_for_damaged_ones(
+    file: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = shutil.copytree(folder / "whole", tmp_path / "save")
+    path = save / "iter_0000004" / file
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 1
+    path.write_bytes(body)
+    out = tmp_path / "out"
+    assert main(["checkpoint", "merge-lora", str(save), str(out)]) == 4
+    assert file in capsys.readouterr().err and not out.exists()
+    assert main(["checkpoint", "merge-lora", str(save), str(out), "--iteration", "2"]) == 0

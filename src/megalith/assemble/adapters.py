@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megalith.assemble.trained import Trained, find_checkpoint, stored_tensors
 from megalith.checkpoint import CheckpointContent, DirectoryStore, split_path
-from megalith.checkpoint.base import BASE, record_of
+from megalith.checkpoint.base import base_record, record_of
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, model_chunks, stacking_of
 from megalith.checkpoint.sources.source import keys_of
 from megalith.config.from_args import LORA_SETTINGS, model_from_args
@@ -62,7 +62,7 @@ def adapter_reader(trained: Trained, checkpoint: Path, context: ParallelContext)
         model = model_from_args(vars(common.get("args", Namespace())))
         if model.lora_rank is None:
             raise CheckpointError(f"{path} holds a full model, no adapters")
-        record = (store.manifest(found) or {}).get(BASE) or common.get(BASE) or {}
+        record = base_record(store.manifest(found), common)
         if record.get("hash") not in (None, digest()):
             raise CheckpointError(
                 f"{path} holds adapters of another model: that in {record.get('path')}, with the hash "

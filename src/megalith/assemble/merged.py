@@ -9,12 +9,16 @@ import torch
 
 from megalith.assemble.trained import load_trained
 from megalith.checkpoint import CheckpointContent, DirectoryStore, split_path
+from megalith.checkpoint.base import base_record
+from megalith.checkpoint.files.folder import CheckpointFolder
 from megalith.checkpoint.formats.torch_dist import (
     CHECKPOINT_VERSION,
     CONTENT_METADATA,
     model_chunks,
     stacking_of,
 )
+from megalith.checkpoint.sources.adapters import args_of
+from megalith.checkpoint.store.store import locate
 from megalith.config.from_args import LORA_SETTINGS
 from megalith.errors import CheckpointError
 from megalith.models.saved import saved_tensors
@@ -38,12 +42,12 @@ def merge_lora(
         replace: Replace a checkpoint of the same iteration.
 
     Raises:
-        CheckpointError: There are no adapters, their model is missing or another, or the destination has a checkpoint
-            or belongs to another run.
+        CheckpointError: There are no adapters, their model is missing or another, or the destination has a checkpoint,
+            belongs to another run, or is the save folder of the adapters or of their model.
     """
-    trained = load_trained(source, torch.device("cpu"), iteration, registry=registry)
-    if not trained.args.get("lora_rank"):
-        raise CheckpointError(f"{source} holds a full model, no adapters to merge")
+    found = locate(source, iteration)
+    _check_sources(found, destination)
+    trained = load_trained(found, torch.device("cpu"), registry=registry)
     store, model = DirectoryStore(destination, claimed=True), trained.model
     stacking = stacking_of(model.config)
     chunks = model_chunks(saved_tensors(model), stacking)
@@ -63,14 +67,25 @@ def merge_lora(
             "content_metadata": CONTENT_METADATA,
         },
     )
-    folder, named = split_path(source)
     manifest = {
         "tokenizer": dict(trained.tokenizer.fingerprint()),
         "tokenizer_files": sorted(files),
-        "merged_from": str((folder if named is None else source).resolve()),
+        "merged_from": str(found.resolve()),
     }
     with store.claim():
         if trained.iteration in store.iterations() and not replace:
             raise CheckpointError(f"{store.folder(trained.iteration)} exists; give another folder, or --replace")
         store.save(trained.iteration, content, manifest, files=files)
     return store.folder(trained.iteration)
+
+
+def _check_sources(found: Path, destination: Path) -> None:
+    """Raise CheckpointError if a checkpoint has no adapters, or if its folder or its model's is the destination."""
+    folder = CheckpointFolder(found)
+    common = folder.source.common()
+    if not args_of(common).get("lora_rank"):
+        raise CheckpointError(f"{found} holds a full model, no adapters to merge")
+    base = base_record(folder.manifest(), common).get("path")
+    for what, path in (("the adapters", found), ("their model", base)):
+        if path and split_path(Path(path))[0].resolve() == destination.resolve():
+            raise CheckpointError(f"{destination} is the save folder of {what}; give another folder for the result")

@@ -29,6 +29,12 @@ def record_of(store: DirectoryStore, iteration: int, known: str | None = None) -
     return {"path": str(folder.resolve()), "hash": known or _hash_of(store, iteration)}
 
 
+def base_record(manifest: Mapping[str, Any] | None, common: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the record of the model that the adapters of a checkpoint belong to; empty if it has none."""
+    found: Mapping[str, Any] = (manifest or {}).get(BASE) or common.get(BASE) or {}
+    return found
+
+
 def open_base(
     store: DirectoryStore, iteration: int, context: ParallelContext, instead: str | None = None
 ) -> tuple[DirectoryStore, int, str | None]:
@@ -41,7 +47,7 @@ def open_base(
         CheckpointError: It is missing or another model; names the remedy.
     """
     where = store.folder(iteration)
-    record: Mapping[str, Any] = (store.manifest(iteration) or {}).get(BASE) or store.common(iteration).get(BASE) or {}
+    record = base_record(store.manifest(iteration), store.common(iteration))
     if not (path := instead or record.get("path")):
         raise CheckpointError(f"{where} holds adapters, and does not say of which model; give --pretrained-checkpoint")
     folder, named = split_path(Path(path))

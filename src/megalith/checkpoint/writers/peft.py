@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalith.checkpoint.base import BASE
+from megalith.checkpoint.base import base_record
 from megalith.checkpoint.files.commit import temp_folder, write_durably
 from megalith.checkpoint.files.folder import CheckpointFolder
 from megalith.checkpoint.global_parameters import GlobalParameters
@@ -55,11 +55,11 @@ def export_adapters(
     folder = CheckpointFolder(found)
     if problems := folder.problems():
         raise damaged(found, problems)
-    common, manifest = folder.source.common(), folder.manifest() or {}
+    common = folder.source.common()
     if not args_of(common).get("lora_rank"):
         raise CheckpointError(f"{found} holds a full model, no adapters; export it by --to hf")
     params = GlobalParameters.from_args(args_of(common), str(found))
-    base = Path((manifest.get(BASE) or common.get(BASE) or {}).get("path") or "unknown")
+    base = Path(base_record(folder.manifest(), common).get("path") or "unknown")
     original = getattr(open_source(base), "config", {}) if is_huggingface(base) else {}
     family = family_for(params.model, wanted.model_type or original.get("model_type"))
     table = list(adapter_tensors(family.tensors(params.model, params.vocab_size), params.model))
