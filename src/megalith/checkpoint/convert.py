@@ -22,6 +22,7 @@ from megalith.checkpoint.files.commit import claimed, replace_durably
 from megalith.checkpoint.files.folder import CheckpointFolder
 from megalith.checkpoint.files.safe_loading import ForeignEnum
 from megalith.checkpoint.formats.megatron_names import CORE
+from megalith.checkpoint.formats.per_rank_layout import OWN_KEYS
 from megalith.checkpoint.formats.torch_dist import (
     CHECKPOINT_VERSION,
     CONTENT_METADATA,
@@ -56,7 +57,7 @@ from megalith.tokenizers.protocol import padded_vocab_size
 FORMATS = ("torch", "torch_dist")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_KEPT_FACTS = ("config", "tokenizer", "tokenizer_files", "data", "huggingface")
+_KEPT_FACTS = ("config", "tokenizer", "tokenizer_files", "data", "huggingface", "threads", "matrix_products")
 _USUAL_TENSOR_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
 _COMMON = (
     "args",
@@ -291,8 +292,13 @@ def adapt(
     def own(common: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
         """Return the entries of the common state that this version writes, with the args of the result."""
         made = {**divided_args(args, layout, wanted.format), **of_run, **generation}
-        kept = {key: common[key] for key in _COMMON if key in common} | {"args": Namespace(**made)}
-        return {**kept, "checkpoint_version": CHECKPOINT_VERSION, "content_metadata": CONTENT_METADATA}
+        kept = {key: value for key, value in common.items() if key in _COMMON or str(key).startswith(OWN_KEYS)}
+        return {
+            **kept,
+            "args": Namespace(**made),
+            "checkpoint_version": CHECKPOINT_VERSION,
+            "content_metadata": CONTENT_METADATA,
+        }
 
     return WithCommon(result, own), layout
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megalith.checkpoint.content import CheckpointContent, Chunk
 from megalith.checkpoint.formats.megatron_names import parse_name
+from megalith.checkpoint.formats.per_rank_layout import OWN_KEYS
 from megalith.checkpoint.formats.torch_dist import (
     OPTIMIZER_PREFIX,
     OptimizerScalars,
@@ -198,7 +199,23 @@ def _state(common: Mapping[str, Any], architecture: Architecture, *, weights: bo
     optimizer = common.get("optimizer") or {}
     if "optimizer" in optimizer or "param_groups" in optimizer or 0 in optimizer:
         state |= _optimizer_state(read_optimizer_common(optimizer))
-    return state
+    return state | _own_state(common)
+
+
+def _own_state(common: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a run that Megatron's checkpoints lack, without the W&B run, on which no number depends."""
+    own = {key: value for key, value in common.items() if str(key).startswith(OWN_KEYS)}
+    own.pop(f"{OWN_KEYS}wandb_run_id", None)
+    return dict(_leaves("", {key.removeprefix(OWN_KEYS).replace("_", " "): value for key, value in own.items()}))
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested dicts and lists, each with the names and positions that lead to it."""
+    if not isinstance(value, Mapping | list):
+        yield name, value
+        return
+    for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+        yield from _leaves(f"{name} {key}".strip(), part)
 
 
 def _optimizer_state(scalars: OptimizerScalars) -> dict[str, Any]:

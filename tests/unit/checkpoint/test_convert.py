@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -312,6 +312,7 @@ def test_release(models: dict[str, Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
 def test_the_tokenizer_and_what_a_resume_compares_go_along(form: str, tmp_path: Path) -> None:
     kept = {"tokenizer": {"kind": "GPT2BPE"}, "data": {"digest": "x"}, "config": {}, "tokenizer_files": ["vocab.json"]}
+    kept |= {"threads": 3, "matrix_products": "bfloat16"}
     facts = {"megalith_version": "0", "created": "", **kept}
     final = tmp_path / "a" / "iter_0000007"
     write_torch_dist(
@@ -321,6 +322,17 @@ def test_the_tokenizer_and_what_a_resume_compares_go_along(form: str, tmp_path: 
     manifest = folder.manifest()
     assert manifest is not None and {name: manifest[name] for name in kept} == kept
     assert folder.read_file("vocab.json") == b"{}" and "vocab.json" in manifest["files"]
+
+
+@pytest.mark.parametrize("forms", [("torch_dist",), ("torch", "torch_dist")])
+def test_the_state_of_a_run_that_megatron_does_not_know_goes_along(forms: Sequence[str], tmp_path: Path) -> None:
+    own = {"megalith_lr_scale": 0.5, "megalith_best_evaluation": {"loss": 2.0, "iteration": 4, "later": 1}}
+    source = model_source()
+    place = written(MemorySource(source.tensors, {**source.common(), **own}), tmp_path / "a")
+    for form in forms:
+        place = convert(place, tmp_path / form, ConversionOptions(format=form, tp=2)).path
+    common = open_source(place).common()
+    assert {name: common.get(name) for name in own} == own
 
 
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:

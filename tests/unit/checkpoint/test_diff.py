@@ -159,3 +159,17 @@ def test_what_stands_beside_the_tensors() -> None:
         "lr of the group with weight decay",
     }
     assert state_differences(one, other, plain, weights=True) == []
+
+
+def test_the_state_of_a_run_that_megatron_does_not_know_is_compared() -> None:
+    own = {"megalith_best_evaluation": {"loss": 2.0, "later": 1}, "megalith_step_check": {"norms": [1.0, 2.0]}}
+    one = {**model_source().common(), **own, "megalith_wandb_run_id": "a"}
+    other = {**one, "megalith_lr_scale": 0.5, "megalith_step_check": {"norms": [1.0, 3.0]}}
+    other |= {"megalith_best_evaluation": {"loss": 2.5, "later": 1}, "megalith_wandb_run_id": "b"}
+    found = {item.name: (item.one, item.other) for item in state_differences(one, other, plain, weights=False)}
+    assert found == {
+        "best evaluation loss": (2.0, 2.5),
+        "step check norms 1": (2.0, 3.0),
+        "lr scale": ("absent", 0.5),
+    }
+    assert state_differences(one, other, plain, weights=True) == []
