@@ -26,9 +26,8 @@ def saved_args(checkpoint: Path, iteration: int | None = None) -> Mapping[str, A
     Raises:
         CheckpointError: there is none.
     """
-    folder, named = split_path(checkpoint)
+    folder, wanted = split_path(checkpoint, iteration)
     store = DirectoryStore(folder)
-    wanted = named if iteration is None else iteration
     there = store.iterations()
     if not there:
         raise CheckpointError(nothing_in(checkpoint))

@@ -77,9 +77,9 @@ def _checkpoint_in(
     path: str, step: int | None, context: ParallelContext, *, thorough: bool
 ) -> tuple[DirectoryStore, FoundCheckpoint | None]:
     """Return the store that a path (save folder or checkpoint folder) names, and the checkpoint to start from."""
-    folder, named = split_path(Path(path))
+    folder, wanted = split_path(Path(path), step)
     store = DirectoryStore(folder, context)
-    return store, find_checkpoint(store, named if step is None else step, thorough=thorough)
+    return store, find_checkpoint(store, wanted, thorough=thorough)
 
 
 def padded_vocabulary(config: RunConfig, tokenizer: Tokenizer, found: FoundCheckpoint | None) -> int:

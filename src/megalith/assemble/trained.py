@@ -102,8 +102,8 @@ def load_trained(
         LayoutError: The model does not divide over the ranks.
     """
     context = context or ParallelContext.solo(device)
-    folder, named = split_path(Path(fetched(str(path), MODEL_FILES)))
-    store, iteration = DirectoryStore(folder, context), named if iteration is None else iteration
+    folder, iteration = split_path(Path(fetched(str(path), MODEL_FILES)), iteration)
+    store = DirectoryStore(folder, context)
     try:
         return _trained(store, *find_checkpoint(store, iteration), device, tokenizer, context, dtype, registry)
     except DamagedCheckpointError:

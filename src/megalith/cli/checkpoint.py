@@ -288,7 +288,9 @@ def _run_diff(options: argparse.Namespace) -> int:
     from megalith.checkpoint.sources.source import open_source
     from megalith.checkpoint.store.store import locate
 
-    paths = [locate(path, None if _is_single(path) else options.iteration) for path in (options.one, options.other)]
+    given = (options.one, options.other)
+    either = any(not _is_single(path) for path in given)  # is a save folder, to which alone the flag applies
+    paths = [locate(path, None if either and _is_single(path) else options.iteration) for path in given]
     sources = [open_source(path) for path in paths]
     for letter, path, source in zip("AB", paths, sources, strict=True):
         print(f"{letter}  {path} ({source.format})")

@@ -129,10 +129,10 @@ def _saved_args(registry: Registry, folder: str, step: int | None) -> Mapping[st
     from megalith.checkpoint import DirectoryStore, split_path
     from megalith.tokenizers.build import with_files_in
 
-    path, named = split_path(Path(folder))
+    path, named = split_path(Path(folder), step)
     store = DirectoryStore(path)
     there = store.iterations()
-    wanted = next((number for number in (named, step, store.latest()) if number is not None), None)
+    wanted = store.latest() if named is None else named
     if wanted is None and not there:
         return None
     wanted = there[-1] if wanted is None else wanted

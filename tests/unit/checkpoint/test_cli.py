@@ -8,10 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from megalith.assemble.reading import saved_args
+from megalith.assemble.trained import load_trained
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.cli.checkpoint import human_size, run
-from megalith.errors import CheckpointError
+from megalith.cli.main import main
+from megalith.errors import CheckpointError, ConfigError
 
 MakeContent = Callable[..., CheckpointContent]
 
@@ -71,6 +75,35 @@ def test_a_place_without_checkpoints(tmp_path: Path, store: DirectoryStore, argu
     place = store.path if "--iteration" in arguments else tmp_path
     with pytest.raises(CheckpointError, match="holds"):
         run([*arguments, str(place)])
+
+
+@pytest.mark.parametrize(
+    "words", ["verify IT", "inspect IT", "diff IT IT", "convert IT OUT", "export IT OUT", "merge-lora IT OUT"]
+)
+@pytest.mark.parametrize("name", ["iter_0000001", "copy"])
+def test_a_flag_that_contradicts_the_path(
+    name: str, words: str, store: DirectoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (store.path / "copy").symlink_to(shutil.copytree(store.folder(1), tmp_path / "my copy"))
+    places = {"IT": str(store.path / name), "OUT": str(tmp_path / "out")}
+    command = [places.get(word, word) for word in words.split()]
+    assert main(["checkpoint", *command, "--iteration", "2"]) == 2
+    shown = capsys.readouterr().err
+    assert places["IT"] in shown and "--iteration" in shown and not (tmp_path / "out").exists()
+
+
+def test_an_iteration_is_of_the_save_folder_in_a_diff(
+    store: DirectoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["diff", str(store.folder(1)), str(store.path), "--iteration", "1"]) == 0
+    assert run(["diff", str(store.folder(2)), str(store.path), "--iteration", "1"]) == 1
+    assert f"B  {store.folder(1)}" in capsys.readouterr().out
+
+
+def test_generate_loads_no_other_iteration_than_that_of_the_path(store: DirectoryStore) -> None:
+    for load in (lambda: load_trained(store.folder(1), torch.device("cpu"), 2), lambda: saved_args(store.folder(1), 2)):
+        with pytest.raises(ConfigError, match="--iteration"):
+            load()
 
 
 def test_a_checkpoint_is_recognised_whatever_its_folder_is_called(

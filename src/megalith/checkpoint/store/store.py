@@ -45,7 +45,7 @@ from megalith.checkpoint.store.owner import check_claim
 from megalith.checkpoint.store.staging import Staging
 from megalith.config.values import remote
 from megalith.distributed.context import ParallelContext
-from megalith.errors import CheckpointError, NewerFormatError
+from megalith.errors import CheckpointError, ConfigError, NewerFormatError
 from megalith.layout import Layout
 from megalith.progress import task
 
@@ -471,11 +471,23 @@ class DirectoryStore:
         return folder
 
 
-def split_path(path: Path) -> tuple[Path, int | None]:
-    """Return the save folder, and the iteration if `path` is one of its `iter_*` folders; else `path` and None."""
+def split_path(path: Path, iteration: int | None = None) -> tuple[Path, int | None]:
+    """Return save folder and iteration of a path, which may be one of its `iter_*` folders; else `path` as it is.
+
+    Raises:
+        ConfigError: the path is the folder of another iteration than `iteration`.
+    """
     resolved = path.resolve()
     match = _ITERATION.fullmatch(resolved.name)
-    return (resolved.parent, int(match[1])) if match else (path, None)
+    if match is None:
+        return path, iteration
+    named = int(match[1])
+    if iteration not in (None, named):
+        raise ConfigError(
+            f"{path} is the checkpoint of iteration {named}, and iteration {iteration} is asked for (--iteration, "
+            f"--ckpt-step); give its save folder {resolved.parent}, or leave the flag out"
+        )
+    return resolved.parent, named
 
 
 def manifest_fields_of(layout: Layout) -> dict[str, Any]:
@@ -494,11 +506,13 @@ def locate(path: Path, iteration: int | None = None) -> Path:
 
     A path is a save folder, one checkpoint folder in it (`iter_0000100`, `release`), a Hugging Face model folder, or a
     checkpoint folder that was copied under another name. In a save folder it is that of `iteration`, by default the
-    tracker's, else the last.
+    tracker's, else the last. ConfigError if the path is a checkpoint folder of another iteration, or of none.
     """
     if not path.is_dir():
         raise CheckpointError(nothing_in(path))
     if is_checkpoint(path):
+        if split_path(path, iteration)[0] == path and iteration:
+            raise ConfigError(f"--iteration {iteration}: {path} is one checkpoint, no save folder; leave the flag out")
         return path
     store = DirectoryStore(path)
     existing = store.iterations()
