@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -190,9 +190,9 @@ def _bytes_to_read(held: Source, adapted: Source) -> int:
     return sum(tensor.numel * tensor.dtype.itemsize for tensor in read)
 
 
-def check_options(wanted: ConversionOptions) -> None:
-    """Raise a ConfigError that names all invalid options, before any file is opened."""
-    wrong = []
+def check_options(wanted: ConversionOptions, found: Sequence[str] = ()) -> None:
+    """Raise a ConfigError that names all invalid options, `found` by others too, before any file is opened."""
+    wrong = [*found]
     if wanted.format not in FORMATS:
         wrong.append(f"--format {wanted.format} cannot be written; use {' or '.join(FORMATS)}")
     if wanted.dtype is not None and wanted.dtype not in DTYPES:
@@ -201,10 +201,10 @@ def check_options(wanted: ConversionOptions) -> None:
         wrong.append(f"--iteration {wanted.iteration} is less than 0")
     sizes = {"--tp": wanted.tp, "--pp": wanted.pp, "--ep": wanted.ep, "--true-vocab-size": wanted.true_vocab_size}
     wrong += [f"{flag} {size} is less than 1" for flag, size in sizes.items() if size is not None and size < 1]
+    if wanted.upcycling is not None:
+        wrong += wanted.upcycling.violations()
     if wrong:
         raise ConfigError(wrong)
-    if wanted.upcycling is not None:
-        wanted.upcycling.check()
 
 
 def _check_tokens(folder: CheckpointFolder, wanted: ConversionOptions) -> None:

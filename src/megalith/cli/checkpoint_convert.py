@@ -56,10 +56,11 @@ def add_convert(commands: Any) -> None:
 
 
 def _run_convert(options: argparse.Namespace) -> int:
-    from megalith.checkpoint.convert import ConversionOptions, convert
+    from megalith.checkpoint.convert import ConversionOptions, check_options, convert
     from megalith.checkpoint.sources.adapters import Upcycling
 
-    upcycling = None if options.upcycle is None else Upcycling(options.upcycle, options.moe_router_topk)
+    top_k = options.moe_router_topk
+    upcycling = None if options.upcycle is None else Upcycling(options.upcycle, top_k)
     wanted = ConversionOptions(
         format=options.format,
         tp=options.tp,
@@ -73,6 +74,8 @@ def _run_convert(options: argparse.Namespace) -> int:
         upcycling=upcycling,
         registry=imported_by(options),
     )
+    if top_k != Upcycling.top_k and upcycling is None:
+        check_options(wanted, [f"--moe-router-topk {top_k} applies with --upcycle N only; add that, or leave it out"])
     made = convert(
         options.source, options.destination, wanted, iteration=options.iteration, verify=not options.no_verify
     )
@@ -232,8 +235,15 @@ def _export_gguf(options: argparse.Namespace, wanted: ExportOptions) -> int:
 
 
 def _export_peft(options: argparse.Namespace, wanted: ExportOptions) -> int:
+    from megalith.checkpoint.writers.huggingface import MAX_SHARD_SIZE, check_options
     from megalith.checkpoint.writers.peft import export_adapters
 
+    useless = {
+        "--max-shard-size": options.max_shard_size != MAX_SHARD_SIZE,
+        "--true-vocab-size": options.true_vocab_size is not None,
+        "--no-compare": options.no_compare,
+    }
+    check_options(wanted, [f"{flag} has no effect with --to peft; leave it out" for flag in useless if useless[flag]])
     made = export_adapters(options.source, options.destination, wanted, iteration=options.iteration)
     for note in made.notes:
         warn(f"note: {note}")

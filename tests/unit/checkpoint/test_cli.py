@@ -158,3 +158,22 @@ def test_conversion_without_an_architecture_in_the_args(store: DirectoryStore, t
 )
 def test_sizes_are_those_of_tree(size: int, text: str) -> None:
     assert human_size(size) == text
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("export IN OUT --to peft --max-shard-size 1GB --true-vocab-size 9 --no-compare --dtype q8_0",
+         ["--max-shard-size", "--true-vocab-size", "--no-compare", "--dtype"]),
+        ("convert IN OUT --moe-router-topk 1 --tp 0", ["--moe-router-topk", "--tp"]),
+        ("convert IN OUT --upcycle 2 --moe-router-topk 3 --tp 0", ["--tp", "--moe-router-topk"]),
+    ],
+)  # fmt: skip
+def test_flags_without_effect_are_refused_with_all_that_is_wrong(
+    words: str, named: list[str], store: DirectoryStore, tmp_path: Path
+) -> None:
+    places = {"IN": str(store.path), "OUT": str(tmp_path / "out")}
+    with pytest.raises(ConfigError) as caught:
+        run([places.get(word, word) for word in words.split()])
+    assert [text.split()[0].rstrip(":") for text in caught.value.violations] == named
+    assert not (tmp_path / "out").exists()

@@ -41,7 +41,7 @@ from megalith.checkpoint.sources.source import (
     short,
 )
 from megalith.config import ModelConfig
-from megalith.errors import CheckpointError, ConfigError
+from megalith.errors import CheckpointError
 from megalith.models.initialise import generator_for
 
 _OF_OPTIMIZER = ("optimizer", "opt_param_scheduler")
@@ -281,14 +281,13 @@ class Upcycling:
     top_k: int = 2  # of them for each token
     seed: int = 1234  # of the routers
 
-    def check(self) -> None:
-        """Raise ConfigError if this is not a valid MoE layer."""
+    def violations(self) -> list[str]:
+        """Return why this is not a valid MoE layer; empty if it is."""
         if self.experts < 2:
-            raise ConfigError([f"--upcycle {self.experts}: an MoE layer has at least 2 experts"])
+            return [f"--upcycle {self.experts}: an MoE layer has at least 2 experts"]
         if not 1 <= self.top_k <= self.experts:
-            raise ConfigError(
-                [f"--moe-router-topk {self.top_k} with --upcycle {self.experts}: use 1 to {self.experts}"]
-            )
+            return [f"--moe-router-topk {self.top_k} with --upcycle {self.experts}: use 1 to {self.experts}"]
+        return []
 
 
 class Upcycled(Adapter):

@@ -126,7 +126,7 @@ def export(
         check: called before the folder gets its name, with the folder as it is built, the weights, the model and the
             rows of the vocabulary; it raises to refuse.
     """
-    limit = _checked(wanted)
+    limit = check_options(wanted)
     refuse_existing(destination)
     about = describe(path, wanted, iteration)
     layout = _Layout.of(about.table, about.params, about.weights.contents(), limit)
@@ -206,10 +206,9 @@ def _params_of(folder: CheckpointFolder) -> GlobalParameters:
     return GlobalParameters.from_args(args, where)
 
 
-def _checked(wanted: ExportOptions) -> int:
-    """Return the most bytes of a shard; a ConfigError that names all options that are wrong."""
-    wrong: list[str] = []
-    limit = 0
+def check_options(wanted: ExportOptions, found: Sequence[str] = ()) -> int:
+    """Return the most bytes of a shard; a ConfigError that names all options that are wrong, `found` by others too."""
+    wrong, limit = [*found], 0
     try:
         limit = bytes_of_size(wanted.max_shard_size)
     except ConfigError as error:
