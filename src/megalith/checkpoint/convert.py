@@ -19,7 +19,7 @@ import torch
 from megalith.checkpoint.base import refuse_adapters
 from megalith.checkpoint.content import Chunk
 from megalith.checkpoint.files.commit import claimed, replace_durably
-from megalith.checkpoint.files.folder import CheckpointFolder
+from megalith.checkpoint.files.folder import CheckpointFolder, open_verified
 from megalith.checkpoint.files.safe_loading import ForeignEnum
 from megalith.checkpoint.formats.megatron_names import CORE
 from megalith.checkpoint.formats.per_rank_layout import OWN_KEYS
@@ -43,7 +43,7 @@ from megalith.checkpoint.sources.adapters import (
     args_of,
 )
 from megalith.checkpoint.sources.huggingface import HuggingFaceSource, files_of_tokenizer
-from megalith.checkpoint.sources.source import Source, damaged
+from megalith.checkpoint.sources.source import Source
 from megalith.checkpoint.store.store import RELEASE, TRACKER_FILE, locate, manifest_fields_of
 from megalith.checkpoint.writers.torch_dist import no_check, rng_keys, write_torch, write_torch_dist
 from megalith.config import ModelConfig
@@ -147,10 +147,7 @@ def convert(
     started = time.perf_counter()
     check_options(wanted)
     found = locate(source_path, iteration)
-    folder = CheckpointFolder(found)
-    problems = folder.problems() if verify else []
-    if problems:
-        raise damaged(found, problems)
+    folder = open_verified(found) if verify else CheckpointFolder(found)
     refuse_adapters(args_of(folder.source.common()), str(found))
     _check_tokens(folder, wanted)
     notes: list[str] = []

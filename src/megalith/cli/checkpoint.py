@@ -283,15 +283,15 @@ def _add_diff(commands: Any) -> None:
 
 
 def _run_diff(options: argparse.Namespace) -> int:
-    """Compare two checkpoints and print the differences; return 0 if there are none, else 1."""
+    """Compare two sound checkpoints and print the differences; return 0 if there are none, else 1."""
     from megalith.checkpoint.diff import compared, state_differences, tensor_differences, with_equal_precision
-    from megalith.checkpoint.sources.source import open_source
+    from megalith.checkpoint.files.folder import open_verified
     from megalith.checkpoint.store.store import locate
 
     given = (options.one, options.other)
     either = any(not _is_single(path) for path in given)  # is a save folder, to which alone the flag applies
     paths = [locate(path, None if either and _is_single(path) else options.iteration) for path in given]
-    sources = [open_source(path) for path in paths]
+    sources = [open_verified(path).source for path in paths]
     for letter, path, source in zip("AB", paths, sources, strict=True):
         print(f"{letter}  {path} ({source.format})")
     first, second = (source.common() for source in sources)

@@ -15,7 +15,7 @@ from megalith.assemble.trained import load_trained
 from megalith.checkpoint import CheckpointContent, DirectoryStore
 from megalith.cli.checkpoint import human_size, run
 from megalith.cli.main import main
-from megalith.errors import CheckpointError, ConfigError
+from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 MakeContent = Callable[..., CheckpointContent]
 
@@ -146,6 +146,17 @@ def test_diff_and_its_exit_codes(store: DirectoryStore, capsys: pytest.CaptureFi
     assert "different: 0 of 28 tensors" in out and "and 8 more; use --all" in out
     assert run(["diff", one, two, "--weights", "--all"]) == 1
     assert "iteration" not in capsys.readouterr().out.split("beside the tensors")[-1].split("tensors:")[0]
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "common.pt"])
+def test_diff_does_not_compare_damaged_files(file: str, store: DirectoryStore, tmp_path: Path) -> None:
+    copy = shutil.copytree(store.folder(1), tmp_path / "iter_0000001")
+    body = bytearray((copy / file).read_bytes())
+    body[len(body) // 2] ^= 1
+    (copy / file).write_bytes(body)
+    for pair in ([store.folder(1), copy], [copy, store.folder(1)]):
+        with pytest.raises(DamagedCheckpointError, match=re.escape(str(copy / file))):
+            run(["diff", *map(str, pair)])
 
 
 def test_conversion_without_an_architecture_in_the_args(store: DirectoryStore, tmp_path: Path) -> None:

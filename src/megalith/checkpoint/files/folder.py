@@ -186,6 +186,14 @@ class CheckpointFolder:
         return {name: record for match, name, record in found if match and int(match[1]) % parts == part}
 
 
+def open_verified(path: Path) -> CheckpointFolder:
+    """Open a checkpoint folder for reading; a DamagedCheckpointError names all problems of its files."""
+    folder = CheckpointFolder(path)
+    if problems := folder.problems():
+        raise damaged(path, problems)
+    return folder
+
+
 @dataclass(frozen=True)
 class PlannedLoad:
     """Load that was checked to fit the checkpoint; no tensor is filled yet."""

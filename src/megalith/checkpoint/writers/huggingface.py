@@ -23,7 +23,7 @@ from torch import Tensor
 from megalith.checkpoint.base import refuse_adapters
 from megalith.checkpoint.content import CheckpointContent, Chunk, volume
 from megalith.checkpoint.files.commit import temp_folder, write_durably
-from megalith.checkpoint.files.folder import CheckpointFolder
+from megalith.checkpoint.files.folder import CheckpointFolder, open_verified
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS
 from megalith.checkpoint.global_parameters import OUTPUT_LAYER, GlobalParameters
 from megalith.checkpoint.sources.adapters import InPrecision, WeightsOnly, args_of
@@ -34,7 +34,7 @@ from megalith.checkpoint.sources.huggingface import (
     WEIGHTS_FILE,
     files_of_tokenizer,
 )
-from megalith.checkpoint.sources.source import Contents, Source, damaged, short
+from megalith.checkpoint.sources.source import Contents, Source, short
 from megalith.checkpoint.store.store import locate
 from megalith.config import ModelConfig
 from megalith.config.from_args import refuse_registered_parts
@@ -172,9 +172,7 @@ class Description:
 def describe(path: Path, wanted: ExportOptions, iteration: int | None) -> Description:
     """Return a checkpoint, given as for `locate`, as a Hugging Face model; all but the shard size is checked."""
     found = locate(path, iteration)
-    folder = CheckpointFolder(found)
-    if problems := folder.problems():
-        raise damaged(found, problems)
+    folder = open_verified(found)
     params = _params_of(folder)
     manifest, notes = folder.manifest() or {}, list[str]()
     original = _original(folder, manifest)

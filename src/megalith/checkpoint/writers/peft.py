@@ -9,11 +9,11 @@ from typing import Any
 
 from megalith.checkpoint.base import base_record
 from megalith.checkpoint.files.commit import temp_folder, write_durably
-from megalith.checkpoint.files.folder import CheckpointFolder
+from megalith.checkpoint.files.folder import open_verified
 from megalith.checkpoint.global_parameters import GlobalParameters
 from megalith.checkpoint.sources.adapters import args_of
 from megalith.checkpoint.sources.peft import adapter_tensors
-from megalith.checkpoint.sources.source import damaged, is_huggingface, open_source
+from megalith.checkpoint.sources.source import is_huggingface, open_source
 from megalith.checkpoint.store.store import locate
 from megalith.checkpoint.writers.huggingface import (
     Description,
@@ -52,9 +52,7 @@ def export_adapters(
     """
     refuse_existing(destination)
     found = locate(path, iteration)
-    folder = CheckpointFolder(found)
-    if problems := folder.problems():
-        raise damaged(found, problems)
+    folder = open_verified(found)
     common = folder.source.common()
     if not args_of(common).get("lora_rank"):
         raise CheckpointError(f"{found} holds a full model, no adapters; export it by --to hf")
