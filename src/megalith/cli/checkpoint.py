@@ -100,8 +100,8 @@ def _run_verify(options: argparse.Namespace) -> int:
     store = DirectoryStore(options.dir)
     folders = [first] if single else [store.folder(iteration) for iteration in store.iterations()]
     sound = [_verify_folder(folder, console) for folder in folders]
-    if not single and store.latest() not in store.iterations():
-        console.print(f"[yellow]tracker[/]  {escape(str(store.path))}: names a checkpoint that does not exist")
+    for note in [] if single else store.tracker_notes():
+        console.print(f"[yellow]tracker[/]  {escape(note)}")
     return 0 if all(sound) else _EXIT_DAMAGED
 
 

@@ -44,10 +44,16 @@ def test_verify_names_the_damaged_file_and_fails(store: DirectoryStore, capsys: 
     assert run(["verify", str(store.folder(2))]) == 4
 
 
-def test_verify_says_what_it_cannot_know(store: DirectoryStore, capsys: pytest.CaptureFixture[str]) -> None:
-    (store.path / "latest_checkpointed_iteration.txt").write_text("9")
+@pytest.mark.parametrize(("tracked", "named"), [("9", "iter_0000009"), ("1", "iter_0000002"), ("x", "'x'")])
+def test_verify_says_what_the_tracker_does_not_agree_with(
+    tracked: str, named: str, store: DirectoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["verify", str(store.path)]) == 0
-    assert "tracker" in capsys.readouterr().out
+    assert "tracker" not in capsys.readouterr().out
+    (store.path / "latest_checkpointed_iteration.txt").write_text(tracked)
+    assert run(["verify", str(store.path)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tracker")]
+    assert str(store.path / "latest_checkpointed_iteration.txt") in line and named in line
 
 
 def test_inspect_shows_files_settings_and_tensors(store: DirectoryStore, capsys: pytest.CaptureFixture[str]) -> None:

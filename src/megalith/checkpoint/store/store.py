@@ -438,8 +438,11 @@ class DirectoryStore:
         except OSError:
             return None
 
-    def _tracker_notes(self, tracked: int | None, existing: Sequence[int]) -> list[str]:
+    def tracker_notes(self) -> list[str]:
         """Return warnings about a tracker file that disagrees with the existing checkpoints."""
+        return self._ranks.run_on_first(lambda: self._tracker_notes(self._latest(), self._iterations()))
+
+    def _tracker_notes(self, tracked: int | None, existing: Sequence[int]) -> list[str]:
         path, text = self.path / TRACKER_FILE, self._tracker_text()
         if self._released() is not None:
             return []
