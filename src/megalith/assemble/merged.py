@@ -10,6 +10,7 @@ import torch
 from megalith.assemble.trained import load_trained
 from megalith.checkpoint import CheckpointContent, DirectoryStore, split_path
 from megalith.checkpoint.base import base_record
+from megalith.checkpoint.convert import refuse_other_model
 from megalith.checkpoint.files.folder import CheckpointFolder
 from megalith.checkpoint.formats.torch_dist import (
     CHECKPOINT_VERSION,
@@ -75,6 +76,7 @@ def merge_lora(
     with store.claim():
         if trained.iteration in store.iterations() and not replace:
             raise CheckpointError(f"{store.folder(trained.iteration)} exists; give another folder, or --replace")
+        refuse_other_model(store.folder(trained.iteration), {chunk.key: chunk.global_shape for chunk in chunks})
         store.save(trained.iteration, content, manifest, files=files)
     return store.folder(trained.iteration)
 

@@ -41,10 +41,11 @@ from megalith.checkpoint.sources.adapters import (
     WithCommon,
     WithExpertOptimizer,
     args_of,
+    has_vocabulary_rows,
 )
 from megalith.checkpoint.sources.huggingface import HuggingFaceSource, files_of_tokenizer
-from megalith.checkpoint.sources.source import Source
-from megalith.checkpoint.store.store import RELEASE, TRACKER_FILE, locate, manifest_fields_of
+from megalith.checkpoint.sources.source import Source, open_source
+from megalith.checkpoint.store.store import RELEASE, TRACKER_FILE, DirectoryStore, locate, manifest_fields_of
 from megalith.checkpoint.writers.torch_dist import no_check, rng_keys, write_torch, write_torch_dist
 from megalith.config import ModelConfig
 from megalith.config.from_args import refuse_registered_parts
@@ -162,6 +163,7 @@ def convert(
     name = RELEASE if released else f"iter_{number:07d}"
     final = destination / name
     _check_place(final, found, replace=wanted.replace)
+    refuse_other_model(final, {key: stored.shape for key, stored in source.contents().tensors.items()})
 
     def update_tracker() -> None:
         replace_durably(
@@ -247,6 +249,33 @@ def _check_place(final: Path, found: Path, *, replace: bool) -> None:
         raise CheckpointError(f"{final} is the source itself; give another folder for the result")
     if final.exists() and not replace:
         raise CheckpointError(f"{final} exists; give another folder, or --replace to overwrite it")
+
+
+def refuse_other_model(final: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError if the last other checkpoint beside `final` has weights of other keys or shapes."""
+    store = DirectoryStore(final.parent)
+    others = [path for path in map(store.folder, store.iterations()) if path != final]
+    try:
+        held = open_source(others[-1]).contents().tensors if others else {}
+    except CheckpointError:  # a damaged one says nothing
+        return
+    own, other = _without_rows(shapes), _without_rows({key: stored.shape for key, stored in held.items()})
+    if others and own != other:
+        key = next(key for key in (*own, *other) if own.get(key) != other.get(key))
+        there, here = (list(table[key]) if key in table else "missing" for table in (other, own))
+        raise CheckpointError(
+            f"{others[-1]} is a checkpoint of another model ({key}: {there} there, {here} here); give another "
+            f"folder than {final.parent}"
+        )
+
+
+def _without_rows(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights, with 0 rows for those of the vocabulary, which may be padded."""
+    return {
+        key: (0, *shape[1:]) if has_vocabulary_rows(key) else shape
+        for key, shape in shapes.items()
+        if not key.startswith(OPTIMIZER_PREFIX)
+    }
 
 
 def adapt(

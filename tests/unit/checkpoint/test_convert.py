@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -460,6 +461,33 @@ def test_what_is_there_is_replaced_only_when_that_is_said(models: dict[str, Path
         convert(models["llama"], tmp_path, ConversionOptions())
     convert(models["llama"], tmp_path, ConversionOptions(replace=True))
     assert differences(models["llama"], tmp_path) == []
+
+
+def test_checkpoints_of_another_model_are_not_added_to(models: dict[str, Path], tmp_path: Path) -> None:
+    convert(models["gpt2"], tmp_path, ConversionOptions(release=True))
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "release"))):
+        convert(models["llama"], tmp_path, ConversionOptions())
+    assert DirectoryStore(tmp_path).iterations() == [0] and not (tmp_path / "iter_0000007").exists()
+    convert(models["gpt2"], tmp_path, ConversionOptions(tp=2, true_vocab_size=100))  # padded to more rows
+    assert DirectoryStore(tmp_path).iterations() == [7]
+
+
+@pytest.mark.parametrize("place", ["new/iter_0000010", "save/iter_0000007", "copy"])
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_the_folder_of_one_checkpoint_is_no_place_for_others(
+    form: str, place: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    made = convert(models["gpt2"], tmp_path / "save", ConversionOptions(format=form)).path
+    shutil.copytree(made, tmp_path / "copy")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / place))):
+        convert(models["gpt2"], tmp_path / place, ConversionOptions())
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_save_folder_may_be_called_release(models: dict[str, Path], tmp_path: Path) -> None:
+    made = convert(models["gpt2"], tmp_path / "release", ConversionOptions()).path
+    assert locate(tmp_path / "release") == made
 
 
 def test_tensors_that_the_args_do_not_speak_of_are_not_lost(tmp_path: Path) -> None:

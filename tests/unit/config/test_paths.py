@@ -63,3 +63,11 @@ def test_names_and_what_exists_stay_as_they_are(tmp_path: Path, monkeypatch: pyt
     assert (run.checkpoint.save, run.log.wandb_exp_name) == ("$UNSET", "~$5")
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "tcp://host"}  # not a path, and no flag either
     assert load([*RUN.split(), "--mock-data", "--save", "c"], variables, files=False).launch.master_addr == "tcp://host"
+
+
+def test_a_run_does_not_save_into_the_folder_of_one_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "copy" / "mp_rank_00").mkdir(parents=True)
+    for place in (tmp_path / "iter_0000010", tmp_path / "copy"):
+        with pytest.raises(ConfigError) as caught:
+            load([*RUN.split(), "--mock-data", "--save", str(place)], {})
+        assert [text.split()[:2] for text in caught.value.violations] == [["--save", str(place)]]

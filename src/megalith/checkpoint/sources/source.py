@@ -23,6 +23,7 @@ from megalith.checkpoint.files.manifest import refuse_newer
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, is_extra_state
 from megalith.config.rules.file import TRACKER_FILE as TRACKER_FILE
 from megalith.config.rules.file import is_huggingface as is_huggingface
+from megalith.config.rules.file import is_one_checkpoint as is_one_checkpoint
 from megalith.config.rules.file import is_peft as is_peft
 from megalith.errors import CheckpointError, DamagedCheckpointError
 
@@ -82,18 +83,20 @@ def open_source(path: Path) -> Source:
     return TorchDistSource(path)
 
 
-def refuse_model_folder(path: Path) -> None:
-    """Refuse to save into the folder of a Hugging Face model, which would then be read as neither."""
+def check_save_folder(path: Path) -> None:
+    """Refuse to save into the folder of one checkpoint or Hugging Face model, which would then be read as neither."""
     if is_huggingface(path):
         raise CheckpointError(
             f"{path} is the folder of a Hugging Face model, which would lie among the checkpoints; save into a folder "
             "of its own"
         )
+    if is_one_checkpoint(path):
+        raise CheckpointError(f"{path} is the folder of one checkpoint; give the folder that is to hold it and others")
 
 
 def no_save_folder(path: Path) -> str | None:
     """Return why a path is not a save folder (a single checkpoint, an incomplete model), with the remedy; else None."""
-    if any(any(path.glob(pattern)) for pattern in (".metadata", "__*_*.distcp", "mp_rank_*")):
+    if is_one_checkpoint(path):
         return "is the folder of one checkpoint under another name; rename it iter_0000100 or the like, its iteration"
     if _describes_a_model(path / "config.json"):
         return "has config.json, as a Hugging Face folder, and no weights (*.safetensors) beside it; copy it again"

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from megalith.checkpoint.sources.source import refuse_model_folder
+from megalith.checkpoint.sources.source import check_save_folder
 from megalith.errors import CheckpointError
 
 LOCK_FILE = ".megalith-lock"
@@ -163,7 +163,7 @@ def claim(folder: Path) -> Iterator[None]:
 
     A CheckpointError if another run holds it (the message names process, machine and age) or it cannot be used.
     """
-    refuse_model_folder(folder)
+    check_save_folder(folder)
     path = folder / LOCK_FILE
     mine = _Claim(Owner.this_process(), uuid.uuid4().hex, time.strftime("%Y-%m-%d %H:%M:%S %z"))
     try:

@@ -49,7 +49,7 @@ from megalith.checkpoint.files.dcp import RankWriteResult
 from megalith.checkpoint.files.folder import TorchDistWriter
 from megalith.checkpoint.files.hashing import WritingCancelled
 from megalith.checkpoint.rank_group import RankGroup
-from megalith.checkpoint.sources.source import refuse_model_folder
+from megalith.checkpoint.sources.source import check_save_folder
 from megalith.checkpoint.store.owner import check_claim
 from megalith.checkpoint.store.staging import Staging
 from megalith.checkpoint.writers.per_rank import PerRankWriter
@@ -165,7 +165,7 @@ class CheckpointSave:
         self._writer.merge(plans)
         parent = self.final.parent
         with reporting_disk_full(parent, self._total_bytes, claimed=self.claimed):
-            refuse_model_folder(parent)
+            check_save_folder(parent)
             self._check_claim()
             if not self.claimed:
                 parent.mkdir(parents=True, exist_ok=True)

@@ -43,6 +43,7 @@ from megalith.checkpoint.sources.source import TRACKER_FILE as TRACKER_FILE
 from megalith.checkpoint.sources.source import Contents, damaged, is_huggingface, keys_of, no_save_folder
 from megalith.checkpoint.store.owner import check_claim
 from megalith.checkpoint.store.staging import Staging
+from megalith.config.rules.file import ITERATION
 from megalith.config.values import remote
 from megalith.distributed.context import ParallelContext
 from megalith.errors import CheckpointError, ConfigError, NewerFormatError
@@ -108,7 +109,6 @@ the rename; between the rename and the update of the tracker (only rank 0 does t
 Result = TypeVar("Result")
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
-_ITERATION = re.compile(r"iter_(\d{7,})")
 _log = logging.getLogger("megalith.checkpoint")
 
 
@@ -421,7 +421,7 @@ class DirectoryStore:
     def _iterations(self) -> list[int]:
         if not self.path.is_dir():
             return []
-        named = ((path, _ITERATION.fullmatch(path.name)) for path in self.path.iterdir())
+        named = ((path, ITERATION.fullmatch(path.name)) for path in self.path.iterdir())
         found = {int(match[1]) for path, match in named if match and path.is_dir()}
         return sorted(found | {0} if self._released() is not None else found)
 
@@ -481,7 +481,7 @@ def split_path(path: Path, iteration: int | None = None) -> tuple[Path, int | No
         ConfigError: the path is the folder of another iteration than `iteration`.
     """
     resolved = path.resolve()
-    match = _ITERATION.fullmatch(resolved.name)
+    match = ITERATION.fullmatch(resolved.name)
     if match is None:
         return path, iteration
     named = int(match[1])
@@ -532,7 +532,8 @@ def locate(path: Path, iteration: int | None = None) -> Path:
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a folder is one checkpoint rather than a folder of them."""
-    named = split_path(path)[1] is not None or path.resolve().name == RELEASE
+    released = path.resolve().name == RELEASE and not (path / TRACKER_FILE).exists()
+    named = split_path(path)[1] is not None or released
     return named or is_huggingface(path) or (path / ".metadata").exists() or any(path.glob("mp_rank_*"))
 
 

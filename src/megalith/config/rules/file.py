@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from megalith.errors import ConfigError
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 """In a save folder: the iteration of its last checkpoint."""
+ITERATION = re.compile(r"iter_(\d{7,})")
+"""Name of the folder of one checkpoint."""
 
 
 def _file_exists(name: str) -> Rule:
@@ -109,7 +112,15 @@ def save_is_no_model_folder(draft: Draft) -> str:
                 f"{show(draft, name)} is the folder of a Hugging Face model, which would lie among the checkpoints; "
                 f"give a folder of its own (to begin with that model: --load {shlex.quote(path)})"
             )
+        if path is not None and is_one_checkpoint(Path(path)):
+            return f"{show(draft, name)} is the folder of one checkpoint; give the folder that is to hold it and others"
     return ""
+
+
+def is_one_checkpoint(path: Path) -> bool:
+    """Return whether a folder has the name or the files of one checkpoint, in whatever state."""
+    patterns = (".metadata", "__*_*.distcp", "mp_rank_*")
+    return bool(ITERATION.fullmatch(path.resolve().name)) or any(any(path.glob(pattern)) for pattern in patterns)
 
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
