@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path
@@ -176,3 +177,19 @@ def test_a_value_that_a_load_would_refuse_is_not_saved(store: DirectoryStore) ->
         store.save(3, content, {})
     assert store.iterations() == []
     assert [path.name for path in store.path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("limit", [1000, 6000, 20000])
+def test_a_file_that_may_not_grow_leaves_the_checkpoint_before(store: DirectoryStore, limit: int) -> None:
+    store.save(1, content_of(1), {})
+    size = (store.folder(1) / MODEL).stat().st_size
+    assert size > 20000
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=f"{limit} bytes.*ulimit -f"):
+            store.save(2, content_of(2), {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (store.latest(), store.iterations()) == (1, [1]) and numbers(store, 1) == {1, 1.5}
+    assert sorted(path.name for path in store.path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]

@@ -23,6 +23,7 @@ each other's pages.
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import os
@@ -403,21 +404,28 @@ def preallocate(path: Path, value: Any) -> None:
 
     Its disk space is allocated, and it is synced. The tensors in `value` are different objects.
     """
-    with (
-        _blank_memory(sum(_aligned_nbytes(tensor) for tensor in tensors_in(value))) as memory,
-        torch.serialization.skip_data(),
-    ):
-        torch.save(_with_file_storage(value, memory, [0]), path)
+    nbytes = sum(_aligned_nbytes(tensor) for tensor in tensors_in(value))
+    try:
+        with _blank_memory(nbytes) as memory, torch.serialization.skip_data():
+            torch.save(_with_file_storage(value, memory, [0]), path)
+    except RuntimeError as error:  # torch does not say why a write failed: a larger one fails for the same reason
+        with path.open("ab") as file:
+            _allocate(file.fileno(), 2 * nbytes + 2**20)
+        raise OSError(errno.EIO, str(error)) from error
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        if hasattr(os, "posix_fallocate"):  # not on macOS
-            os.posix_fallocate(fd, 0, os.fstat(fd).st_size)
+        _allocate(fd, os.fstat(fd).st_size)
         for tensor, start in zip(tensors_in(value), tensor_offsets(path), strict=True):
             if not tensor.is_meta:
                 write_at(fd, start, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tensor)
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _allocate(fd: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        os.posix_fallocate(fd, 0, size)
 
 
 @contextmanager
