@@ -171,6 +171,9 @@ def convert(
         )
 
     with claimed(destination):
+        before, now = DirectoryStore(destination).latest(), 0 if released else number
+        if before is not None and before > now:
+            notes.append(f"{destination / TRACKER_FILE} named iteration {before}, and names {name} now")
         fields, files = _manifest_fields(folder, number, layout), further_files(folder)
         write = (
             partial(write_torch_dist, registry=wanted.registry)

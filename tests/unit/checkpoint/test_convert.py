@@ -472,6 +472,25 @@ def test_checkpoints_of_another_model_are_not_added_to(models: dict[str, Path], 
     assert DirectoryStore(tmp_path).iterations() == [7]
 
 
+def test_a_tracker_that_names_an_earlier_iteration_than_before_is_a_note(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    for before, noted in (("7", 0), ("6", 0), ("8", 1)):
+        tracker.write_text(before)
+        notes = convert(models["gpt2"], tmp_path, ConversionOptions(replace=True)).notes
+        assert sum(str(tracker) in note and before in note for note in notes) == noted
+        assert tracker.read_text() == "7"
+    assert str(tracker) in convert(models["gpt2"], tmp_path, ConversionOptions(release=True)).notes[-1]
+
+
+def test_an_exported_model_is_not_named_as_a_checkpoint_of_a_run(models: dict[str, Path], tmp_path: Path) -> None:
+    place = tmp_path / "iter_0000010"
+    with pytest.raises(CheckpointError, match=re.escape(str(place))):
+        export(models["gpt2"], place, ExportOptions())
+    assert not place.exists()
+
+
 @pytest.mark.parametrize("place", ["new/iter_0000010", "save/iter_0000007", "copy"])
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
 def test_the_folder_of_one_checkpoint_is_no_place_for_others(

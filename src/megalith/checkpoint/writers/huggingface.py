@@ -34,7 +34,7 @@ from megalith.checkpoint.sources.huggingface import (
     WEIGHTS_FILE,
     files_of_tokenizer,
 )
-from megalith.checkpoint.sources.source import Contents, Source, short
+from megalith.checkpoint.sources.source import Contents, Source, is_one_checkpoint, short
 from megalith.checkpoint.store.store import locate
 from megalith.config import ModelConfig
 from megalith.config.from_args import refuse_registered_parts
@@ -150,9 +150,11 @@ def export(
 
 
 def refuse_existing(destination: Path) -> None:
-    """Raise a CheckpointError if a folder cannot be made at `destination`: it exists and is not an empty folder."""
+    """Raise a CheckpointError unless `destination` is new or an empty folder, not named as a checkpoint of a run."""
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise CheckpointError(f"{destination} exists already; give a new or an empty folder")
+    if is_one_checkpoint(destination):
+        raise CheckpointError(f"{destination} has the name of a checkpoint of a run; give a folder of another name")
 
 
 @dataclass
