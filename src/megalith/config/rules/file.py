@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -120,7 +121,8 @@ def save_is_no_model_folder(draft: Draft) -> str:
 def is_one_checkpoint(path: Path) -> bool:
     """Return whether a folder has the name or the files of one checkpoint, in whatever state."""
     patterns = (".metadata", "__*_*.distcp", "mp_rank_*")
-    return bool(ITERATION.fullmatch(path.resolve().name)) or any(any(path.glob(pattern)) for pattern in patterns)
+    named = ITERATION.fullmatch(Path(os.path.realpath(path)).name)  # Path.resolve raises in a loop of links
+    return bool(named) or any(any(path.glob(pattern)) for pattern in patterns)
 
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
