@@ -85,6 +85,11 @@ def make_parser() -> CommandParser:
     add("--sweep-sizes", type=int, default=1, action=_StoreGiven, metavar="N", help=about)
     parser.set_defaults(sweep_sizes_given=False)
     add("--sweep-iters", type=int, metavar="N", help="iterations of the sweep (default: those at the lowest ratio)")
+    about = (
+        "learning rate of a run: that of the sweep (without one --lr, at the shortest run) times (its tokens / those "
+        "of the sweep at the smallest size)^-B (0: one rate for all lengths; 0.32 in arXiv:2409.19913)"
+    )
+    add("--lr-horizon-exponent", type=float, default=0.0, metavar="B", help=about)
     add("--plan", action="store_true", help="print the runs and train nothing")
     return parser
 

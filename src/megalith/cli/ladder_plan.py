@@ -100,6 +100,7 @@ class Plan:
     sweep_lr: Sequence[float]
     sweep_sizes: int
     sweep_iters: int | None
+    lr_horizon_exponent: float = 0.0
 
     @property
     def mup_base(self) -> int | None:
@@ -117,19 +118,19 @@ class Plan:
     def sweep(self) -> list[Rung]:
         """Return the runs that find the learning rate."""
         return [
-            self._rung("sweep", size, self.sweep_iters or self._iterations(size, self.ratios[0]), lr)
+            self._rung("sweep", size, self._sweep_iterations(size), lr)
             for size in self.sizes[: self.sweep_sizes]
             for lr in self.sweep_lr
         ]
 
     def fitted(self, lr: float) -> list[Rung]:
-        """Return the runs of the fit, by size."""
+        """Return the runs of the fit, by size; `lr` is the rate of a run as long as those of the sweep."""
         sizes = self.sizes[:-1] if self.check else self.sizes
-        return [self._rung("fit", size, self._iterations(size, ratio), lr) for size in sizes for ratio in self.ratios]
+        return [self._at_horizon("fit", size, ratio, lr) for size in sizes for ratio in self.ratios]
 
     def checked(self, lr: float) -> list[Rung]:
-        """Return the runs of the largest size that are predicted."""
-        return [self._rung("check", self.sizes[-1], self._iterations(self.sizes[-1], r), lr) for r in self.check]
+        """Return the runs of the largest size that are predicted; `lr` as of `fitted`."""
+        return [self._at_horizon("check", self.sizes[-1], ratio, lr) for ratio in self.check]
 
     def rungs(self) -> list[Rung]:
         """Return all runs in their order, with the learning rate of the configuration where a sweep finds another."""
@@ -151,6 +152,15 @@ class Plan:
         if checkpoint.save_interval is None:
             words += ["--save-interval", str(max(1, rung.iterations // _SAVES))]
         return words if checkpoint.keep_last is not None else [*words, "--keep-last", "1"]
+
+    def _at_horizon(self, purpose: str, size: Size, ratio: float, lr: float) -> Rung:
+        """Return a run whose rate falls with its length: Bjorck et al. 2024, arXiv:2409.19913."""
+        iterations = self._iterations(size, ratio)
+        factor = (iterations / self._sweep_iterations(self.sizes[0])) ** -self.lr_horizon_exponent
+        return self._rung(purpose, size, iterations, lr if factor == 1 else float(f"{lr * factor:.3g}"))
+
+    def _sweep_iterations(self, size: Size) -> int:
+        return self.sweep_iters or self._iterations(size, self.ratios[0])
 
     def _iterations(self, size: Size, ratio: float) -> int:
         return max(1, round(ratio * size.parameters / self._tokens_per_step))
@@ -204,6 +214,7 @@ def make_plan(options: argparse.Namespace, training: Sequence[str]) -> Plan:
         sorted(options.sweep_lr),
         options.sweep_sizes,
         options.sweep_iters,
+        options.lr_horizon_exponent,
     )
     problems += [] if problems else [*_repeated(plan), *_violations(plan, Path(options.folder), files=not options.plan)]
     if problems:
@@ -282,6 +293,11 @@ def _problems(options: argparse.Namespace) -> list[str]:
     if ratios and (depths or widths) and fitted < FEWEST_SIZES:
         beside = " beside the largest, which --check leaves out" if options.check else ""
         found.append(f"--depths, --widths: sizes to fit: {fitted}; give {FEWEST_SIZES} or more{beside}")
+    exponent = options.lr_horizon_exponent
+    if not 0 <= exponent < 1:
+        found.append(f"--lr-horizon-exponent {exponent:g} is not in [0, 1); 0.32 is that of arXiv:2409.19913")
+    elif exponent and not ratios:
+        found.append(f"--lr-horizon-exponent {exponent:g} has no effect without --tokens-per-parameter; leave it out")
     if options.check and not ratios:
         found.append("--check needs --tokens-per-parameter: without a fit nothing is predicted")
     return found

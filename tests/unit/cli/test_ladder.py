@@ -96,6 +96,30 @@ def test_the_width_of_the_smallest_size_is_the_base_of_mup() -> None:
     assert {model.width_multiplier for model in models} == {1.0, 1.5, 2.0, 4.0}
 
 
+def test_the_rate_of_longer_runs_is_lower_by_the_exponent() -> None:
+    swept = ["--sweep-lr", "0.1", "--sweep-iters", "100"]
+    plan = plan_of(*SIZES, *RATIOS, *swept, "--lr-horizon-exponent", "0.32")
+    assert [rung.lr for rung in plan.sweep()] == [0.1]
+    runs = [*plan.fitted(0.1), *plan.checked(0.1)]
+    assert len({rung.iterations for rung in runs}) == 7
+    for rung in runs:
+        assert rung.lr == pytest.approx(0.1 * (rung.iterations / 100) ** -0.32, rel=5e-3)
+        schedule = load(plan.arguments(rung, Path("unused"))).schedule
+        assert schedule.lr == rung.lr and schedule.min_lr == pytest.approx(rung.lr / 10, rel=1e-3)
+    alone = plan_of(*SIZES, *RATIOS, "--lr-horizon-exponent", "0.5")
+    first, second, *_ = alone.fitted(0.01)
+    assert first.lr == 0.01 and second.lr == pytest.approx(0.01 / 2**0.5, rel=5e-3)
+    assert {rung.lr for rung in plan_of(*SIZES, *RATIOS, *swept).fitted(0.1)} == {0.1}
+
+
+@pytest.mark.parametrize("words", [[*RATIOS, "--lr-horizon-exponent", "-0.1"], [*RATIOS, "--lr-horizon-exponent=nan"]])
+def test_an_exponent_out_of_range_is_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--lr-horizon-exponent"):
+        plan_of(*SIZES, *words)
+    with pytest.raises(ConfigError, match=r"--lr-horizon-exponent 0\.3 .*--tokens-per-parameter"):
+        plan_of(*SIZES, "--sweep-lr", "0.1", "--sweep-iters", "5", "--lr-horizon-exponent", "0.3")
+
+
 def test_the_best_rate_is_used_and_a_larger_size_predicted_and_checked(
     trainer: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
