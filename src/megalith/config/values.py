@@ -131,7 +131,10 @@ def legal_range(setting: Setting) -> str:
     """Return the legal range as text, such as `at least 0 and below 1`; "" without one."""
     about = setting.about
     bounds = (("at least", about.at_least), ("above", about.above), ("at most", about.at_most), ("below", about.below))
-    return " and ".join(f"{words} {number:g}" for words, number in bounds if number is not None)
+    shown = (
+        (words, number if isinstance(number, int) else f"{number:g}") for words, number in bounds if number is not None
+    )
+    return " and ".join(f"{words} {number}" for words, number in shown)
 
 
 def closest(word: str, candidates: Iterable[str], cutoff: float = 0.72) -> str:

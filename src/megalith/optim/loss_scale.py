@@ -55,7 +55,7 @@ class DynamicLossScale:
 
     @property
     def is_lowest(self) -> bool:
-        return self.value <= self.minimum
+        return self.value <= float(np.float32(self.minimum))
 
     def update(self, overflow: bool) -> None:
         """Lower or raise the scale, by whether the gradients of this step held an infinity or a NaN."""

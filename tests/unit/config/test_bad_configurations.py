@@ -86,7 +86,10 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--eval-interval 0", ("--eval-interval 0", "1")),
     ("--log-interval 0", ("--log-interval 0", "1")),
     ("--num-workers -1", ("--num-workers -1", "0")),
+    ("--seed 4294967296", ("--seed 4294967296", "4294967295")),
     ("--fp16 --loss-scale 0", ("--loss-scale 0.0",)),
+    ("--fp16 --loss-scale 1e-50", ("--loss-scale 1e-50",)),
+    ("--fp16 --initial-loss-scale 1e39", ("--initial-loss-scale 1e+39",)),
     ("--init-method-std -1", ("--init-method-std -1.0",)),
     # batch sizes
     ("--rampup-batch-size", ("--rampup-batch-size",)),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megalith.config import PrecisionConfig
+from megalith.optim.loss_scale import build_loss_scale
 from megalith.train.anomalies import AnomalyPolicy, BadStepError
 from megalith.train.loop import LoopConfig, TrainingRun, train
 from megalith.train.records import Records
@@ -169,6 +170,11 @@ def test_steps_that_are_skipped_for_ever_stop_without_a_scaler_too() -> None:
     spoils = [f"nan@step={step},point=loss" for step in range(1, 30)]
     with pytest.raises(BadStepError):
         _run(spoils, steps=20, check=StepCheck(not_finite=False))
+
+
+def test_the_smallest_loss_scale_is_reached_after_rounding_to_fp32() -> None:
+    scale = build_loss_scale(PrecisionConfig(fp16=True, initial_loss_scale=1e30, min_loss_scale=1e30))
+    assert scale.value != 1e30 and scale.is_lowest
 
 
 def test_injected_errors_are_told_apart() -> None:

@@ -8,6 +8,8 @@ from megalith.config.fields import setting
 from megalith.config.values import DEVICES
 from megalith.registry import Registered
 
+_LEAST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126  # a loss scale and its inverse are normal fp32 numbers
+
 
 @dataclass(frozen=True)
 class PrecisionConfig:
@@ -15,9 +17,15 @@ class PrecisionConfig:
 
     fp16: bool = setting(False, help="fp16 weights and activations with loss scaling")
     bf16: bool = setting(False, help="bf16 weights and activations")
-    loss_scale: float | None = setting(None, help="static loss scale; dynamic with --fp16 by default", above=0)
-    initial_loss_scale: float = setting(2**32, help="initial dynamic loss scale", above=0)
-    min_loss_scale: float = setting(1.0, help="minimum dynamic loss scale", aliases=("--min-scale",), above=0)
+    loss_scale: float | None = setting(
+        None, help="static loss scale; dynamic with --fp16 by default", at_least=_LEAST_SCALE, at_most=_LARGEST_SCALE
+    )
+    initial_loss_scale: float = setting(
+        2**32, help="initial dynamic loss scale", at_least=_LEAST_SCALE, at_most=_LARGEST_SCALE
+    )
+    min_loss_scale: float = setting(
+        1.0, help="minimum dynamic loss scale", aliases=("--min-scale",), at_least=_LEAST_SCALE, at_most=_LARGEST_SCALE
+    )
     loss_scale_window: float = setting(
         1000, help="steps without overflow before the loss scale doubles", unit="steps", at_least=1
     )
@@ -139,7 +147,7 @@ class TrainConfig:
     hooks: tuple[str, ...] = setting(
         (), help="registered hooks, each module:Class", flag="--hook", registers="hook", ours=True
     )
-    seed: int = setting(1234, help="seed of weights, dropout and data order", at_least=1)
+    seed: int = setting(1234, help="seed of weights, dropout and data order", at_least=1, at_most=2**32 - 1)
     eval_interval: int = setting(1000, help="iterations between evaluations", unit="iterations", at_least=1)
     eval_iters: int = setting(
         100, help="global batches per evaluation; 0 or -1 for no evaluation", unit="iterations", at_least=-1
