@@ -170,8 +170,9 @@ class RunConfig:
 
     @property
     def eval_batch_size(self) -> int:
-        """Return the samples of one evaluation iteration."""
-        return self.train.eval_global_batch_size or self.global_batch_size
+        """Return the samples of one evaluation iteration, rounded down to whole micro-batches on all replicas."""
+        unit = self.eval_micro_batch_size * max(1, self.data_parallel_size)
+        return (self.train.eval_global_batch_size or self.global_batch_size) // unit * unit
 
     @property
     def train_iters(self) -> int:

@@ -264,3 +264,4 @@ def test_quotes_that_the_shell_has_kept_are_taken_off() -> None:
     reading = read_command_line(["--split", "'99,1,0'", "--save", '"a b"', "--load", "'"])
     assert (reading.values["split"], reading.values["save"], reading.values["load"]) == ("99,1,0", "a b", "'")
     assert reading.notes[0].startswith("--split '99,1,0'")
+    assert (run.eval_micro_batches, run.eval_batch_size) == (3, 6)  # the samples that an evaluation reads
