@@ -246,6 +246,14 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         "--keep-best --save {data}/c --save-interval 5 --eval-iters 0",
         ("--keep-best", "--eval-iters 0", "--full-validation"),
     ),
+    (
+        "-mock-data --data-path {data}/real --early-stopping-patience 3 --split 1,0,1",
+        ("--early-stopping-patience 3", "--split 1,0,1"),
+    ),
+    (
+        "-mock-data --train-data-path {data}/real --keep-best --save {data}/c --save-interval 5",
+        ("--keep-best", "--valid-data-path"),
+    ),
     ("--tokenizer-type CharacterTokenizer", ("CharacterTokenizer", "--vocab-file")),
     ("--device gpu", ("--device gpu", "cpu", "cuda")),
     # experts over ranks

@@ -22,6 +22,7 @@ MOCK, SPLITS = "--mock-data", "--train-data-path a --valid-data-path 1 b 2 c"
         ("--data-path a b --split 1,1,1 --mid-level-dataset-surplus 0.1", "--mid-level-dataset-surplus 0.1 "),
         (f"{MOCK} --split 99,1,0", "--split 99,1,0 "),
         ("--data-path a --split 100,0,0", "--split 100,0,0 "),
+        ("--train-data-path a --test-data-path b", "--valid-data-path "),
         (f"{MOCK} --full-validation --eval-iters 3", "--eval-iters 3 "),
     ],
 )

@@ -160,12 +160,22 @@ def split_is_three_parts(draft: Draft) -> str:
     return ""
 
 
+def missing_validation(draft: Draft) -> str:
+    """Return why a run has no validation data by its flags; "" if it may have."""
+    data = draft.run.data
+    if any(data.paths_of_splits):
+        return "" if data.valid_data_path else "--valid-data-path is not given"
+    parts = _SEPARATORS_OF_SPLIT.findall(data.split)
+    has_part = len(parts) > 1 and parts[1].strip("0.") != ""
+    if has_part or data.mock_data or data.per_split_data_args_path:
+        return ""
+    return f"--split {data.split} has no part for validation"
+
+
 @notice
 def split_without_validation(draft: Draft) -> str:
-    parts = [float(part) for part in _SEPARATORS_OF_SPLIT.findall(draft.run.data.split)]
-    if draft.run.data.mock_data or (len(parts) > 1 and parts[1] > 0):
-        return ""
-    return f"--split {draft.run.data.split} has no part for validation: there is no evaluation while training"
+    missing = missing_validation(draft)
+    return f"{missing}: there is no evaluation while training" if missing else ""
 
 
 split_of_mock_data = note(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import dropwhile
 
+from megalith.config.rules.data import missing_validation
 from megalith.config.rules.rule import (
     Draft,
     Rule,
@@ -169,13 +170,16 @@ def micro_batches_fill_an_evaluation(draft: Draft) -> str:
 def validation_losses_are_measured(draft: Draft) -> str:
     run = draft.run
     wanted = {"early_stopping_patience": run.train.early_stopping_patience, "keep_best": run.checkpoint.keep_best}
-    given = [show(draft, name) for name, value in wanted.items() if value]
-    if not given or run.train.eval_batches or run.data.full_validation:
+    given = " and ".join(show(draft, name) for name, value in wanted.items() if value)
+    if not given:
         return ""
-    return (
-        f"{' and '.join(given)} with {show(draft, 'eval_iters')}: no validation loss is measured; use --eval-iters of "
-        "at least 1, or --full-validation"
-    )
+    if not (run.train.eval_batches or run.data.full_validation):
+        return (
+            f"{given} with {show(draft, 'eval_iters')}: no validation loss is measured; use --eval-iters of at least "
+            "1, or --full-validation"
+        )
+    missing = missing_validation(draft)
+    return f"{given}: no validation loss is measured, since {missing}; give the run validation data" if missing else ""
 
 
 one_precision_of_gradients = exclusive("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32")
