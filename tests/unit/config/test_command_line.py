@@ -199,6 +199,18 @@ def test_some_values_of_a_flag_may_need_nothing() -> None:
         ("--fp16 --nan-policy skip", ("--nan-policy skip",)),
         ("--iterations-to-skip 3 10", ("--iterations-to-skip 10", "9")),
         ("--grad-reduce-in-bf16", ("--grad-reduce-in-bf16", "--bf16")),
+        ("--fp16 --loss-scale 8 --hysteresis 3", ("--hysteresis 3", "--loss-scale")),
+        ("--lr-decay-style constant --min-lr 1e-5", ("--min-lr 1e-05", "--lr-decay-style constant")),
+        ("--lr-decay-style constant --lr-decay-iters 5", ("--lr-decay-iters 5", "--lr-decay-style constant")),
+        ("--lr-warmup-init 1e-5", ("--lr-warmup-init 1e-05",)),
+        (
+            "--weight-decay 0.3 --start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear",
+            ("--weight-decay 0.3", "--start-weight-decay 0.1", "--end-weight-decay 0.2"),
+        ),
+        ("--override-opt-param-scheduler", ("--override-opt-param-scheduler", "--load")),
+        ("--use-checkpoint-opt-param-scheduler", ("--use-checkpoint-opt-param-scheduler", "--load")),
+        ("--skip-train", ("--skip-train", "--load")),
+        ("--profile --profile-step-start 10", ("--profile", "--profile-step-start 10")),
     ],
 )
 def test_what_has_no_effect_is_noted(words: str, named: tuple[str, ...]) -> None:
@@ -237,6 +249,11 @@ def test_words_of_settings_can_be_taken_out_in_every_spelling() -> None:
     assert given_settings(argv) == {"ckpt_step", "lr", "finetune", "data_path", "load"}
 
 
+def test_the_length_of_a_constant_rate_counts_for_a_fraction_of_it() -> None:
+    words = "--lr-decay-style constant --lr-decay-iters 5 --lr-warmup-fraction 0.2 --lr-warmup-init 1e-5"
+    assert read(*words.split()).notes == ()
+
+
 @pytest.mark.parametrize(("precision", "said"), [([], True), (["--fp16"], False), (["--bf16"], False)])
 def test_a_loss_scale_without_half_precision_has_no_effect(precision: list[str], said: bool) -> None:
     text = "\n".join(note_lines(read("--loss-scale", "8", *precision)))
@@ -250,6 +267,7 @@ def test_a_batch_is_rounded_down_where_that_is_asked_for() -> None:
         run.num_micro_batches,
         run.batch_sizes.num_micro_batches(0) * run.batch_sizes.unit,
     ) == (7, 3, 6)
+    assert (run.eval_micro_batches, run.eval_batch_size) == (3, 6)  # the samples that an evaluation reads
     with pytest.raises(ConfigError, match="--global-batch-size 7 .*--micro-batch-size 2"):
         read("--global-batch-size", "7")
 
@@ -264,4 +282,3 @@ def test_quotes_that_the_shell_has_kept_are_taken_off() -> None:
     reading = read_command_line(["--split", "'99,1,0'", "--save", '"a b"', "--load", "'"])
     assert (reading.values["split"], reading.values["save"], reading.values["load"]) == ("99,1,0", "a b", "'")
     assert reading.notes[0].startswith("--split '99,1,0'")
-    assert (run.eval_micro_batches, run.eval_batch_size) == (3, 6)  # the samples that an evaluation reads

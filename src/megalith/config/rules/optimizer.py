@@ -256,8 +256,30 @@ def growing_weight_decay_has_two_ends(draft: Draft) -> str:
     return ""
 
 
-wsd_settings_without_wsd = idle(
-    ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-    lambda run: run.schedule.lr_decay_style == "WSD",
-    lambda draft: " without --lr-decay-style WSD",
+schedule_settings_are_read = (
+    *idle(
+        ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+        lambda run: run.schedule.lr_decay_style == "WSD",
+        lambda draft: " without --lr-decay-style WSD",
+    ),
+    *idle(
+        ("min_lr",),
+        lambda run: run.schedule.lr_decay_style != "constant",
+        lambda draft: " with --lr-decay-style constant",
+    ),
+    *idle(
+        ("lr_decay_iters", "lr_decay_samples"),
+        lambda run: run.schedule.lr_decay_style != "constant" or run.schedule.lr_warmup_fraction,
+        lambda draft: " with --lr-decay-style constant",
+    ),
+    *idle(
+        ("lr_warmup_init",),
+        lambda run: run.schedule.lr_warmup_iters or run.schedule.lr_warmup_samples or run.schedule.lr_warmup_fraction,
+        lambda draft: ": there is no warm-up",
+    ),
+    *idle(
+        ("weight_decay",),
+        lambda run: run.optimizer.weight_decay_incr_style == "constant",
+        lambda draft: f": {show(draft, 'start_weight_decay')} and {show(draft, 'end_weight_decay')} count",
+    ),
 )

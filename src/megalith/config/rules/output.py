@@ -122,7 +122,12 @@ checkpoint_settings_are_read = (
     *idle_without(
         "load",
         *("ckpt_step", "no_load_optim", "no_load_rng", "finetune", "exit_on_missing_checkpoint"),
+        *("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
         why="nothing is loaded without --load",
+    ),
+    note(
+        lambda run: run.train.skip_train and not (run.checkpoint.load or run.checkpoint.pretrained_checkpoint),
+        "--skip-train evaluates the initial weights: nothing is loaded without --load",
     ),
 )
 memory_is_printed_with_a_line = forbid(
@@ -134,6 +139,12 @@ the_profile_ends_behind_its_start = forbid(
     lambda run: run.log.profile and run.log.profile_step_start >= run.log.profile_step_end,
     "{profile_step_end} is not above {profile_step_start}; use at least {least}",
     least=lambda run: run.log.profile_step_start + 1,
+)
+
+
+the_profile_begins_in_the_run = note(
+    lambda run: run.log.profile and run.log.profile_step_start >= run.train_iters,
+    "--profile has no effect: the run has {run.train_iters} iterations, which {profile_step_start} excludes",
 )
 
 

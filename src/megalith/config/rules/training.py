@@ -12,6 +12,7 @@ from megalith.config.rules.rule import (
     divisors,
     exclusive,
     forbid,
+    idle,
     idle_without,
     multiples,
     note,
@@ -284,13 +285,15 @@ gradients_are_kept_as_asked = (
     _format_of_gradients("megatron_fsdp_grad_comm_dtype"),
 )
 
+_DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
 training_settings_are_read = (
     *idle_without("bf16", "grad_reduce_in_bf16", why="it is for --bf16; under --fp16 gradients are fp16 by default"),
     *idle_without("error_injection_rate", "error_injection_type"),
-    *idle_without(
-        "fp16",
-        *("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
-        why="the loss scale moves only under --fp16",
+    *idle(
+        _DYNAMIC_SCALE,
+        lambda run: run.precision.dynamic_loss_scale,
+        lambda draft: ": the loss scale moves only under --fp16 without --loss-scale",
     ),
 )
 
