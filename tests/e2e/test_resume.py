@@ -281,10 +281,20 @@ def test_without_optimizer_and_random_states(warm: WarmProcess, tmp_path: Path) 
     )
     assert warm.run(lean, tmp_path).code == 0
     refused = warm.run(lean, tmp_path)
-    assert refused.code == 4 and "--no-load-optim" in refused.text
+    assert refused.code == 4 and "--no-load-optim" in refused.text and "--no-load-rng" in refused.text
     resumed = warm.run([*lean, "--no-load-optim", "--no-load-rng"], tmp_path)
     assert resumed.code == 0, resumed.text
     assert DirectoryStore(save).latest() == 4
+
+
+def test_states_of_another_optimizer_are_refused_with_the_remedy(
+    warm: WarmProcess, tmp_path: Path, uninterrupted: Path
+) -> None:
+    words = [*MODEL, "--load", uninterrupted, "--ckpt-step", 3, "--train-iters", 8, "--optimizer", "sgd"]
+    refused = warm.run(words, tmp_path)
+    assert refused.code == 4, refused.text
+    assert all(word in refused.text for word in ("--optimizer sgd", "--optimizer adam", "--no-load-optim"))
+    assert warm.run([*words, "--no-load-optim", "--exit-interval", 4], tmp_path).code == 0
 
 
 def test_save_without_load_warns_before_it_replaces(warm: WarmProcess, tmp_path: Path, uninterrupted: Path) -> None:

@@ -15,7 +15,7 @@ from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, is_rng_obje
 from megalith.config import RunConfig, all_settings
 from megalith.config.changes import HARMLESS, changes_since
 from megalith.device import is_host
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, DamagedCheckpointError
 from megalith.schedules.parameters import ResumedSchedule, resume_schedule
 from megalith.train.checkpoint_content import (
     BEST,
@@ -70,12 +70,18 @@ def restore(
     is_base = run.model.lora_rank is not None and not found.has_adapters
     chunks = frozen_chunks(state, run) if is_base else chunks_to_load(state, run, with_optimizer=with_optimizer)
     content = CheckpointContent(chunks)
-    if with_streams and _holds_streams(store, found, state):
-        content.objects[rng_key(state)] = None
     with reading(found.iteration):
+        _require_states(store, found, optimizer=with_optimizer, streams=with_streams)
+        if with_streams and rng_key(state) in store.contents(found.iteration).objects:
+            content.objects[rng_key(state)] = None
         schedule = _resumed_schedule(store, found, state, run) if with_optimizer else None
         probe("load", found.iteration)
-        loaded = store.load(found.iteration, content)
+        try:
+            loaded = store.load(found.iteration, content)
+        except CheckpointError as error:
+            if isinstance(error, DamagedCheckpointError) or not (with_optimizer and _other_optimizer(found, run)):
+                raise
+            raise CheckpointError(_other_optimizer(found, run)) from error
         if with_optimizer:
             scalars = read_optimizer_common(loaded.common["optimizer"])
             state.optimizer.load_scalars({"step": scalars.step, "grad_scaler": scalars.scaler})
@@ -141,11 +147,29 @@ def _precision_notes(found: FoundCheckpoint, run: RunConfig) -> tuple[str, ...]:
     return () if was in ("", now) else (f"the checkpoint is of a run in {was}; this one continues it in {now}",)
 
 
-def _holds_streams(store: DirectoryStore, found: FoundCheckpoint, state: TrainState) -> bool:
-    """Return whether to load random states: not if the checkpoint lacks this rank's, or a conversion lost them."""
-    objects = store.contents(found.iteration).objects
-    converted = "converted_from" in (found.manifest or {})
-    return rng_key(state) in objects or not (converted or any(map(is_rng_object, objects)))
+def _require_states(store: DirectoryStore, found: FoundCheckpoint, *, optimizer: bool, streams: bool) -> None:
+    """Raise CheckpointError if the checkpoint was saved without states that the run asks for."""
+    fresh = {
+        "optimizer state (saved with --no-save-optim); add --no-load-optim": optimizer
+        and not {"optimizer", "opt_param_scheduler"} <= store.common(found.iteration).keys(),
+        "RNG states (saved with --no-save-rng); add --no-load-rng": streams
+        and "converted_from" not in (found.manifest or {})
+        and not any(map(is_rng_object, store.contents(found.iteration).objects)),
+    }
+    where = f"the checkpoint of iteration {found.iteration} has no"
+    if lines := [f"{where} {what} to start afresh" for what, missing in fresh.items() if missing]:
+        raise CheckpointError("\n".join(lines))
+
+
+def _other_optimizer(found: FoundCheckpoint, run: RunConfig) -> str:
+    """Return that the checkpoint is of a run with another optimizer, and the remedy; "" if it is not."""
+    was, now = found.args.get("optimizer"), str(run.optimizer.optimizer)
+    if was in (None, now):
+        return ""
+    return (
+        f"--optimizer {now}: the checkpoint of iteration {found.iteration} holds the states of {was}, which do not "
+        f"fit; use --optimizer {was}, or add --no-load-optim to start with fresh states"
+    )
 
 
 def _load_streams(loaded: LoadedContent, found: FoundCheckpoint, state: TrainState, run: RunConfig) -> tuple[str, ...]:
@@ -168,12 +192,6 @@ def _resumed_schedule(
     store: DirectoryStore, found: FoundCheckpoint, state: TrainState, run: RunConfig
 ) -> ResumedSchedule:
     common = store.common(found.iteration)
-    missing = [key for key in ("optimizer", "opt_param_scheduler") if key not in common]
-    if missing:
-        raise CheckpointError(
-            f"the checkpoint of iteration {found.iteration} has no optimizer state (saved with --no-save-optim); "
-            "add --no-load-optim to start with a fresh one"
-        )
     return resume_schedule(
         state.schedule,
         common["opt_param_scheduler"],
