@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megalith.distributed import comm
 from megalith.errors import MegalithError
 from megalith.optim.gradients import GradientBuffers
+from megalith.optim.loss_scale import ConstantLossScale, DynamicLossScale
 from megalith.train.results import BadStep, FirstNonFinite, StepResult
 from megalith.train.state import Snapshot, TrainState
 from megalith.train.step import MicroBatch, MicroBatchRunner, run_pipeline
@@ -29,10 +30,8 @@ _NEVER_RECOVER = (
     "Weights that are not finite never recover: continue from the last checkpoint (--load), or start "
     "a new run with a smaller --init-method-std"
 )
-_NO_SCALE_HELPS = (
-    "No loss scale helps against this overflow: use --bf16 or fp32 instead of --fp16, lower --lr or --init-method-std, "
-    "or continue from an earlier checkpoint (--load, --ckpt-step)"
-)
+_NO_SCALE_HELPS = "No loss scale helps against this overflow: use --bf16 or fp32 instead of --fp16, lower "
+_OTHER_REMEDIES = "--lr or --init-method-std, or continue from an earlier checkpoint (--load, --ckpt-step)"
 
 TakeStep = Callable[..., StepResult]
 """`train_step` with the options of a run: (batches, num_micro_batches, *, apply=True) -> StepResult."""
@@ -190,19 +189,21 @@ class AnomalyPolicy:
         notify(report)
         if action == "skip":
             return result
-        raise BadStepError(_error_text(report, result, self.policy, self._consecutive))
+        raise BadStepError(_error_text(report, result, self.policy, self._consecutive, _fixed_scale(state)))
 
     def _stop_at_lowest_scale(self, result: StepResult, attempt: Attempt, notify: Callable[[BadStep], None]) -> None:
-        """Stop a run that skips every step at the smallest loss scale."""
+        """Stop a run that skips every step at the smallest loss scale, or at a fixed one."""
         samples = self._worst_samples(result, attempt)
         self.state.restore_snapshot(attempt.before)
         first = find_first_non_finite(self.state, attempt.drawn, self.pipeline_schedule)
         self.num_bad += 1
-        scale = f"at the smallest loss scale, {result.loss_scale:g} (the loss is {result.loss}),"
-        reason = f"{MAX_CONSECUTIVE} steps in a row are skipped {scale}"
+        scaler, where, remedy = self.state.optimizer.scaler, "", f"Lower {_fixed_scale(self.state)}"
+        if isinstance(scaler, DynamicLossScale):
+            where, remedy = f" at the smallest loss scale, {result.loss_scale:g}", _NO_SCALE_HELPS
+        reason = f"{MAX_CONSECUTIVE} steps in a row are skipped{where} (the loss is {result.loss}),"
         report = self._report(replace(result, anomaly=reason), "stop", samples, first, "")
         notify(report)
-        remedy = _NEVER_RECOVER if first is not None and first.weight else _NO_SCALE_HELPS
+        remedy = _NEVER_RECOVER if first is not None and first.weight else remedy + _OTHER_REMEDIES
         raise BadStepError(f"{report}; nothing of this step is saved. {remedy}")
 
     def _report(
@@ -248,7 +249,13 @@ def _record(batches: Iterator[MicroBatch], drawn: list[MicroBatch]) -> Iterator[
         yield batch
 
 
-def _error_text(report: BadStep, result: StepResult, policy: str, in_a_row: int) -> str:
+def _fixed_scale(state: TrainState) -> str:
+    """Return the flag of a fixed loss scale that may be too large, with a comma; "" without one."""
+    scaler = state.optimizer.scaler
+    return "--loss-scale, " if isinstance(scaler, ConstantLossScale) and scaler.value > 1.0 else ""
+
+
+def _error_text(report: BadStep, result: StepResult, policy: str, in_a_row: int, scale: str) -> str:
     first = result.consumed_samples - result.num_samples
     text = (
         f"{report} (the step has training samples {first} to {result.consumed_samples - 1}, learning rate "
@@ -259,7 +266,7 @@ def _error_text(report: BadStep, result: StepResult, policy: str, in_a_row: int)
     if policy == "skip":
         return text + f"It is bad step {in_a_row} in a row: --nan-policy skip does not help here"
     return text + (
-        "Lower --lr, lengthen the warm-up or look at these samples; --nan-policy skip skips such steps, "
+        f"Lower {scale}--lr, lengthen the warm-up or look at these samples; --nan-policy skip skips such steps, "
         "--no-check-for-nan-in-loss-and-grad disables this check"
     )
 

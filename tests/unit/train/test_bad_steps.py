@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -168,8 +169,18 @@ def test_an_applied_step_between_overflows_lets_the_run_continue() -> None:
 
 def test_steps_that_are_skipped_for_ever_stop_without_a_scaler_too() -> None:
     spoils = [f"nan@step={step},point=loss" for step in range(1, 30)]
-    with pytest.raises(BadStepError):
+    with pytest.raises(BadStepError) as stopped:
         _run(spoils, steps=20, check=StepCheck(not_finite=False))
+    assert "--lr" in str(stopped.value) and not re.search("--fp16|--loss-scale|loss scale", str(stopped.value))
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_fixed_loss_scale_that_is_too_large_is_named(checked: bool) -> None:
+    spoils = [f"inf@step={step},point=grad,module=decoder.layers.0.mlp" for step in range(1, 30)]
+    precision = PrecisionConfig(fp16=True, loss_scale=2.0**100)
+    with pytest.raises(BadStepError) as stopped:
+        _run(spoils, steps=20, check=StepCheck(not_finite=checked), precision=precision)
+    assert "Lower --loss-scale" in str(stopped.value) and "smallest" not in str(stopped.value)
 
 
 def test_the_smallest_loss_scale_is_reached_after_rounding_to_fp32() -> None:
