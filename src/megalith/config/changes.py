@@ -16,6 +16,7 @@ ROUNDING = "the same numbers up to rounding (with dropout: other masks)"
 ANOTHER_WAY = "the training goes another way from here"
 ORDER = "other samples, or another order of them"
 ARCHITECTURE = "another model"
+REPLACED = "the checkpoint's value counts"
 
 _BY_GROUP = {
     "log": HARMLESS,
@@ -51,8 +52,14 @@ _BY_NAME = {
         ),
         HARMLESS,
     ),
-    **dict.fromkeys(("hidden_dropout", "attention_dropout"), ANOTHER_WAY),
+    **dict.fromkeys(("hidden_dropout", "attention_dropout", "no_load_optim", "no_load_rng"), ANOTHER_WAY),
 }
+_LEAVES_STATES_OUT = ("no_load_optim", "no_load_rng")  # at this start, whatever the start before did
+_OF_THE_SAVED_SCHEDULE = (
+    *("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples"),
+    *("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
+    *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+)
 _OF_THIS_START = (
     *("rank", "local_rank", "local_world_size", "master_addr", "master_port", "launcher", "nproc", "max_restarts"),
     *("load", "finetune", "ckpt_step"),
@@ -98,11 +105,18 @@ def changes_since(saved: Mapping[str, Any], run: RunConfig) -> list[Change]:
         if not known or setting.name in _OF_THIS_START or not (grouped or _is_megatron_argument(setting)):
             continue
         was, now = there[setting.name], here[setting.name]
+        was = False if setting.name in _LEAVES_STATES_OUT else was
         if was != now:
             if setting.flag != setting.positive_flag:  # the flag switches off what is on by default
                 was, now = not was, not now
-            changes.append(Change(setting.flag, value_text(was), value_text(now), effect_of(setting)))
+            changes.append(Change(setting.flag, value_text(was), value_text(now), _effect_in(run, setting)))
     return changes
+
+
+def _effect_in(run: RunConfig, setting: Setting) -> str:
+    if run.schedule.use_checkpoint_opt_param_scheduler and setting.name in _OF_THE_SAVED_SCHEDULE:
+        return REPLACED
+    return effect_of(setting)
 
 
 def effect_of(setting: Setting) -> str:

@@ -16,7 +16,7 @@ from statistics import mean, stdev
 
 import numpy as np
 
-from megalith.config.changes import HARMLESS, LENGTH, ROUNDING
+from megalith.config.changes import HARMLESS, LENGTH, REPLACED, ROUNDING
 from megalith.errors import DataError
 from megalith.report.history import TOKENS, History, find_run, read_history
 from megalith.report.settings import Values, counts, identity, read_settings
@@ -115,7 +115,7 @@ def _changes(history: History) -> dict[str, str]:
             found += [(event.iteration, change) for change in event.record.get("changes") or ()]
     texts: dict[str, list[str]] = {}
     for iteration, change in found:
-        if change["effect"] not in (HARMLESS, ROUNDING):
+        if change["effect"] not in (HARMLESS, REPLACED, ROUNDING):
             text = f"{change['flag']} from {change['was']} to {change['now']} at iteration {iteration:,}"
             texts.setdefault(change["effect"], []).append(text)
     return {effect: ", ".join(own) for effect, own in texts.items()}

@@ -11,6 +11,7 @@ from megalith.config.changes import (
     HARMLESS,
     LENGTH,
     ORDER,
+    REPLACED,
     ROUNDING,
     change_lines,
     changes_since,
@@ -55,6 +56,21 @@ def test_a_flag_that_switches_off_is_shown_as_typed() -> None:
 
 def test_what_only_concerns_this_start_is_no_change() -> None:
     assert changes_since(run().to_dict(), run(load="elsewhere", finetune=True, ckpt_step=3)) == []
+
+
+def test_a_start_without_saved_states_goes_another_way_each_time() -> None:
+    fresh = run(no_load_optim=True, no_load_rng=True)
+    for before in (run(), fresh):
+        changes = {str(change): change.effect for change in changes_since(before.to_dict(), fresh)}
+        assert changes == {"--no-load-optim off -> on": ANOTHER_WAY, "--no-load-rng off -> on": ANOTHER_WAY}
+    assert changes_since(fresh.to_dict(), run()) == []
+
+
+def test_the_schedule_of_the_checkpoint_replaces_that_of_the_flags() -> None:
+    now = run(lr=0.1, weight_decay=0.5, use_checkpoint_opt_param_scheduler=True, lr_warmup_init=1e-9)
+    effects = {change.flag: change.effect for change in changes_since(run().to_dict(), now)}
+    assert effects["--lr"] == effects["--weight-decay"] == REPLACED
+    assert effects["--lr-warmup-init"] == ANOTHER_WAY, "the state of the schedule does not hold it"
 
 
 def test_an_older_version_knew_fewer_settings() -> None:
