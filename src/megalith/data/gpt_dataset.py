@@ -272,10 +272,10 @@ class GPTDataset:
     def _too_small(self, tokens: int) -> str:
         """Explain why a split without tokens cannot serve samples."""
         where = self._spec.describe_documents(len(self._documents.lengths))
-        remedy = "Add documents" if self._spec.ratios.matrix is None else "Give it a larger share, add documents"
+        remedy = "Add documents" if self._spec.ratios.matrix is None else "Give it a larger share or add documents"
         return (
             f"the {self.name} split of {self.prefix} has {tokens} tokens, but the run needs "
-            f"{self._describe_request()}: {where}. {remedy}, or request no samples (--eval-iters 0)"
+            f"{self._describe_request()}: {where}. {remedy}{self._spec.or_none}"
         )
 
     def _build(self) -> Arrays:

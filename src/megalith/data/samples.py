@@ -161,6 +161,11 @@ class SplitSpec:
             "with another tokenizer; give that tokenizer, or preprocess the text again"
         )
 
+    @property
+    def or_none(self) -> str:
+        """Return the remedy of requesting no samples, as the end of a message; "" for training."""
+        return "" if self.name == "train" else ", or request no samples (--eval-iters 0)"
+
     def describe_documents(self, num_documents: int) -> str:
         """Describe how the documents of this split follow from `num_documents`, for an error message."""
         if self.ratios.matrix is None:

@@ -123,8 +123,7 @@ class SFTDataset:
         if is_drawn_from and not len(self):
             raise DataError(
                 f"the {self.name} split of {self.prefix} has no conversation with a token to predict: "
-                f"{spec.describe_documents(len(documents.lengths))}; add conversations, or request no samples "
-                "(--eval-iters 0)"
+                f"{spec.describe_documents(len(documents.lengths))}; add conversations{spec.or_none}"
             )
 
     @cached_property

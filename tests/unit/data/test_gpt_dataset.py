@@ -273,6 +273,9 @@ def test_a_split_without_a_token_is_explained() -> None:
         dataset([10, 10, 0], 16, 8, split="2,0,1", number=2)
     for fragment in ("test split", "0 tokens", "8 samples", "--split 2,0,1", "1 of 3", "--eval-iters 0"):
         assert fragment in str(caught.value)
+    with pytest.raises(DataError, match="train split .*larger share") as caught:
+        dataset([10], 16, 8, split="50,50", number=0)
+    assert "--eval-iters" not in str(caught.value), "training cannot do without samples"
 
 
 def test_a_split_of_one_token_repeats_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -339,7 +339,7 @@ class MaskedDataset(ABC):
 
     def _no_sample_message(self, where: str) -> str:
         problem = f"the {self.name} split of {self.prefix} has no sample, but the run needs {self.requested}"
-        remedy = "ive the split a larger share, or request no samples (--eval-iters 0)"
+        remedy = f"ive the split a larger share{self._spec.or_none}"
         if not self._split_documents:
             return f"{problem}: it has no document ({where}). G{remedy}"
         sentences = "a sentence" if self._min_sentences == 1 else f"{self._min_sentences} sentences"
