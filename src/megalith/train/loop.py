@@ -152,6 +152,7 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
             unsaved, num_micro_batches = False, new_number
         if state.iteration in config.iterations_to_skip:
             _skip_iteration(run, num_micro_batches)
+            unsaved = True
             continue
         result = _step(run)
         if result is None:

@@ -325,6 +325,14 @@ def test_the_best_evaluation_is_saved_and_named_to_the_saver(
     assert (run.state.best.iteration, run.state.best.loss, run.state.best.later) == (2, 2.0, 2)
 
 
+def test_a_skipped_last_iteration_is_saved(make_loop_config: Callable[..., LoopConfig]) -> None:
+    run, recorder = make_run(
+        make_loop_config(train_iterations=4, save_interval=3, iterations_to_skip=frozenset({3}), eval_iterations=0)
+    )
+    list(train(run))
+    assert [moment for moment in recorder.moments if "save" in moment] == ["save 3", "save 4"]
+
+
 def test_the_mean_of_several_validation_sets_counts(
     make_loop_config: Callable[..., LoopConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
