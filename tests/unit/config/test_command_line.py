@@ -209,6 +209,8 @@ def test_some_values_of_a_flag_may_need_nothing() -> None:
         ),
         ("--override-opt-param-scheduler", ("--override-opt-param-scheduler", "--load")),
         ("--use-checkpoint-opt-param-scheduler", ("--use-checkpoint-opt-param-scheduler", "--load")),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 8 --lr-warmup-iters 3", ("--lr-wsd-decay-iters 8", "2", "3")),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 8 --lr-warmup-fraction 0.3", ("--lr-wsd-decay-iters 8", "2", "3")),
         ("--skip-train", ("--skip-train", "--load")),
         ("--profile --profile-step-start 10", ("--profile", "--profile-step-start 10")),
     ],
@@ -252,6 +254,7 @@ def test_words_of_settings_can_be_taken_out_in_every_spelling() -> None:
 def test_the_length_of_a_constant_rate_counts_for_a_fraction_of_it() -> None:
     words = "--lr-decay-style constant --lr-decay-iters 5 --lr-warmup-fraction 0.2 --lr-warmup-init 1e-5"
     assert read(*words.split()).notes == ()
+    assert read(*["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "7", "--lr-warmup-iters", "3"]).notes == ()
 
 
 @pytest.mark.parametrize(("precision", "said"), [([], True), (["--fp16"], False), (["--bf16"], False)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalith.config.rules.rule import Draft, Rule, exclusive, forbid, idle, idle_without, note, rule, show
+from megalith.config.rules.rule import Draft, Rule, exclusive, forbid, idle, idle_without, note, notice, rule, show
 from megalith.config.run import RunConfig
 from megalith.registry import Registered
 
@@ -229,6 +229,22 @@ def wsd_has_a_final_decay(draft: Draft) -> str:
     if final > length:
         return f"{show(draft, f'lr_wsd_decay_{unit}')} is longer than the schedule, {source}; use at most {length}"
     return ""
+
+
+@notice
+def warm_up_ends_before_the_final_decay(draft: Draft) -> str:
+    decay, schedule = _decay_length(draft), draft.run.schedule
+    if schedule.lr_decay_style != "WSD" or decay is None:
+        return ""
+    length, unit, _ = decay
+    begin = length - (getattr(schedule, f"lr_wsd_decay_{unit}") or 0)
+    end = (schedule.lr_warmup_fraction or 0.0) * length or getattr(schedule, f"lr_warmup_{unit}")
+    if end <= begin:
+        return ""
+    return (
+        f"{show(draft, f'lr_wsd_decay_{unit}')} begins after {begin} {unit}, and the warm-up ends after {end:g}: the "
+        "learning rate falls there at once"
+    )
 
 
 one_source_of_the_schedule_on_resume = exclusive(
