@@ -63,6 +63,8 @@ def _compare_numbers(
     found: Comparison, exact: Record, alone: Record, ranks: Sequence[Record], least: float, choosy: bool
 ) -> None:
     rounded, errors = dict[str, str](), dict[str, float]()
+    steps = enumerate(zip(exact.gradients, alone.gradients, strict=True), start=1)
+    moved = {f"step {step}, grad_norm": _moved(true, one) for step, (true, one) in steps}
     for name, value in exact.numbers.items():
         kind = name.rpartition(", ")[2]
         if any(word in name for word in _ROUNDED) and not name.endswith("loss_scale"):
@@ -73,13 +75,20 @@ def _compare_numbers(
         own = abs(values[1] - values[0]) / max(abs(values[0]), 1e-300)
         if name.startswith("step 1,") and not own <= MOST * least:
             found.add(f"{ROUNDED}number", name, _off("number", name, own, values=values), math.inf)
-        compare_numbers(found, {name: alone.numbers[name]}, ranks, FACTOR * errors[kind], f"{ROUNDED}number")
+        bound = FACTOR * max(errors[kind], moved.get(name, 0.0))
+        compare_numbers(found, {name: alone.numbers[name]}, ranks, bound, f"{ROUNDED}number")
     others = {
         name: value
         for name, value in alone.numbers.items()
         if name not in rounded and "num_zeros" not in name and not (choosy and "expert_load" in name)
     }
     compare_numbers(found, others, ranks, kind=f"{ROUNDED}number")
+
+
+def _moved(exact: Pieces, alone: Pieces) -> float:
+    """Return how far rounding has moved a gradient in one process, over its norm, which can differ by as much."""
+    true, one = (torch.cat([joined_pieces(held[name]).flatten() for name in alone]) for held in (exact, alone))
+    return float((one - true).norm()) / max(float(true.norm()), 1e-300)
 
 
 def _compare_tensors(

@@ -113,3 +113,14 @@ def test_rounding_decides_the_signs_and_the_order_of_eigenvectors_but_not_what_t
     exact, alone = of(basis, torch.float64), of(basis, torch.float32)
     compared = compare_rounded(exact, alone, [of(here, torch.float32)], torch.bfloat16, routed=False)
     assert [one.name for one in compared.differences] == names
+
+
+@pytest.mark.parametrize(("norm", "names"), [(1.4, []), (2.4, ["step 2, grad_norm"])], ids=["moved", "fault"])
+def test_a_gradient_norm_may_be_off_by_as_much_as_rounding_moves_the_gradient(norm: float, names: list[str]) -> None:
+    def of(value: float, **gradient: float) -> Record:
+        steps = [_pieces(a=1.0, b=1.0), _pieces(**gradient)]
+        return Record(numbers={"step 1, grad_norm": 2**0.5, "step 2, grad_norm": value}, gradients=steps)
+
+    exact, alone = of(1.0, a=1.0, b=0.0), of(1.0, a=0.995, b=0.1)  # of which the norm is the same, by chance
+    compared = compare_rounded(exact, alone, [of(norm, a=0.995, b=0.1)], torch.bfloat16, routed=False)
+    assert [one.name for one in compared.differences] == names
