@@ -56,7 +56,7 @@ def load(
     environ = os.environ if environ is None else environ
     launch = _read_environment(environ)
     nproc = flags.values.get("nproc", recipe.values.get("nproc"))
-    if nproc is not None and "rank" not in launch.values:
+    if nproc is not None and nproc > 0 and "rank" not in launch.values:
         launch.values["world_size"] = launch.values["local_world_size"] = nproc
     elif not launch.problems and (tasks := tasks_without_srun(environ)) > 1:
         launch.notes.append(
@@ -264,7 +264,9 @@ def _build(
             problems.append(f"{setting.flag} is required ({setting.about.help})")
             unusable.add(setting.name)
         elif complaint := out_of_range(setting, value):
-            problems.append(f"{setting.positive_flag} {value}: {complaint}")
+            variable = setting.about.from_environment
+            source = f"environment variable {variable}=" if setting.about.flagless else f"{setting.positive_flag} "
+            problems.append(f"{source}{value}: {complaint}")
             unusable.add(setting.name)
     values = resolved(values, registry, values)
     run = RunConfig(

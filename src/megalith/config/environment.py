@@ -56,8 +56,12 @@ def read_launch(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_of_machine(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is the first on its machine, which prints for all of them."""
-    return next((environ[name] for name in _PLACES if name in environ), "0") == "0"
+    """Return whether this process is the first on its machine, which prints for all of them.
+
+    Rank 0 and the only process of a machine print whatever LOCAL_RANK says: no other would.
+    """
+    alone = environ.get("RANK") == "0" or environ.get("LOCAL_WORLD_SIZE") == "1"
+    return alone or next((environ[name] for name in _PLACES if name in environ), "0") == "0"
 
 
 # Not RANK: a pod with RANK only has its own output.

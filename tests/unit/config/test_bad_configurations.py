@@ -883,7 +883,8 @@ def test_the_table_breaks_every_rule(data: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ConfigError):
             load(command_line(changes, data), environment(changes))
     as_for_save_and_load = {"data_cache_path_is_a_folder", "tensorboard_dir_is_a_folder"}
-    in_test_environment = {layout.rank_is_in_the_world.name}
+    in_test_environment = {layout.rank_is_in_the_world.name, layout.machine_is_in_the_world.name}
+    in_test_environment |= {layout.local_rank_is_on_the_machine.name}
     in_test_registered = {"bert_is_without_data_source", "t5_is_without_data_source"}
     in_test_registered |= {model.own_attention_is_for_gpt.name, model.own_mlp_is_for_gpt.name}
     in_test_registered |= {one.name for one in (*expert.own_router_is_without, expert.own_router_is_the_choice)}

@@ -201,6 +201,8 @@ def test_mpirun_on_several_hosts_needs_an_address() -> None:
         ({"RANK": "4", "LOCAL_RANK": "0"}, True),
         ({"RANK": "1"}, True),  # a pod of its own, as PyTorchJob starts them
         ({"RANK": "1", "LOCAL_RANK": "1"}, False),
+        ({"RANK": "0", "LOCAL_RANK": "3"}, True),
+        ({"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, True),
     ],
 )
 def test_the_first_of_a_machine_speaks(environ: dict[str, str], first: bool) -> None:
@@ -255,6 +257,9 @@ def test_launch_errors_come_with_all_others_before_anything_starts() -> None:
     assert any("--hidden-size 15" in text for text in texts)
 
 
+TWO = {"RANK": "0", "WORLD_SIZE": "2"}
+
+
 @pytest.mark.parametrize(
     ("flags", "environ", "message"),
     [
@@ -263,12 +268,23 @@ def test_launch_errors_come_with_all_others_before_anything_starts() -> None:
         ("--max-restarts 3", {}, "--max-restarts 3 "),
         ("--nproc 3 --tensor-model-parallel-size 2", {}, "--tensor-model-parallel-size 2 "),
         ("", {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "x"}, "environment variable MASTER_PORT=x"),
+        ("", {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999"}, "environment variable MASTER_PORT=99999"),
+        ("", {"RANK": "-1", "WORLD_SIZE": "2"}, "environment variable RANK=-1"),
+        ("", {**TWO, "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 with LOCAL_WORLD_SIZE=2"),
+        ("", {**TWO, "LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE=4 with WORLD_SIZE=2"),
         ("", {**SRUN, "SLURM_JOB_NODELIST": ""}, "MASTER_ADDR"),
     ],
 )
 def test_refused_launches(flags: str, environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load([*MODEL.split(), *flags.split()], environ)
+
+
+def test_a_number_of_processes_out_of_range_is_one_violation() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([*MODEL.split(), "--nproc", "0"], {})
+    assert len(caught.value.violations) == 1
+    assert "--nproc 0" in caught.value.violations[0]
 
 
 def test_nproc_sets_the_world_of_the_parent_and_of_the_children() -> None:

@@ -518,6 +518,17 @@ rank_is_in_the_world = forbid(
     "environment variable RANK={run.launch.rank} with WORLD_SIZE={run.launch.world_size}: ranks count from 0 to {last}",
     last=lambda run: run.launch.world_size - 1,
 )
+local_rank_is_on_the_machine = forbid(
+    lambda run: run.launch.local_world_size is not None and run.launch.local_rank >= run.launch.local_world_size,
+    "environment variable LOCAL_RANK={run.launch.local_rank} with LOCAL_WORLD_SIZE={run.launch.local_world_size}: "
+    "ranks of a machine count from 0 to {last}",
+    last=lambda run: (run.launch.local_world_size or 0) - 1,
+)
+machine_is_in_the_world = forbid(
+    lambda run: (run.launch.local_world_size or 0) > run.launch.world_size,
+    "environment variable LOCAL_WORLD_SIZE={run.launch.local_world_size} with WORLD_SIZE={run.launch.world_size}: a "
+    "machine has at most all processes; set LOCAL_WORLD_SIZE to those of this machine, or unset it",
+)
 
 
 @rule
