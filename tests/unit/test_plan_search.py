@@ -189,6 +189,7 @@ def test_machines_that_are_not_full_are_named(gpus: str, named: bool, bought: Ca
         ("--hours 1", ["--data"]),
         ("--data 2B", ["--data 2B", "--hours"]),
         ("--preset gpt3-1.3b --html=", ["--html"]),
+        ("--preset gpt3-1.3b --data 2B --html /missing/a.html", ["--data 2B", "--html /missing/a.html"]),
         ("--preset=", ["--preset"]),
     ],
 )

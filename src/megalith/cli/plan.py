@@ -17,6 +17,7 @@ from megalith.cli.report import write_page
 from megalith.config.command_line import read_command_line, without_settings
 from megalith.config.reading import read_recipe
 from megalith.errors import ConfigError
+from megalith.evaluate.request import unwritable
 from megalith.plan.chinese import Words, right
 from megalith.plan.devices import DEVICES, Device
 from megalith.plan.presets import PRESETS, preset_words
@@ -149,6 +150,8 @@ def _misplaced(options: argparse.Namespace) -> list[str]:
     found = []
     if options.html == "":
         found.append("--html '' names no file; give FILE.html, or leave it out")
+    elif options.html is not None:
+        found += unwritable(Path(options.html), "--html")
     if options.hours is None:
         if options.data is not None:
             found.append(f"--data {options.data}: only --hours reads it; give --hours H too, or leave it out")

@@ -13,9 +13,11 @@ from pathlib import Path
 from megalith.cli.arguments import CommandParser
 from megalith.cli.from_megatron import run_of
 from megalith.cli.launch import package_environment
+from megalith.cli.report import write_page
 from megalith.config import RunConfig, load
 from megalith.config.build import imported
 from megalith.errors import ConfigError, MegalithError, PeerError
+from megalith.evaluate.request import unwritable
 from megalith.plan import cache_folder
 from megalith.plan.remember import remember, versions
 from megalith.prove.miniature import miniatures
@@ -56,12 +58,19 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError("nothing to prove: give the flags of a run, its launch script or its recipe")
     flags, processes = run_of(words)
     environ = {} if processes is None else {"RANK": "0", "WORLD_SIZE": str(processes)}
+    wrong = [] if options.json is None else unwritable(Path(options.json), "--json")
     count, _, device = (options.gpus or "").partition("x")
     if options.gpus is not None:
         if not re.fullmatch(r"[1-9]\d*", count):
-            raise ConfigError(f"--gpus {options.gpus}: give a number of GPUs, and their name behind an x: 64xH100")
+            wrong.append(f"--gpus {options.gpus}: give a number of GPUs, and their name behind an x: 64xH100")
+            raise ConfigError(wrong)
         environ = {"RANK": "0", "WORLD_SIZE": count}
-    config = load(flags, environ, files=False, registry=imported(flags))
+    try:
+        config = load(flags, environ, files=False, registry=imported(flags))
+    except ConfigError as error:
+        raise ConfigError([*wrong, *error.violations]) from error
+    if wrong:
+        raise ConfigError(wrong)
     if not environ and config.launch.world_size == 1:
         warn("note: one process is proven, which has no layout; --gpus NxDEVICE says how many GPUs the run has")
     import torch
@@ -79,12 +88,9 @@ def run(argv: Sequence[str]) -> int:
     certificate = json.dumps(proof.certificate(), indent=1, default=str)
     if proof.holds and not options.quick and (path := _remembered(config)) is not None:
         remember(path, certificate)
-    if options.json:
-        try:
-            Path(options.json).write_text(certificate + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--json {options.json}: {error.strerror}; give a file that can be written") from error
     print(text(proof))
+    if options.json is not None:
+        write_page(Path(options.json), certificate + "\n", "--json")
     return 0 if proof.holds else EXIT_MISMATCH
 
 

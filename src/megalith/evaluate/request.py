@@ -100,8 +100,8 @@ class Request:
             found.append(f"no such folder: {self.data} (--data); get the files of {self.task}: {get}")
         if files and self.data is not None and not asks and not self.data.is_file() and not self._is_dataset:
             found.append(f"no such file: {self.data} (--data; of tasks/main.py: --valid-data){_where_from(self.task)}")
-        if files and self.result is not None:
-            found += _unwritable(self.result)
+        if files and self.result is not None and read_launch(os.environ).get("RANK", "0") == "0":  # which writes it
+            found += unwritable(self.result, "--json")
         found += [f"{one.given} is for --task {' and '.join(one.tasks)}; leave it out" for one in self.unread()]
         if self.shots is not None and self.shots < 0:
             found.append(f"--num-fewshot {self.shots} is negative; 0 asks without examples")
@@ -153,18 +153,16 @@ class Request:
         return length, stride, wrong
 
 
-def _unwritable(file: Path) -> list[str]:
-    """Return why the file of --json cannot be written; the first rank writes it, so that the others need no folder."""
+def unwritable(file: Path, flag: str) -> list[str]:
+    """Return why the file of a flag cannot be written, if it cannot."""
     folder = file.absolute().parent
-    if read_launch(os.environ).get("RANK", "0") != "0":
-        return []
     if file.is_dir():
-        return [f"--json {file} is a folder; name a file in it"]
+        return [f"{flag} {file} is a folder; name a file in it"]
     if not folder.is_dir():
-        return [f"--json {file}: no such folder: {folder}; create it (mkdir -p), or choose another path"]
+        return [f"{flag} {file}: no such folder: {folder}; create it (mkdir -p), or choose another path"]
     target = file if file.exists() and not file.is_file() else folder  # a device is written where it is
     if not os.access(target, os.W_OK):
-        return [f"--json {file}: no permission to write to {target}; choose another path"]
+        return [f"{flag} {file}: no permission to write to {target}; choose another path"]
     return []
 
 

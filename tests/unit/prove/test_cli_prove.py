@@ -68,6 +68,19 @@ def test_a_reference_without_such_models_is_refused_before_anything_is_trained(
     assert f"--reference {reference}" in said(words, capsys)
 
 
+def test_a_certificate_that_cannot_be_written_is_refused_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prove(*_: object, **__: object) -> None:
+        pytest.fail("it trains")
+
+    monkeypatch.setattr(proof, "prove", prove)
+    words, file = SCRIPT.split('"')[1].split(), f"{tmp_path}/missing/certificate.json"
+    error = said([*words, "--json", file], capsys)
+    assert f"--json {file}" in error and "--num-attention-heads 5" in error
+    assert f"--json {tmp_path}" in said([*words, "--json", str(tmp_path)], capsys)
+
+
 def test_one_process_is_said_to_have_no_layout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ from megalith.cli.main import main
 from megalith.cli.quickstart import Quickstart, compare_repeated_steps, make_parser, program, words_of
 from megalith.cli.quickstart.model import MODEL_SIZES, Machine, ModelSize, Plan
 from megalith.config import load
-from megalith.errors import DataError, MegalithError, install_command
+from megalith.errors import ConfigError, DataError, MegalithError, install_command
 from megalith.report.history import History
 
 Record = dict[str, Any]
@@ -85,6 +85,13 @@ def test_what_runs_is_what_the_script_says(tmp_path: Path, prompt: str) -> None:
 def use(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     """Run this program instead of Megalith."""
     monkeypatch.setattr("megalith.cli.quickstart.COMMAND", (sys.executable, "-c", source))
+
+
+@pytest.mark.parametrize("place", ["file/out", "/proc/out"])
+def test_a_folder_that_cannot_be_written_to_is_named(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"--out .*{place}"):
+        quickstart(tmp_path / place)
 
 
 def test_a_command_runs_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

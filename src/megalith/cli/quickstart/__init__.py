@@ -149,18 +149,21 @@ class Quickstart:
     def clear_folder(self) -> None:
         """Create the output folder; remove the output of an earlier quickstart in it, and nothing else.
 
-        Raises:  ConfigError if the folder has files but is not of a quickstart.
+        Raises:  ConfigError if the folder has files but is not of a quickstart, or cannot be written to.
         """
         used = self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir()))
         if used and not self.script.is_file():
             raise ConfigError(f"--out {self.out} exists and is not of a quickstart; choose a new folder")
         made = ("tokenizer", "data", "checkpoints", "chat", "logs", "loss.png", "report.json")
-        for name in (*made, "corpus.jsonl", "dialogues.jsonl", "held-out.jsonl"):
-            path = self.out / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        for name in ("tokenizer", "data", "logs"):
-            (self.out / name).mkdir(parents=True)
-        self.script.touch()
+        try:
+            for name in (*made, "corpus.jsonl", "dialogues.jsonl", "held-out.jsonl"):
+                path = self.out / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            for name in ("tokenizer", "data", "logs"):
+                (self.out / name).mkdir(parents=True)
+            self.script.touch()
+        except OSError as error:
+            raise ConfigError(f"--out {self.out}: cannot be written to: {error.strerror}; choose another") from error
 
     @contextmanager
     def step(self, name: str) -> Iterator[Callable[[str], None]]:
