@@ -79,6 +79,23 @@ def test_a_larger_micro_batch_does_not_fit() -> None:
     assert _recipe(_recipe_named("gpt3-1.3b-4gpu"), "--micro-batch-size", "4").fits is False
 
 
+@pytest.mark.parametrize(
+    ("flags", "device", "flag"),
+    [
+        ("--bf16", "V100S", "--fp16"),
+        ("--bf16", "T4", "--fp16"),
+        ("--bf16", "A10", ""),
+        ("--bf16", "CPU", ""),
+        ("--fp16", "V100S", ""),
+        ("--device cpu", "H100", "--device cpu"),
+        ("--device cpu", "CPU", ""),
+    ],
+)
+def test_flags_that_do_not_suit_the_device_are_noted(flags: str, device: str, flag: str) -> None:
+    notes = [note for note in _plan(2, 2, flags, 1, device).notes if "rates" not in note]
+    assert [flag in note for note in notes] == [True] * bool(flag)
+
+
 def test_what_cannot_be_planned_is_said() -> None:
     some = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
     with pytest.raises(ConfigError, match="--recompute-method block"):

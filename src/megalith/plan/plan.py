@@ -15,6 +15,7 @@ from megalith.errors import ConfigError, MegalithError
 from megalith.plan.chinese import Words, left, right
 from megalith.plan.devices import DEVICES, GIB, Device, find_device, read_devices
 from megalith.plan.memory import CATEGORIES, Part, RankMemory, plan_memory
+from megalith.plan.presets import half
 from megalith.plan.rates import with_measured
 from megalith.plan.record import Record
 from megalith.plan.remember import remembering
@@ -222,6 +223,10 @@ def _plan_of(run: RunConfig, vocab_size: int, device: Device, nodes: int, notes:
     if run.train.compile:
         run = replace(run, train=replace(run.train, compile=False))
         notes.append("--compile: planned as without it, which needs more")
+    if run.precision.bf16 and "--fp16" in half(device):
+        notes.append(f"--bf16: {device.name} emulates it, which is slow; --fp16 is fast there")
+    if run.train.device == "cpu" and device.compute:
+        notes.append(f"--device cpu: planned for {device.name} of --gpus nevertheless; the run would be on the CPU")
     if run.data.masks_documents:
         notes.append("each sequence is planned as one document")
     if nodes > 1 and (each := run.launch.world_size // nodes) < device.rates.node:
