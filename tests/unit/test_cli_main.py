@@ -267,6 +267,13 @@ def test_config_prints_a_recipe_and_notes(capsys: pytest.CaptureFixture[str]) ->
     assert "--lr-decay-style constant|linear|cosine" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("beside", ["--markdown", "--flags --num-layers 2", "--flags --flags"])
+def test_the_reference_of_flags_takes_no_flags_of_a_run(beside: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", *beside.split()]) == 2
+    said = capsys.readouterr().err
+    assert "--markdown" in said and "--hidden-size" not in said and "not a flag" not in said
+
+
 def run_in_a_process(code: str, *argv: str) -> tuple[int, str, list[str]]:
     """Exit code, standard error and the top-level modules loaded of a program that ends with an exit code."""
     program = f"import json, sys\n{code}\nprint(json.dumps([rc, sorted({{m.split('.')[0] for m in sys.modules}})]))"

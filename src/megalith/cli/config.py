@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from megalith.config import load
 from megalith.config.render import flags_markdown, flags_text, note_lines, recipe_text
+from megalith.errors import ConfigError
 
 HELP = """usage: megalith config [--config RECIPE.toml] [flags of a run]
        megalith config --flags [--markdown]
@@ -24,6 +25,8 @@ def run(argv: Sequence[str]) -> int:
         print(flags_text(), end="")
     elif sorted(argv) == ["--flags", "--markdown"]:
         print(flags_markdown(), end="")
+    elif not {"--flags", "--markdown"}.isdisjoint(argv):
+        raise ConfigError("megalith config --flags prints all flags and takes --markdown alone; leave the others out")
     else:
         configuration = load(argv, files=False)
         print(recipe_text(configuration), end="")
