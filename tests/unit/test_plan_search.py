@@ -115,6 +115,10 @@ def test_the_command_proposes_layouts(
     first = found["layouts"][0]
     assert found["fits"] and found["step_seconds"] == first["step_seconds"] <= found["layouts"][-1]["step_seconds"]
     assert found["memory"]["peak_bytes"] == first["peak_bytes"] and "--nproc 2" in first["command"]
+    words = small.replace("--micro-batch-size 1 ", "").split()
+    assert main(["plan", *words, "--gpus", "2xRTX4090", "--nodes", "2"]) == 0
+    (command,) = re.findall("^  (torchrun .*)$", capsys.readouterr().out, re.MULTILINE)
+    assert {"--nnodes", "--node-rank", "--master-addr"} <= set(command.partition(" -m ")[0].split())
 
 
 def test_what_fits_nowhere_is_an_error() -> None:

@@ -45,6 +45,7 @@ CHINESE = {
     "flags": "参数",
     "Beside the first:": "与第一种相比：",
     "Start the first with:": "启动第一种：",
+    "Start it on each host, with its own --node-rank:": "在每台主机上启动它，--node-rank 各不相同：",
     "In {hours:g} hours on {number} x {device}, of {unique:.3g} tokens of text:": "{number} x {device} 训练 {hours:g} "
     "小时，文本共 {unique:.3g} 个 token：",
     "parameters": "参数量",

@@ -105,12 +105,13 @@ class Plan:
         return json.dumps({**whole, "layouts": layouts, "reasons": reasons, "notes": list(self.notes)})
 
     def command(self, choice: Choice) -> str:
-        """Return the command that trains with a layout."""
+        """Return the command that trains with a layout, on each machine where there are several."""
         number, each = self.run.launch.world_size, self.run.launch.world_size // self.nodes
         words = [*self.words, *choice.flags()]
         if self.nodes == 1:
             return shlex.join(["megalith", "train", *(["--nproc", str(number)] if number > 1 else []), *words])
         start = ["torchrun", "--nnodes", str(self.nodes), "--nproc-per-node", str(each)]
+        start += ["--node-rank", "N", "--master-addr", "HOST"]  # without them torchrun waits for 15 minutes
         return shlex.join([*start, "-m", "megalith", "train", *words])
 
     def layouts_text(self, say: Words) -> list[str]:
@@ -125,7 +126,8 @@ class Plan:
             figures = f"{one.run.layout!s:22}  {speed}  {one.peak_bytes / GIB:6.1f}"
             lines.append(f"{place:2}  {figures}  {shlex.join(one.flags())}")
         lines += ["", say("Beside the first:"), *(f"  {change}: {why}" for change, why in self.found.reasons)]
-        return [*lines, "", say("Start the first with:"), f"  {self.command(self.found.best[0])}", ""]
+        start = "Start the first with:" if self.nodes == 1 else "Start it on each host, with its own --node-rank:"
+        return [*lines, "", say(start), f"  {self.command(self.found.best[0])}", ""]
 
     def text(self, savings: Sequence[str] = (), language: str = "en") -> str:
         """Return one screen of text; `savings` are lines about what would need less."""
