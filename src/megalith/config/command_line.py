@@ -193,6 +193,8 @@ class _Parser:
         hint = "empty variable, or missing -- before it?"
         if "<" in word or ">" in word:
             hint = "replace the placeholder in < >"
+        elif word.endswith(".toml"):
+            hint = f"give a recipe by --config {word}"
         self.reading.problems.append(f"{shown} belongs to no flag ({hint})")
 
     def _following(self, flag: str, arity: str) -> list[str]:

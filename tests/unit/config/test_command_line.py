@@ -227,6 +227,12 @@ def test_the_launcher_speaks_through_the_environment() -> None:
         read("--rank", "0")
 
 
+def test_a_recipe_without_its_flag_is_told_it() -> None:
+    with pytest.raises(ConfigError, match="--config my.toml") as caught:
+        read("my.toml")
+    assert len(caught.value.violations) == 1
+
+
 def test_several_processes_make_a_layout() -> None:
     words = "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
     run = read(*words.split(), environ={"RANK": "1", "WORLD_SIZE": "4"})
