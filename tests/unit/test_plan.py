@@ -100,6 +100,8 @@ def test_what_cannot_be_planned_is_said() -> None:
     some = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
     with pytest.raises(ConfigError, match="--recompute-method block"):
         plan_run(f"{DENOISED} {some}".split(), DEVICES["H100"], world_size=1)
+    with pytest.raises(ConfigError, match="--hidden-size 4000000000"):
+        _plan(2, 2, "--hidden-size 4000000000")
     with pytest.raises(ConfigError, match="--search"):
         search_run(f"{MASKED} --model-family bert".split(), DEVICES["H100"], world_size=2)
 

@@ -12,6 +12,7 @@ from megalith.config import RunConfig, all_settings, load
 from megalith.config.command_line import read_command_line, without_settings
 from megalith.config.tokenizer import TIKTOKEN_SIZE
 from megalith.errors import ConfigError, MegalithError
+from megalith.plan.bound import least_bytes
 from megalith.plan.chinese import Words, left, right
 from megalith.plan.devices import DEVICES, GIB, Device, find_device, read_devices
 from megalith.plan.memory import CATEGORIES, Part, RankMemory, plan_memory
@@ -245,6 +246,12 @@ def _memory(device: Device, run: RunConfig, vocab_size: int) -> list[RankMemory]
 
         return measuring.measure(run, part, vocab_size, device)
 
+    if (least := least_bytes(run, vocab_size)) >= 2**63:  # torch has no shapes of so many bytes
+        model = run.model
+        raise ConfigError(
+            f"--hidden-size {model.hidden_size}, --ffn-hidden-size {model.ffn_size}: a device would hold "
+            f"{least / GIB:.3g} GiB, which no plan counts; give smaller sizes"
+        )
     return plan_memory(run, device, remembering(run, vocab_size, device, measure))
 
 
