@@ -121,7 +121,7 @@ def test_nothing_is_left_behind(warm: WarmProcess, tmp_path: Path, text: Path, f
 
 # As on several hosts: the ranks have nothing in common but the store of rank 0.
 
-SEVERAL_HOSTS = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.2"}
+SEVERAL_HOSTS = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.2"}
 
 
 @pytest.mark.parametrize(
