@@ -145,7 +145,10 @@ def test_merged_exported_and_beside_write_the_same(
     adapters, hf, peft = folder / "whole", tmp_path / "hf", tmp_path / "peft"
     assert main(["checkpoint", "merge-lora", str(adapters), str(tmp_path / "merged")]) == 0
     assert main(["checkpoint", "export", str(folder / "base"), str(hf), "--no-compare"]) == 0
-    assert main(["checkpoint", "export", str(adapters), str(peft), "--to", "peft"]) == 0
+    spoken = shutil.copytree(adapters / "iter_0000004", tmp_path / "spoken/iter_0000004") / "chat_template.jinja"
+    spoken.write_text("{{ messages[0].content }}")  # that of the fine-tuning, as the model has none
+    assert main(["checkpoint", "export", str(spoken.parent), str(peft), "--to", "peft"]) == 0
+    assert (peft / spoken.name).read_bytes() == spoken.read_bytes()
     config = json.loads((peft / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (2, 32, 0.1)
     assert len(load_file(peft / "adapter_model.safetensors")) == 2 * 7 * 2

@@ -1,4 +1,8 @@
-"""Writer of the adapters of a checkpoint as a folder of PEFT: adapter_config.json beside adapter_model.safetensors."""
+"""Writer of the adapters of a checkpoint as a folder of PEFT: adapter_config.json beside adapter_model.safetensors.
+
+The tokenizer and the chat template lie beside them, as TRL's trainers write them: the template is that of the
+fine-tuning, which the model may lack.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from megalith.checkpoint.files.commit import temp_folder, write_durably
 from megalith.checkpoint.files.folder import open_verified
 from megalith.checkpoint.global_parameters import GlobalParameters
 from megalith.checkpoint.sources.adapters import args_of
+from megalith.checkpoint.sources.huggingface import files_of_tokenizer
 from megalith.checkpoint.sources.peft import adapter_tensors
 from megalith.checkpoint.sources.source import is_huggingface, open_source
 from megalith.checkpoint.store.store import locate
@@ -75,6 +80,8 @@ def export_adapters(
     destination = destination.resolve()
     with temp_folder(destination, layout.bytes) as new:
         _write_safetensors(new.path / ADAPTER_WEIGHTS, layout.shards[0], TensorReader(about))
+        for name, file in files_of_tokenizer(found).items():
+            write_durably(new.path / name, file.read_bytes())
         write_durably(new.path / ADAPTER_CONFIG, _json(about.config))
         new.commit()
     return AdapterExport(destination, layout.bytes, len(table), notes)
