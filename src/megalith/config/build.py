@@ -11,7 +11,7 @@ from megalith.config.command_line import read_command_line
 from megalith.config.environment import read_launch, tasks_without_srun
 from megalith.config.families import FAMILIES
 from megalith.config.fields import Setting
-from megalith.config.from_args import DROPOUT, TOKENIZER_FILES, settings_from
+from megalith.config.from_args import DROPOUT, LORA_SETTINGS, TOKENIZER_FILES, settings_from
 from megalith.config.reading import Reading, read_recipe
 from megalith.config.rules import FILE_RULES, NOTICES, RULES
 from megalith.config.rules.rule import Draft, Rule, UnusableError, unreadable
@@ -133,8 +133,11 @@ def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader, registry:
 
 
 def _keep_given(taken: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Remove tokenizer and dropout that the user has given from what a checkpoint says; return notes about them."""
-    names = ("tokenizer_type", "tokenizer_model", *DROPOUT)
+    """Remove tokenizer, dropout and LoRA that the user has given from what a checkpoint says; return notes about them.
+
+    Adapters of another rank or scale are refused when the checkpoint is read.
+    """
+    names = ("tokenizer_type", "tokenizer_model", *DROPOUT, *LORA_SETTINGS)
     kept = [name for name in names if name in given and given[name] != taken.get(name, given[name])]
     if "tokenizer_type" in kept or {"vocab_file", "merge_file"} & given.keys():  # files of two tokenizers do not mix
         for name in TOKENIZER_FILES:

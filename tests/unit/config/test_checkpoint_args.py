@@ -88,6 +88,22 @@ def test_dropout_is_that_of_the_checkpoint_unless_it_is_given(tmp_path: Path) ->
     assert "--hidden-dropout 0.1" in kept and "0.0" in kept
 
 
+def test_settings_of_adapters_are_those_of_the_checkpoint_unless_they_are_given() -> None:
+    model = ModelConfig(2, 16, 4, 32, lora_rank=4, lora_alpha=8.0, lora_dropout=0.25)
+    args = weights_args(model, PrecisionConfig(), TokenizerConfig("NullTokenizer", vocab_size=9))
+
+    def settings(flags: str) -> tuple[int | None, float, float]:
+        words = f"{RUN} --tokenizer-type NullTokenizer --vocab-size 9 {flags}".split()
+        run = load(words, {}, files=False, saved_args=lambda where, step: args)
+        told = {str(note).split()[0] for note in run.notes if "kept" in str(note)}
+        assert told == {word for word in flags.split() if word.startswith("--")}
+        return run.model.lora_rank, run.model.lora_alpha, run.model.lora_dropout
+
+    assert settings("") == (4, 8.0, 0.25)
+    assert settings("--lora-rank 6 --lora-alpha 80") == (6, 80.0, 0.25)
+    assert settings("--lora-dropout 0") == (4, 8.0, 0.0)
+
+
 def test_what_only_the_checkpoint_says_is_not_held_against_the_user(tmp_path: Path) -> None:
     quiet = run_from(tmp_path, "")
     assert [note.text for note in quiet.notes if "--moe-router-topk" in note.text] == []
