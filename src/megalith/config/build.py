@@ -11,7 +11,7 @@ from megalith.config.command_line import read_command_line
 from megalith.config.environment import read_launch, tasks_without_srun
 from megalith.config.families import FAMILIES
 from megalith.config.fields import Setting
-from megalith.config.from_args import DROPOUT, LORA_SETTINGS, TOKENIZER_FILES, settings_from
+from megalith.config.from_args import DROPOUT, LORA_SETTINGS, MODEL_SETTINGS, TOKENIZER_FILES, settings_from
 from megalith.config.reading import Reading, read_recipe
 from megalith.config.rules import FILE_RULES, NOTICES, RULES
 from megalith.config.rules.rule import Draft, Rule, UnusableError, unreadable
@@ -116,6 +116,13 @@ def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader, registry:
         reading.problems.append("--use-checkpoint-args needs --load, the folder of the checkpoint")
         return reading
     args = next((args for folder in folders if (args := saved_args(folder, given.get("ckpt_step")))), None)
+    if args is None and given.get("num_layers") is None:
+        reading.problems.append(
+            f"--use-checkpoint-args: {' and '.join(folders)} {'hold' if folders[1:] else 'holds'} no checkpoint to "
+            "take the model from; correct --pretrained-checkpoint or --load, or give the flags of a new model"
+        )
+        reading.faulty |= {*MODEL_SETTINGS, *TOKENIZER_FILES, "tokenizer_type"}
+        return reading
     if args is None:
         reading.notes.append(f"--use-checkpoint-args: {folders[0]} holds no checkpoint yet: the flags count")
         return reading

@@ -104,6 +104,17 @@ def test_settings_of_adapters_are_those_of_the_checkpoint_unless_they_are_given(
     assert settings("--lora-dropout 0") == (4, 8.0, 0.0)
 
 
+@pytest.mark.parametrize("flags", ["--load typo", "--load new --pretrained-checkpoint typo"])
+def test_a_missing_checkpoint_is_named_instead_of_what_it_would_say(flags: str) -> None:
+    words = [*RUN.split(), *flags.split(), "--tensor-model-parallel-size", "3"]
+    with pytest.raises(ConfigError) as refused:
+        load(words, {}, files=False, saved_args=lambda where, step: None)
+    first, *others = refused.value.violations
+    assert "typo" in first and "--pretrained-checkpoint" in first
+    assert not any("--num-layers" in other or "--vocab-file" in other for other in others)
+    assert any("--tensor-model-parallel-size 3" in other for other in others)
+
+
 def test_what_only_the_checkpoint_says_is_not_held_against_the_user(tmp_path: Path) -> None:
     quiet = run_from(tmp_path, "")
     assert [note.text for note in quiet.notes if "--moe-router-topk" in note.text] == []
