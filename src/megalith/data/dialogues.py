@@ -24,7 +24,8 @@ from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.chat_template import BUILT_IN, BadDialogue, ChatTemplate
 from megalith.tokenizers.fast_bpe import plain_array_encoder
 
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_ASKING = ("system", "developer", "user")
+_ROLES = (*_ASKING, "assistant", "tool", "function")
 
 Span = tuple[int, int]
 Rendered = tuple[str, list[Span]]
@@ -148,6 +149,8 @@ class DialogueEncoder:
             role, weight = message["role"], message.get("weight", 1)
             if role not in _ROLES:
                 raise BadDialogue(f"message {at + 1} has the role {role!r}; known are {', '.join(_ROLES)}")
+            if role in _ASKING and not isinstance(message.get("content"), str):  # which templates write as nothing
+                raise BadDialogue(f"message {at + 1}, of the role {role}, has no text as its content")
             if role != "assistant":
                 continue
             if _is_empty(message):

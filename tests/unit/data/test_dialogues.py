@@ -138,7 +138,9 @@ BAD = [
     ([{"role": "user", "content": "a"}, {"role": "assistant", "content": None}], "message 2.* empty"),
     ([{"role": "user", "content": "a"}], "no message of an assistant"),
     ([{"role": "user", "content": "a"}, {"role": "robot", "content": "b"}], "'robot'"),
-    ([{"role": "user", "content": 1}, {"role": "assistant", "content": "b"}], "TypeError"),
+    ([{"role": "user", "content": 1}, {"role": "assistant", "content": "b"}], "message 1.* content"),
+    ([{"role": "user", "text": "a"}, {"role": "assistant", "content": "b"}], "message 1.* content"),
+    ([{"role": "system", "content": None}, {"role": "assistant", "content": "b"}], "message 1.* content"),
     ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 2}], "weight 2"),
     ([{"role": "user", "content": "a" * 99}, {"role": "assistant", "content": "b"}], "tokens.*--seq-length 99"),
     ("text", "text"),
@@ -168,7 +170,7 @@ def test_bad_dialogues_are_named_by_line_and_skipped_on_request(
         preprocess(replace(fits, seq_length=length - 2))
     assert len(IndexedDataset(str(tmp_path / "out_messages_document_loss_mask"))) == 1
     skipped = (tmp_path / "out_messages_document_skipped.txt").read_text().splitlines()
-    assert [int(line.split("line ")[1].split(":")[0]) for line in skipped] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 11]
+    assert [int(line.split("line ")[1].split(":")[0]) for line in skipped] == [*range(1, len(BAD) + 1), len(BAD) + 2]
     capsys.readouterr()
     with pytest.raises(ConfigError, match="--loss-mask half"):
         preprocess(replace(options, loss_mask="half"))
