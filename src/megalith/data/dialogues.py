@@ -41,13 +41,9 @@ class DialogueEncoder:
         loss_mask: one of `encoding.LOSS_MASKS`.
         seq_length: tokens of the longest dialogue, without the last, which is only predicted; None for any number.
         expected_bytes: of text; decides what is worth being loaded at once.
-        eod: id behind each dialogue, None for none. It is learnt where an answer ends the dialogue.
-
-    Attributes:
-        repeats_eod: whether it follows a dialogue that ends with it.
+        eod: id behind each dialogue that does not end with it, None for none. It is learnt where an answer ends the
+            dialogue.
     """
-
-    repeats_eod = True
 
     def __init__(
         self,
@@ -101,7 +97,7 @@ class DialogueEncoder:
             ids, mask = encoded or self._encode_by_offsets(text, spans)
         except DataError as error:
             return BadDocument(str(error))
-        if self._eod is not None and (self.repeats_eod or not len(ids) or ids[-1] != self._eod):
+        if self._eod is not None and (not len(ids) or ids[-1] != self._eod):
             ids = np.append(ids, self._eod)
             mask = np.append(mask, np.uint8(bool(spans) and not text[spans[-1][1] :].strip()))
         if self._seq_length is not None and len(ids) > self._seq_length + 1:

@@ -63,7 +63,7 @@ class EncodeSettings:
         chat_template: file of a Jinja template that makes text of messages, or TOKENIZERS for the tokenizer's.
         loss_mask: what of a dialogue is learnt, one of `LOSS_MASKS`; its mask is one more column. None for no mask.
         seq_length: tokens that a dialogue with a loss mask may take, None for any number.
-        as_in_megatron: a system message begins another dialogue, and no end of document is repeated.
+        as_in_megatron: a system message begins another dialogue.
         expected_bytes: of text for each process, as far as it shows; decides what is worth being loaded at once.
     """
 
@@ -143,7 +143,6 @@ class ChunkEncoder:
                 self._dialogues = DialogueEncoder(
                     self._template, tokenizer, settings.loss_mask, settings.seq_length, eod, settings.expected_bytes
                 )
-                self._dialogues.repeats_eod = not settings.as_in_megatron
             before, behind = added_around(tokenizer)
             self._encode = lambda texts: [ids[before : len(ids) - behind] for ids in encode(texts)]
         self._vocab_size, self._dtype = tokenizer.vocab_size, smallest_dtype(tokenizer.vocab_size)

@@ -62,8 +62,7 @@ class PreprocessOptions:
         chat_template: file of a Jinja template that makes text of messages, or `tokenizer` for the tokenizer's.
         loss_mask: what of a dialogue is learnt, one of `LOSS_MASKS`; a second dataset holds the mask. None for none.
         seq_length: of the training; a dialogue that takes more is a bad document. None for any length.
-        as_in_megatron: what Megatron does with a line under --sft: a system message begins another dialogue, and
-            `append_eod` repeats no end of document.
+        as_in_megatron: what Megatron does with a line under --sft: a system message begins another dialogue.
         sentences: how texts are split into sentences, None to leave them whole; with it output names end in `sentence`.
         workers: processes that encode; the output is the same for any number.
         partitions: Megatron's partitions; above 1 they change the order of the documents, and their files are kept.

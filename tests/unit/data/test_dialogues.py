@@ -225,6 +225,13 @@ def test_our_templates_write_the_formats_of_their_models(tmp_path: Path, folder:
     assert text.endswith("</tool_response><|im_end|>\n<|im_start|>assistant\n[<think>\nc\n</think>\n\nb<|im_end|>]\n")
 
 
+def test_an_end_of_document_that_the_template_writes_is_not_repeated(tmp_path: Path, folder: Path) -> None:
+    rows = ({"messages": SAID[3:]}, {"messages": [*SAID[3:], SAID[3]]})
+    options = options_for(folder, tmp_path / "in.jsonl", *rows, chat_template="plain", append_eod=True)
+    answered = "Of what?[Of\n nothing.\n<|end|>]"
+    assert learnt(options) == [answered, f"{answered}Of what?<|end|>"]
+
+
 def test_templates_that_end_no_turn_are_named(tmp_path: Path, folder: Path) -> None:
     notes: list[str] = []
     listener = ProgressListener()
