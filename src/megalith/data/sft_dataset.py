@@ -123,7 +123,8 @@ class SFTDataset:
         if is_drawn_from and not len(self):
             raise DataError(
                 f"the {self.name} split of {self.prefix} has no conversation with a token to predict: "
-                f"{spec.describe_documents(len(documents.lengths))}; add conversations{spec.or_none}"
+                f"{spec.describe_documents(len(documents.lengths))}; add conversations"
+                f"{'' if spec.ratios.matrix is None else ', give it another share by --split (0 for none)'}{spec.or_none}"
             )
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,14 @@ def test_conversations_that_are_too_long(tmp_path: Path) -> None:
         text = IndexedDataset(prefix).get(int(document))[: LENGTH + 1]
         assert np.array_equal(data[number]["tokens"][: len(text) - 1], text[:-1])
     assert f"{(lengths > LENGTH + 1).sum()} conversations cut" in data.summary
+
+
+def test_a_split_that_rounding_leaves_empty_is_refused_with_the_split_that_helps(tmp_path: Path) -> None:
+    data, tokenizer = DataConfig(LENGTH, data_path=(conversations(tmp_path),), sft=True), NullTokenizer(VOCABULARY)
+    with pytest.raises(DataError, match=r"test split.*no conversation.*share by --split \(0.*--eval-iters 0"):
+        build_gpt_datasets(data, tokenizer, sizes=(1, 1, 1), seed=3)
+    without = build_gpt_datasets(replace(data, split="90,10,0"), tokenizer, sizes=(1, 1, 1), seed=3)
+    assert without.valid is not None and without.test is None
 
 
 def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
