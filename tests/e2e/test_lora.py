@@ -168,7 +168,12 @@ def test_merged_exported_and_beside_write_the_same(
     assert losses[0] == losses[1] != losses[2]
     store, read_back = tensors(adapters, 4), tensors(peft, 0)
     assert all(torch.equal(store[key], read_back[key]) for key in read_back) and len(read_back) == 8
-    capsys.readouterr()
+    for path, model in ((adapters, folder / "base/iter_0000002"), (peft, hf)):
+        capsys.readouterr()
+        assert main(["checkpoint", "inspect", str(path)]) == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert {("lora_rank", "2"), ("lora_alpha", "32.0")} <= {tuple(row) for row in rows}
+        assert any(row[:2] == ["adapters", "of"] and "".join(row[2:]) in str(model) for row in rows)
     for form in ("hf", "gguf"):
         assert main(["checkpoint", "export", str(adapters), str(tmp_path / "x"), "--to", form]) == 4
         assert "merge-lora" in capsys.readouterr().err

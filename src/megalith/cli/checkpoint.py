@@ -47,6 +47,7 @@ _SHOWN_ARGUMENTS = (
     "consumed_train_samples",
     "lr",
     "tokenizer_type",
+    *("lora_rank", "lora_alpha", "lora_targets"),
 )
 _SIZES = {
     "TP": "tensor_model_parallel_size",
@@ -197,9 +198,11 @@ def human_size(size: int) -> str:
 def _facts(folder: CheckpointFolder, common: Mapping[str, Any], contents: Contents) -> Any:
     from rich.table import Table
 
+    from megalith.checkpoint.base import BASE
     from megalith.checkpoint.sources.adapters import args_of
 
     args, manifest = args_of(common), folder.manifest()
+    base = (manifest or {}).get(BASE) or common.get(BASE) or {}
     wrote = f"Megalith {manifest['megalith_version']}, {manifest['created']}" if manifest else "another program"
     if manifest and "converted_from" in manifest:
         wrote += f", from {manifest['converted_from']['path']}"
@@ -213,6 +216,7 @@ def _facts(folder: CheckpointFolder, common: Mapping[str, Any], contents: Conten
         "parameters": f"{parameters:,}",
         "optimizer state": "yes" if len(model) < len(contents.tensors) else "no",
         **_registered(args),
+        **({"adapters of": base["path"]} if base else {}),
         **({"proven": f"certificate {manifest['certificate']}"} if manifest and "certificate" in manifest else {}),
         "random states": "yes" if any(key.startswith("rng_state/") for key in contents.objects) else "no",
         **{
