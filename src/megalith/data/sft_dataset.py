@@ -124,7 +124,8 @@ class SFTDataset:
             raise DataError(
                 f"the {self.name} split of {self.prefix} has no conversation with a token to predict: "
                 f"{spec.describe_documents(len(documents.lengths))}; add conversations"
-                f"{'' if spec.ratios.matrix is None else ', give it another share by --split (0 for none)'}{spec.or_none}"
+                + ("" if spec.ratios.matrix is None else ", give it another share by --split (0 for none)")
+                + spec.or_none
             )
 
     @cached_property
