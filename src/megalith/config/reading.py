@@ -61,10 +61,11 @@ def read_recipe(path: Path, registry: Registry = EMPTY) -> Reading:
         sections = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        reading.problems.append(f"--config {path}: {reason}")
-        return reading
+        reading.problems.append(f"--config {path}: {reason}; give a recipe that can be read")
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         reading.problems.append(f"--config {path}: not TOML: {error}")
+    if reading.problems:
+        reading.faulty |= all_settings().keys()  # which it may have
         return reading
     for section, content in sections.items():
         _section(reading, path, section, content, registry)
