@@ -24,6 +24,12 @@ MOCK, SPLITS = "--mock-data", "--train-data-path a --valid-data-path 1 b 2 c"
         ("--data-path a --split 100,0,0", "--split 100,0,0 "),
         ("--train-data-path a --test-data-path b", "--valid-data-path "),
         (f"{MOCK} --full-validation --eval-iters 3", "--eval-iters 3 "),
+        (f"{MOCK} --eval-interval 5 --early-stopping-patience 2", "--early-stopping-patience 2 "),
+        (
+            f"{MOCK} --eval-interval 5 --start-eval-at-iter 10 --early-stopping-patience 1",
+            "--early-stopping-patience 1 ",
+        ),
+        (f"{MOCK} --eval-interval 11 --keep-best --save c --save-interval 5", "--keep-best "),
     ],
 )
 def test_what_has_no_effect_is_noted(words: str, note: str) -> None:
@@ -39,6 +45,7 @@ def test_what_has_no_effect_is_noted(words: str, note: str) -> None:
         "--train-data-path a --valid-data-path b c --multiple-validation-sets --validation-set-names x y",
         "--data-args-path w --split 1,1,1 --mid-level-dataset-surplus 0.1",
         f"{MOCK} --full-validation",
+        f"{MOCK} --eval-interval 5 --early-stopping-patience 1 --keep-best --save c --save-interval 5",
     ],
 )
 def test_what_has_an_effect_needs_no_notice(words: str) -> None:

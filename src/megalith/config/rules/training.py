@@ -19,6 +19,7 @@ from megalith.config.rules.rule import (
     notice,
     rule,
     show,
+    value_of,
 )
 from megalith.config.run import RunConfig
 from megalith.schedules.batch_size import Stage, read_steps, stepped
@@ -181,6 +182,21 @@ def validation_losses_are_measured(draft: Draft) -> str:
         )
     missing = missing_validation(draft)
     return f"{given}: no validation loss is measured, since {missing}; give the run validation data" if missing else ""
+
+
+@notice
+def evaluations_fall_in_the_run(draft: Draft) -> str:
+    run, train = draft.run, draft.run.train
+    before = max(0, (train.start_eval_at_iter or 0) - 1)
+    number = max(0, run.train_iters // train.eval_interval - before // train.eval_interval)
+    wanted = {"early_stopping_patience": (train.early_stopping_patience or 0) + 1, "keep_best": 1}
+    unused = [show(draft, name) for name, least in wanted.items() if value_of(draft, name) and number < least]
+    if not unused:
+        return ""
+    return (
+        f"{' and '.join(unused)} without effect: {show(draft, 'eval_interval')} makes {number} evaluations in "
+        f"{run.train_iters} iterations"
+    )
 
 
 one_precision_of_gradients = exclusive("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32")
