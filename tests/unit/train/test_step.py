@@ -55,13 +55,13 @@ def test_the_first_step_uses_the_rate_of_the_warm_up_s_start() -> None:
 
 
 def test_an_overflow_consumes_samples_but_leaves_schedule_and_weights() -> None:
-    # A scale of 2**127 overflows every fp16 gradient.
-    state = make_state(PrecisionConfig(fp16=True, initial_loss_scale=2.0**127, hysteresis=1), torch.float16)
+    # A scale of 2**126 overflows every fp16 gradient.
+    state = make_state(PrecisionConfig(fp16=True, initial_loss_scale=2.0**126, hysteresis=1), torch.float16)
     before = {name: value.clone() for name, value in state.model.named_parameters()}
     result = train_step(state, batches(), 2)
     assert not result.applied and result.grad_norm is None
     assert (state.iteration, state.consumed_samples, state.lr_schedule_samples) == (1, 4, 0)
-    assert result.loss_scale == 2.0**126
+    assert result.loss_scale == 2.0**125
     assert all(torch.equal(value, before[name]) for name, value in state.model.named_parameters())
 
 
