@@ -198,11 +198,11 @@ def human_size(size: int) -> str:
 def _facts(folder: CheckpointFolder, common: Mapping[str, Any], contents: Contents) -> Any:
     from rich.table import Table
 
-    from megalith.checkpoint.base import BASE
+    from megalith.checkpoint.base import base_record
     from megalith.checkpoint.sources.adapters import args_of
 
     args, manifest = args_of(common), folder.manifest()
-    base = (manifest or {}).get(BASE) or common.get(BASE) or {}
+    base = base_record(manifest, common)
     wrote = f"Megalith {manifest['megalith_version']}, {manifest['created']}" if manifest else "another program"
     if manifest and "converted_from" in manifest:
         wrote += f", from {manifest['converted_from']['path']}"

@@ -103,10 +103,12 @@ class BufferHook(StepHook):
 
     @torch.no_grad()
     def before_update(self) -> None:
+        if self._replicas.size == 1:
+            return
         # Those of routers have a meaning of their own; MoEHook reduces them.
         modules = [one for chunk in self._state.chunks for one in chunk.modules() if not isinstance(one, Router)]
         buffers = [buffer for module in modules for buffer in module.buffers(recurse=False) if buffer.numel()]
-        if self._replicas.size == 1 or not buffers:
+        if not buffers:
             return
         parts = [buffer.reshape(-1).view(torch.uint8) for buffer in buffers]
         first = comm.broadcast(torch.cat(parts), self._replicas)
