@@ -276,7 +276,8 @@ def _build(
         elif complaint := out_of_range(setting, value):
             variable = setting.about.from_environment
             source = f"environment variable {variable}=" if setting.about.flagless else f"{setting.positive_flag} "
-            problems.append(f"{source}{value}: {complaint}")
+            shown = " ".join(map(str, value)) if setting.many else value
+            problems.append(f"{source}{shown}: {complaint}")
             unusable.add(setting.name)
     values = resolved(values, registry, values)
     run = RunConfig(

@@ -30,7 +30,7 @@ from megalith.tokenizers.chat_template import BUILT_IN, TOKENIZERS, ends_of_turn
 _FLAG, _DEFAULT = "--sft-tokenizer-prompt-format", "default"
 _OF_MEGATRON = (_DEFAULT, "identity", "nemotron-h-aligned", "nemotron-nano-v2")
 """Formats that put the end of document behind every conversation; others do where no special token ends an answer."""
-_VERSION = 1  # of how conversations become tokens; another one prepares them again
+_VERSION = 2  # of how conversations become tokens; another one prepares them again
 _BLOCK = 1 << 24
 
 

@@ -91,9 +91,11 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--fp16 --loss-scale 1e-50", ("--loss-scale 1e-50",)),
     ("--fp16 --initial-loss-scale 1e39", ("--initial-loss-scale 1e+39",)),
     ("--init-method-std -1", ("--init-method-std -1.0",)),
+    ("--rerun-mode disabled --nan-policy rerun", ("--rerun-mode disabled", "--nan-policy rerun")),
     # batch sizes
     ("--rampup-batch-size", ("--rampup-batch-size",)),
     ("--rampup-batch-size 4 4", ("--rampup-batch-size 4", "2")),
+    ("--rampup-batch-size 0 4 100", ("--rampup-batch-size 0 4 100", "1")),
     ("--rampup-batch-size 4 3 100", ("--rampup-batch-size", "3", "1", "2", "4")),
     ("--rampup-batch-size 8 8 100", ("--global-batch-size 8",)),
     ("-global-batch-size --rampup-batch-size 2 2 100", ("--global-batch-size",)),

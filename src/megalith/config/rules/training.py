@@ -231,6 +231,14 @@ loss_scale_without_half_precision = note(
 )
 
 
+@rule
+def one_word_on_repeated_steps(draft: Draft) -> str:
+    precision = draft.run.precision
+    if precision.rerun_mode != "disabled" or precision.nan_policy != "rerun":
+        return ""
+    return f"{show(draft, 'rerun_mode')} and {show(draft, 'nan_policy')} exclude each other; use one of them"
+
+
 @notice
 def policy_without_checks(draft: Draft) -> str:
     precision = draft.run.precision
