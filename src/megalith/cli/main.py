@@ -144,7 +144,8 @@ def _help() -> str:
 def _report(error: MegalithError, command: str) -> None:
     """Print an error. A ConfigError is the same on every rank, so only the first rank of each machine prints it.
 
-    The other ranks wait for it: torchrun and mpirun kill all ranks of a machine as soon as one exits.
+    The other ranks wait for it: torchrun and mpirun kill all ranks of a machine as soon as one exits. A rank that is
+    not killed may be the only one with the error (an impossible LOCAL_RANK), except under launchers that let it live.
     """
     from megalith.config.environment import first_of_machine
 
@@ -159,6 +160,8 @@ def _report(error: MegalithError, command: str) -> None:
     else:
         with suppress(KeyboardInterrupt):
             time.sleep(_FIRST_RANK_PRINTS_WITHIN_SECONDS)
+            if "SLURM_LOCALID" not in os.environ and os.environ.get("MEGALITH_LAUNCHER") != "megalith":
+                warn(_list_violations(error, command))
 
 
 def _list_violations(error: ConfigError, command: str) -> str:

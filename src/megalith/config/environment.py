@@ -39,16 +39,20 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
 
 
 def read_launch(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for this process, and its launcher in MEGALITH_LAUNCHER."""
+    """Return torchrun's variables for this process, and its launcher in MEGALITH_LAUNCHER.
+
+    Raises:
+        ConfigError: the launcher's variables are incomplete, or contradict each other; it names them as the launcher.
+    """
     own = {name: environ[name] for name in _OF_TORCHRUN if name in environ}
     if "RANK" in environ or "WORLD_SIZE" in environ:
         by = environ.get("MEGALITH_LAUNCHER") or ("torchrun" if "TORCHELASTIC_RUN_ID" in environ else "hand")
-        return {**_complete(own), "MEGALITH_LAUNCHER": by}
+        return {**_checked(_complete(own), {name: name for name in _OPEN_MPI}), "MEGALITH_LAUNCHER": by}
     if "OMPI_COMM_WORLD_RANK" in environ:
         return {**_mpi(environ, _OPEN_MPI), **own}
     if "PMI_RANK" in environ and "MPI_LOCALRANKID" in environ:  # Hydra: in a SLURM job its proxies are an srun step
         return {**_mpi(environ, _PMI), **own}
-    if _in_slurm_step(environ) and _slurm_tasks(environ) > 1:
+    if _in_slurm_step(environ) and _count(environ, *_OF_TASKS) != 1:
         return {**_slurm(environ), **own}
     if "PMI_RANK" in environ and "PMI_SIZE" in environ:
         return {**_mpi(environ, _PMI), **own}
@@ -80,6 +84,7 @@ _PMI = {
     "LOCAL_RANK": "MPI_LOCALRANKID",
     "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS",
 }
+_OF_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")  # of the step, else of the job
 _OF_A_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS")
 _JOB_OF_MPI = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
 
@@ -94,8 +99,30 @@ def _complete(variables: dict[str, str]) -> dict[str, str]:
     )
 
 
+def _checked(variables: dict[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    """Return torchrun's variables if they are possible; errors call each as `names`, by torchrun's, does."""
+    given = {name: variables[name] for name in names if name in variables}
+    shown = {name: f"{names[name]}={value}" for name, value in given.items()}
+    problems = [
+        f"environment variable {shown[name]}: not a whole number from 0; leave it to the launcher"
+        for name, value in given.items()
+        if not value.isdecimal()
+    ]
+    problems = problems or [
+        f"environment variable {shown[rank]} with {shown[size]}: {whose} count from 0 to {int(given[size]) - 1}"
+        for rank, size, whose in (
+            ("RANK", "WORLD_SIZE", "ranks"),
+            ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "ranks of a machine"),
+        )
+        if {rank, size} <= set(given) and int(given[rank]) >= int(given[size]) > 0
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return variables
+
+
 def _mpi(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    variables = {ours: environ[theirs] for ours, theirs in names.items() if theirs in environ}
+    variables = _checked({ours: environ[theirs] for ours, theirs in names.items() if theirs in environ}, names)
     variables["MEGALITH_LAUNCHER"] = "mpirun"
     variables["MASTER_PORT"] = _port(" ".join(environ.get(name, "") for name in _JOB_OF_MPI))
     one_host = variables.get("LOCAL_WORLD_SIZE") == variables.get("WORLD_SIZE")
@@ -130,29 +157,26 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
     return len(started.split(",")) == per_node[int(node)]
 
 
-def _slurm_tasks(environ: Mapping[str, str]) -> int:
-    """Return the number of tasks of the step, or of the job if the step's is not set."""
-    return _count(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-
-
 def _count(environ: Mapping[str, str], *names: str) -> int:
+    """Return the first of these numbers that is set, 1 if none is; 0 if it is not a number."""
     text = next((environ[name] for name in names if environ.get(name)), "1")
-    return int(text) if text.isdigit() else 1
+    return int(text) if text.isdecimal() else 0
 
 
 def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    tasks = _slurm_tasks(environ)
-    variables = {"RANK": environ["SLURM_PROCID"], "WORLD_SIZE": str(tasks), "MEGALITH_LAUNCHER": "srun"}
+    of_tasks = next(name for name in _OF_TASKS if environ.get(name))
+    names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": of_tasks, "LOCAL_RANK": "SLURM_LOCALID"}
+    variables = _checked({ours: environ[theirs] for ours, theirs in names.items() if theirs in environ}, names)
+    tasks = variables["WORLD_SIZE"]
+    variables["MEGALITH_LAUNCHER"] = "srun"
     variables["MASTER_PORT"] = _port(f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}")
-    if "SLURM_LOCALID" in environ:
-        variables["LOCAL_RANK"] = environ["SLURM_LOCALID"]
     per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "")
     node = environ.get("SLURM_NODEID", "0")
     if node.isdigit() and int(node) < len(per_node):
         variables["LOCAL_WORLD_SIZE"] = str(per_node[int(node)])
     elif environ.get("SLURM_NNODES") == "1":
-        variables["LOCAL_WORLD_SIZE"] = str(tasks)
-    if variables.get("LOCAL_WORLD_SIZE") == str(tasks):
+        variables["LOCAL_WORLD_SIZE"] = tasks
+    if variables.get("LOCAL_WORLD_SIZE") == tasks:
         variables["MASTER_ADDR"] = loopback()
         return variables
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")

@@ -273,6 +273,11 @@ TWO = {"RANK": "0", "WORLD_SIZE": "2"}
         ("", {**TWO, "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 with LOCAL_WORLD_SIZE=2"),
         ("", {**TWO, "LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE=4 with WORLD_SIZE=2"),
         ("", {**SRUN, "SLURM_JOB_NODELIST": ""}, "MASTER_ADDR"),
+        ("", {**SRUN, "SLURM_NTASKS": "x"}, "environment variable SLURM_NTASKS=x"),
+        ("", {**SRUN, "SLURM_PROCID": "y"}, "environment variable SLURM_PROCID=y"),
+        ("", {**SRUN, "SLURM_PROCID": "7"}, "SLURM_PROCID=7 with SLURM_NTASKS=7"),
+        ("", {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "OMPI_COMM_WORLD_LOCAL_RANK=2 with "),
+        ("", {**HYDRA_2205, "PMI_SIZE": "z"}, "environment variable PMI_SIZE=z"),
     ],
 )
 def test_refused_launches(flags: str, environ: dict[str, str], message: str) -> None:
