@@ -323,7 +323,7 @@ def _build_probe(config: RunConfig, watchdog: Watchdog, console: RunConsole) -> 
     if not text:
         return at
     console.warn(f"WARNING: MEGALITH_FAULT={text} is set: a fault is injected into this run")
-    fault = parse_fault(text)
+    fault = parse_fault(text, config.launch.world_size)
     if not fault.applies_to(config.launch.rank, _attempt()):
         return at
 

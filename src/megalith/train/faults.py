@@ -84,11 +84,11 @@ class Fault:
         os.kill(os.getpid(), signal.SIGKILL if self.action == "kill9" else signal.SIGSTOP)
 
 
-def parse_fault(text: str) -> Fault:
+def parse_fault(text: str, world_size: int | None = None) -> Fault:
     """Read a fault from its text form, such as `sleep@rank=1,step=7,point=fwd` or `raise@step=3,point=fwd,attempt=all`.
 
     Raises:
-        ConfigError: unknown action, point or field.
+        ConfigError: unknown action, point or field, or a rank outside of `world_size`.
     """
     action, _, rest = text.partition("@")
     fields = dict(part.partition("=")[::2] for part in rest.split(","))
@@ -103,4 +103,6 @@ def parse_fault(text: str) -> Fault:
         raise ConfigError(f"MEGALITH_FAULT: no point {fields['point']}; use one of {', '.join(POINTS)}")
     attempt = fields.get("attempt", "0")
     rank = int(fields["rank"]) if "rank" in fields else None
+    if rank is not None and world_size is not None and rank >= world_size:
+        raise ConfigError(f"MEGALITH_FAULT={text}: rank={rank} of {world_size}; ranks count from 0 to {world_size - 1}")
     return Fault(action, int(fields["step"]), fields["point"], rank, None if attempt == "all" else int(attempt))

@@ -32,6 +32,12 @@ def test_an_unknown_point_is_refused_with_the_known_ones() -> None:
         parse_fault("kill9@step=7,point=nap")
 
 
+def test_a_fault_of_a_rank_that_is_not_there_is_refused() -> None:
+    assert parse_fault("kill9@step=7,point=fwd,rank=1", 2).rank == 1
+    with pytest.raises(ConfigError, match="rank=2"):
+        parse_fault("kill9@step=7,point=fwd,rank=2", 2)
+
+
 def test_a_fault_kills_at_its_point_of_its_step_only() -> None:
     fault = Fault("kill9", 2, "bwd")
     child = os.fork()
