@@ -98,6 +98,20 @@ def test_a_process_joins_its_ranks_again(meet: Meeting) -> None:
         assert there == [f"rank {rank} of 2 was there, {number}" for number in range(3)]
 
 
+def test_no_rank_leaves_before_the_others_are_ready(meet: Meeting) -> None:
+    # Launchers end the other ranks when one exits with 75, and rank 0 may have a tracker to close.
+    late = MEET.replace("        print(", "        time.sleep(1.5 * (config.rank == 0)); print(").replace(
+        "sys\n", "sys, time\n"
+    )
+    late = late.replace("except MegalithError", "    print(f'left {time.time()}')\nexcept MegalithError")
+    late = late.replace("was there", "was there {time.time()}")
+    (code, first), (other_code, second) = meet(place(0), place(1), join=20, script=late)
+    assert code == other_code == 0, first + second
+    ready = re.search(r"was there ([\d.]+)", first)
+    left = re.search(r"left ([\d.]+)", second)
+    assert ready and left and float(left[1]) > float(ready[1])
+
+
 def test_two_joins_at_once_are_refused_with_what_to_do(meet: Meeting) -> None:
     again = "with launch.connect(config, torch.device('cpu'), 'gloo', timedelta(seconds=5)):"
     within = f"torch.distributed.barrier()\n        {again}\n            print"

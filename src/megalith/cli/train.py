@@ -106,7 +106,10 @@ def run(argv: Sequence[str]) -> int:
         suppress_native_traces(config.launch)
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2)  # print the Python stack on a crash in native code
-        return _train(config, argv, stop, acknowledge, began, threads)
+        code = _train(config, argv, stop, acknowledge, began, threads)
+        if launched:
+            stop.finish()  # else a signal while the interpreter ends would count as this rank's failure
+        return code
     finally:
         stop.close()
 
@@ -322,8 +325,8 @@ def _build_probe(config: RunConfig, watchdog: Watchdog, console: RunConsole) -> 
     text = os.environ.get("MEGALITH_FAULT")
     if not text:
         return at
-    console.warn(f"WARNING: MEGALITH_FAULT={text} is set: a fault is injected into this run")
     fault = parse_fault(text, config.launch.world_size)
+    console.warn(f"WARNING: MEGALITH_FAULT={text} is set: a fault is injected into this run")
     if not fault.applies_to(config.launch.rank, _attempt()):
         return at
 

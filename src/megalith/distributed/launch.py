@@ -155,7 +155,7 @@ def connect(
         _force_exit(backend, error)
         raise
     dist.destroy_process_group()
-    _exit_rank_0_last(store, launch)
+    _exit_together(store, launch)
 
 
 def named_gpu(launch: LaunchConfig, environ: Mapping[str, str]) -> str:
@@ -197,12 +197,19 @@ def _exit_now(code: int) -> None:
     os._exit(code)
 
 
-def _exit_rank_0_last(store: dist.Store, launch: LaunchConfig) -> None:
-    """Make rank 0 exit last: it may own the store that the others use while they close."""
+def _exit_together(store: dist.Store, launch: LaunchConfig) -> None:
+    """Make the ranks exit when all are ready, rank 0 last: it may own the store that the others use while they close.
+
+    A launcher may end the others as soon as one exits with 75: rank 0 while a tracker still uploads.
+    """
     with suppress(RuntimeError):  # rank 0 has stopped waiting
-        store.add("left", 1)
+        if store.add("left", 1) == launch.world_size:
+            store.set("all left", "1")
+        with suppress(RuntimeError):
+            store.wait(["all left"], timedelta(seconds=_SECONDS_TO_LEAVE))
+        store.add("gone", 1)
         deadline = time.monotonic() + _SECONDS_TO_LEAVE
-        while launch.rank == 0 and store.add("left", 0) < launch.world_size and time.monotonic() < deadline:
+        while launch.rank == 0 and store.add("gone", 0) < launch.world_size and time.monotonic() < deadline:
             time.sleep(0.005)
 
 

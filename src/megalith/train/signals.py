@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 SECOND_SIGNAL_EXIT_CODE = 130
@@ -46,7 +47,7 @@ class StopSignals:
         self._taken = tuple(number for number in STOP_SIGNALS if number is not signal.SIGHUP or not under_nohup)
         # The pipe comes first: a signal between a handler and its pipe would be taken and never counted.
         self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        self._previous = {number: signal.signal(number, _ignore) for number in self._taken}
+        self._previous: dict[signal.Signals, Any] = {number: signal.signal(number, _ignore) for number in self._taken}
         # A forked data worker shares the pipe: its own signals must not count as ours, and SIGTERM must end it.
         os.register_at_fork(after_in_child=self._detach)
         threading.Thread(target=self._listen, name="stop-signals", daemon=True).start()
@@ -55,6 +56,11 @@ class StopSignals:
     def requested(self) -> str | None:
         """Name of the first signal received ("SIGINT"), or None."""
         return self._first.name if self._first else None
+
+    def finish(self) -> None:
+        """Make `close` ignore signals instead: the exit code of this process is decided, and it is about to exit."""
+        if not self._closed:
+            self._previous = dict.fromkeys(self._taken, signal.SIG_IGN)
 
     def close(self) -> None:
         """Restore the previous signal handlers. Safe to call again."""

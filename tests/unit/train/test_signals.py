@@ -7,7 +7,9 @@ import signal
 import time
 
 import pytest
+from tests.e2e.small_run import MODEL
 
+from megalith.cli import train
 from megalith.train.signals import STOP_SIGNALS, StopSignals
 
 
@@ -50,6 +52,24 @@ def test_the_first_signal_is_a_request(number: signal.Signals) -> None:
         assert heard == [number.name]
     finally:
         stop.close()
+
+
+@pytest.mark.parametrize("launcher", ["", "megalith"])
+def test_a_launched_rank_ignores_signals_once_its_outcome_is_decided(
+    launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "_train", lambda *_: 75)
+    monkeypatch.setattr(train, "_stop_with_parent", lambda: None)
+    monkeypatch.setattr(train, "limit_spinning", lambda _: None)  # sets an environment variable
+    monkeypatch.setenv("MEGALITH_LAUNCHER", launcher)
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        assert train.run([str(word) for word in [*MODEL, "--mock-data", "--train-iters", 1]]) == 75
+        for number in {*STOP_SIGNALS} - {signal.SIGHUP}:  # which nohup ignores anyway
+            assert (signal.getsignal(number) is signal.SIG_IGN) is bool(launcher)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def in_child(debounce: float, pause: float) -> int:
