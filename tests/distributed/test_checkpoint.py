@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megalith.checkpoint import CheckpointContent, Chunk, DirectoryStore
 from megalith.checkpoint.files import commit, hashing
-from megalith.checkpoint.store import saving
 from megalith.checkpoint.store.store import SAVE_STAGES
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
@@ -218,18 +217,38 @@ def _needed(message: str) -> int:
     return int(message.partition("it needs ")[2].partition(" ")[0])
 
 
-def _save_to_folders_of_their_own(folder: str) -> str:
+def _save_to_folders_of_their_own(folder: str, claims: bool) -> str:
     ctx = _context(dp=torch.distributed.get_world_size())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "_VISIBILITY_TIMEOUT_SECONDS", 0.2)
+        patch.setattr(commit, "_VISIBILITY_TIMEOUT_SECONDS", 0.2)
+        store = DirectoryStore(f"{folder}/{ctx.rank}", ctx)
         with pytest.raises(CheckpointError) as caught:
-            DirectoryStore(f"{folder}/{ctx.rank}", ctx).save(1, content_of(1, ctx), {})
+            if claims:
+                with store.claim():
+                    pass
+            else:
+                store.save(1, content_of(1, ctx), {})
     return str(caught.value)
 
 
-def test_a_folder_that_the_ranks_do_not_share_is_said(ranks: Any, tmp_path: Path) -> None:
-    for message in ranks.run(2, _save_to_folders_of_their_own, str(tmp_path)):
+@pytest.mark.parametrize("claims", [True, False])
+def test_a_folder_that_the_ranks_do_not_share_is_refused_at_the_start(ranks: Any, tmp_path: Path, claims: bool) -> None:
+    for message in ranks.run(2, _save_to_folders_of_their_own, str(tmp_path), claims):
         assert message.startswith("rank 1 on ") and "--save" in message and str(tmp_path / "1") in message
+
+
+def _find_in_folders_of_their_own(folder: str) -> str:
+    ctx = _context(dp=torch.distributed.get_world_size())
+    with pytest.raises(CheckpointError) as caught:
+        DirectoryStore(f"{folder}/{ctx.rank}", ctx).newest_verified()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_that_one_rank_alone_sees_is_refused(ranks: Any, tmp_path: Path, rank: int) -> None:
+    DirectoryStore(tmp_path / str(rank)).save(1, content_of(1, ParallelContext.solo()), {})
+    for message in ranks.run(2, _find_in_folders_of_their_own, str(tmp_path)):
+        assert "share" in message and ("rank 1 on " if rank == 0 else "none on rank 0") in message
 
 
 def _save_where_folders_are_seen_late(folder: str) -> int:

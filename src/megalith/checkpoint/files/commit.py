@@ -18,6 +18,7 @@ import logging
 import os
 import resource
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ _REPLACED = ".replaced-"
 _REMOVING = ".removing-"
 _CLAIMED = ".claimed-"
 _ROUNDS = 100  # a frozen saver that wakes up may add something while its workspace is being emptied
+_VISIBILITY_TIMEOUT_SECONDS = 10.0  # network file systems cache missing entries for some seconds
 _UNTOUCHED = "nothing was left there, and earlier checkpoints are untouched"
 _log = logging.getLogger("megalith.checkpoint")
 
@@ -248,6 +250,18 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def wait_until_seen(path: Path, size: int = 0) -> None:
+    """Wait until a folder or a file of `size` bytes that another rank made, on another host perhaps, is seen here."""
+    deadline = time.monotonic() + _VISIBILITY_TIMEOUT_SECONDS
+    while not (path.exists() and path.stat().st_size >= size):
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{path} was made by another rank and is not seen here: with several hosts, --save must name a folder "
+                "of a file system that all of them share"
+            )
+        time.sleep(0.05)
 
 
 def free_bytes(folder: Path) -> int:

@@ -43,6 +43,7 @@ from megalith.checkpoint.files.commit import (
     clear_leftovers,
     make_temp_folder,
     reporting_disk_full,
+    wait_until_seen,
     workspace_of,
 )
 from megalith.checkpoint.files.dcp import RankWriteResult
@@ -59,7 +60,6 @@ from megalith.progress import task
 
 MakeWriter = Callable[[CheckpointContent, Mapping[str, bytes], int], TorchDistWriter | PerRankWriter]
 """Makes a writer of the content, the extra files and the rank."""
-_VISIBILITY_TIMEOUT_SECONDS = 10.0  # network file systems cache missing entries for some seconds
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class CheckpointSave:
         with reporting_disk_full(
             self.final.parent, self._total_bytes, claimed=self.claimed and self.ranks.axis.is_first
         ):
-            _wait_for(path)
+            wait_until_seen(path)
             yield path
 
     def commit(self, results: Sequence[RankWriteResult]) -> int:
@@ -224,7 +224,7 @@ class CheckpointSave:
         with reporting_disk_full(self.final.parent, self._total_bytes, claimed=self.claimed):
             for part in results[1:]:
                 for name, record in part.records.items():
-                    _wait_for(path / name, record.size)
+                    wait_until_seen(path / name, record.size)
             size = self._writer.finish(path, self.final.name, results, self.manifest_fields)
             self.on_stage("pre_commit")
             self._check_claim()
@@ -233,18 +233,6 @@ class CheckpointSave:
             self._check_claim()
             self.update_tracker()
         return size
-
-
-def _wait_for(path: Path, size: int = 0) -> None:
-    """Wait until a folder or a file of `size` bytes that another rank made, on another host perhaps, is seen here."""
-    deadline = time.monotonic() + _VISIBILITY_TIMEOUT_SECONDS
-    while not (path.exists() and path.stat().st_size >= size):
-        if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"{path} was made by another rank and is not seen here: with several hosts, --save must name a folder "
-                "of a file system that all of them share"
-            )
-        time.sleep(0.05)
 
 
 _SECONDS_TO_STOP = 10.0

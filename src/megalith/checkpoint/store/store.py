@@ -34,6 +34,7 @@ from megalith.checkpoint.files.commit import (
     put_back_replaced,
     replace_durably,
     set_aside,
+    wait_until_seen,
     workspace_of,
 )
 from megalith.checkpoint.files.hashing import Prefetch, require_file
@@ -98,6 +99,7 @@ class Retention:
 
 
 KEEP_ALL = Retention()
+_SHARED = "with several hosts, it must be on a file system that all of them share"
 
 
 RELEASE = "release"
@@ -165,10 +167,15 @@ class DirectoryStore:
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Claim the save folder for this run within the block, so that no second run saves into it."""
+        """Claim the save folder for this run within the block, so that no second run saves into it.
+
+        Every rank must see what the first one makes there, which a save would otherwise be the first to need.
+        """
         self._ranks.run_on_first(self._refuse_newer)
         with ExitStack() as stack:
             self._ranks.run_on_first(lambda: stack.enter_context(claimed(self.path)))
+            workspace = self._ranks.run_on_first(lambda: workspace_of(self.path).name)
+            self._ranks.run_on_all(lambda: wait_until_seen(self.path / workspace))
             yield
 
     def _refuse_newer(self) -> None:
@@ -397,9 +404,13 @@ class DirectoryStore:
         The tracker's is preferred, then the newest before it, then the others. With `deferred` files that a load reads
         are left for `load` to verify.
 
-        Raises:  NewerFormatError if a checkpoint of a later version would be skipped.
+        Raises:
+            NewerFormatError: a checkpoint of a later version would be skipped.
+            CheckpointError: rank 0 sees no checkpoint and another rank does.
         """
         candidates, notes = self._ranks.run_on_first(self._candidates)
+        if not candidates and any(self._ranks.run_on_all(self._iterations)):
+            raise CheckpointError(f"{self.path} holds checkpoints on other ranks and none on rank 0; {_SHARED}")
         for iteration in candidates:
             problems = self.verify(iteration, deferred=deferred)
             if not problems:
@@ -464,7 +475,8 @@ class DirectoryStore:
         path = self.folder(iteration)
         if not path.is_dir():
             held = ", ".join(map(str, self._iterations())) or "none"
-            raise CheckpointError(f"{path} does not exist; {self.path} holds the iterations: {held}")
+            remedy = "" if self._ranks.axis.is_first else f"; rank 0 sees it: {_SHARED}"
+            raise CheckpointError(f"{path} does not exist; {self.path} holds the iterations: {held}{remedy}")
         folder = CheckpointFolder(path)
         signature = folder.signature()
         if self._opened is not None and self._opened[0] == (path, signature):
