@@ -106,7 +106,7 @@ def _checked(variables: dict[str, str], names: Mapping[str, str]) -> dict[str, s
     problems = [
         f"environment variable {shown[name]}: not a whole number from 0; leave it to the launcher"
         for name, value in given.items()
-        if not value.isdecimal()
+        if not value.strip().isdecimal()
     ]
     problems = problems or [
         f"environment variable {shown[rank]} with {shown[size]}: {whose} count from 0 to {int(given[size]) - 1}"

@@ -172,6 +172,11 @@ def test_torchrun_inside_a_slurm_job() -> None:
     assert (found["RANK"], found["WORLD_SIZE"], found["MEGALITH_LAUNCHER"]) == ("0", "2", "torchrun")
 
 
+def test_a_blank_beside_a_number_is_no_error() -> None:
+    launch = load(MODEL.split(), {"RANK": "1 ", "WORLD_SIZE": " 2"}).launch
+    assert (launch.rank, launch.world_size) == (1, 2)
+
+
 def test_what_is_exported_by_hand_holds() -> None:
     found = read_launch({**SRUN, "MASTER_PORT": "6000", "MASTER_ADDR": "10.0.0.1"})
     assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.0.0.1", "6000")
