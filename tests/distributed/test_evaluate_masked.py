@@ -133,6 +133,22 @@ def test_the_loss_is_that_of_training(tmp_path: Path) -> None:
             assert (found.total, found.loss) == (int(loss.count), pytest.approx(float(loss.summed), rel=1e-10))
 
 
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_the_samples_do_not_depend_on_the_shares_of_the_training(tmp_path: Path, name: str) -> None:
+    """A checkpoint records --mask-prob and --short-seq-prob, its export to Hugging Face does not."""
+    folder = save(tmp_path / "saved", name)
+    trained = load_trained(folder / "C", torch.device("cpu"))
+    samples = []
+    for number, shares in enumerate(({}, {"mask_prob": 0.4, "short_seq_prob": 0.9})):
+        own = tmp_path / str(number)
+        own.mkdir()
+        args = {**trained.args, **shares}
+        config = trained.model.config
+        opened, _ = open_samples(folder / "text.txt", config, args, trained.tokenizer, SampleLengths(24, 20), own)
+        samples.append([{field: values.tolist() for field, values in opened[item].items()} for item in range(5)])
+    assert samples[0] == samples[1]
+
+
 def with_other_texts(folder: str, scratch: str) -> str:
     context = ParallelContext.create(Layout(dp=2), torch.device("cpu"))
     trained = load_trained(Path(folder) / "C", context.device, context=context)

@@ -80,3 +80,12 @@ def test_make_installs_the_extras_that_are_named() -> None:
     assert "-e '.[plot]'" in dry_run("install", "EXTRAS=").stdout
     unknown = dry_run("install", "EXTRAS=eval,bogus")
     assert unknown.returncode != 0 and "bogus" in unknown.stderr and "eval" not in unknown.stderr
+
+
+def test_complete_training_commands_say_how_often_they_save() -> None:
+    """--save without --save-interval is refused."""
+    texts = [file.read_text(encoding="utf-8") for file in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))]
+    commands = [line for text in texts for line in text.replace("\\\n", " ").splitlines()]
+    saving = [command for command in commands if "--save " in command and "--train-iters " in command]
+    assert len(saving) > 10
+    assert [command for command in saving if not re.search("--save-interval|--config", command)] == []

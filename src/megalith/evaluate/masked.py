@@ -211,6 +211,8 @@ def open_samples(
 ) -> tuple[MaskedDataset, list[str]]:
     """Open the samples of a dataset or a text file, one pass over it; return them with notes for the user.
 
+    The shares of hidden tokens and of short samples are the defaults, not those of the training: an export has none.
+
     Args:
         path: prefix of a dataset of `preprocess --split-sentences`, a jsonl with a text in each line, or a text whose
             documents are separated by empty lines.
@@ -228,8 +230,6 @@ def open_samples(
     data = DataConfig(
         seq_length=length,
         decoder_seq_length=given.decoder_seq_length or int(args.get("decoder_seq_length") or max(8, length // 2)),
-        mask_prob=float(args.get("mask_prob") or DataConfig.mask_prob),
-        short_seq_prob=float(args.get("short_seq_prob") or 0.0),
         test_data_path=(prefix,),
         data_cache_path=str(scratch),
     )
