@@ -113,6 +113,7 @@ def test_where_the_norms_stand_decides_which_of_theirs_it_is() -> None:
     lines = [line.strip() for line in str(caught.value).splitlines()]
     assert [line for line in lines if line.startswith("bert: ") and "apply_residual_connection_post_layernorm" in line]
     assert [line for line in lines if line.startswith("megatron-bert: ") and "GELU" in line]
+    assert {line.partition(":")[0] for line in lines[1:]} == {"bert", "megatron-bert"}, "a GPT or T5 is none of them"
     for published, found in ((False, "megatron-bert"), (True, "bert")):
         exact = replace(model, bias_gelu_fusion=False, apply_residual_connection_post_layernorm=published)
         assert family_for(exact).model_type == found

@@ -99,7 +99,12 @@ class Request:
             get = f"{BENCHMARKS[self.task].download} {self.data}"
             found.append(f"no such folder: {self.data} (--data); get the files of {self.task}: {get}")
         if files and self.data is not None and not asks and not self.data.is_file() and not self._is_dataset:
-            found.append(f"no such file: {self.data} (--data; of tasks/main.py: --valid-data){_where_from(self.task)}")
+            what = "this is a folder, not a file" if self.data.is_dir() else "no such file"
+            found.append(f"{what}: {self.data} (--data; of tasks/main.py: --valid-data){_where_from(self.task)}")
+        pair = (".bin", ".idx")
+        if files and self.data is not None and self.data.suffix in pair and self.data.with_suffix(pair[1]).is_file():
+            without = f"--data {self.data.with_suffix('')}" if self.task in MASKED_TASKS else "a text file"
+            found.append(f"--data {self.data} is a file of a dataset of token ids; give {without}")
         if files and self.result is not None and read_launch(os.environ).get("RANK", "0") == "0":  # which writes it
             found += unwritable(self.result, "--json")
         found += [f"{one.given} is for --task {' and '.join(one.tasks)}; leave it out" for one in self.unread()]

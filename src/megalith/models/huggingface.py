@@ -88,11 +88,15 @@ def family_for(model: ModelConfig, wanted: str | None = None) -> Family:
     """Return the family whose config.json can describe a model: `wanted` (a `model_type`), or the first that can.
 
     Raises:
-        CheckpointError: the requested family, or every family, refuses the model; with each reason.
+        CheckpointError: the requested family, or every family of the model's kind, refuses it; with each reason.
     """
     if wanted is not None and wanted not in FAMILIES:
         raise CheckpointError(f"there is no family {wanted}; use one of {', '.join(FAMILIES)}")
-    reasons = {kind: _unlike(model, family) for kind, family in FAMILIES.items() if wanted in (None, kind)}
+    reasons = {
+        kind: _unlike(model, family)
+        for kind, family in FAMILIES.items()
+        if (kind == wanted if wanted else family.model_family == model.model_family)
+    }
     for kind, reason in reasons.items():
         if not reason:
             return FAMILIES[kind]

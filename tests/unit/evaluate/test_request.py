@@ -124,3 +124,19 @@ def test_a_result_replaces_files_and_is_written_through_links_and_pipes(
         with pytest.raises(ConfigError, match="--json"):
             write_page(file, "new", "--json")
     assert file.read_text() == "by the link" and sorted(tmp_path.iterdir()) == [link, file]
+
+
+@pytest.mark.parametrize("task", ["masked", "spans", "text", "lambada"])
+def test_a_file_of_a_dataset_and_a_folder_are_no_text(
+    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.b.bin", "a.b.idx"):
+        (tmp_path / name).write_bytes(b"\x01\xff")
+        (tmp_path / "a.b.idx").touch()
+        assert main(["evaluate", "C", "--task", task, "--data", str(tmp_path / name)]) == 2
+        said = capsys.readouterr().err
+        assert f"--data {tmp_path / name} " in said and "iconv" not in said
+        assert (f"--data {tmp_path / 'a.b'}\n" in said) == (task in ("masked", "spans"))
+    assert main(["evaluate", "C", "--task", task, "--data", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"folder, not a file: {tmp_path} " in said
