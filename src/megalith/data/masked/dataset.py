@@ -301,8 +301,14 @@ class MaskedDataset(ABC):
 
     @property
     def summary(self) -> str:
-        """Describe the size of the dataset in one line."""
-        return f"{len(self)} samples of {len(self._split_documents)} documents"
+        """Describe the size of the dataset in one line, and a text that was not split into sentences."""
+        size, lengths = f"{len(self)} samples of {len(self._split_documents)} documents", self._documents.lengths
+        if len(lengths) != self._documents.num_documents or not np.any(lengths > self._longest):
+            return size
+        return (
+            f"{size}; each document is one sequence, of which only the first {self._longest} tokens are read: "
+            "if it has several sentences, prepare the text with preprocess --split-sentences"
+        )
 
     def __getitem__(self, item: int) -> dict[str, NDArray[Any]]:
         """Return sample `item`. Raises DataError if it cannot be read, or has tokens outside the vocabulary."""
