@@ -131,7 +131,7 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
                 "give the data of that run, another --load, --accept-data-change to continue with this data from the "
                 "next sample of that run, or --finetune to start a new run from its weights"
             )
-        where = run.checkpoint.pretrained_checkpoint if found.weights_only else run.checkpoint.load
+        where = (found.weights_only and run.checkpoint.pretrained_checkpoint) or run.checkpoint.load
         head = f"the checkpoint of iteration {found.iteration} in {where} is of another run:"
         raise CheckpointError("\n  ".join([head, *model, *data, remedy]))
     notes = (f"{change}; --accept-data-change: accepted" for change in data)

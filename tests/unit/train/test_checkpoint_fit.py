@@ -126,3 +126,19 @@ def test_what_a_checkpoint_has_beside_is_passed_over_said_or_refused() -> None:
     for how in ("raise_unexpected", "raise_all"):
         with pytest.raises(CheckpointError, match=rf"decoder\.extra.*--dist-ckpt-strictness {how}"):
             strictness_notes(loaded, run_of(dist_ckpt_strictness=how), with_optimizer=False)
+
+
+@pytest.mark.parametrize(
+    ("weights_only", "given", "named"),
+    [
+        (True, {"load": "L"}, "L"),
+        (True, {"load": "L", "pretrained_checkpoint": "P"}, "P"),
+        (False, {"load": "L", "pretrained_checkpoint": "P"}, "L"),
+    ],
+)
+def test_the_folder_of_another_run_is_named(weights_only: bool, given: dict[str, str], named: str) -> None:
+    run = run_of()
+    run = replace(run, checkpoint=replace(run.checkpoint, **given))
+    found = replace(found_of(run_of(qk_layernorm=True)), weights_only=weights_only)
+    with pytest.raises(CheckpointError, match=f" in {named} is of another run"):
+        check_fits(found, run, IDENTITY)
