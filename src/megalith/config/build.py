@@ -140,11 +140,11 @@ def _read_checkpoint(given: Mapping[str, Any], saved_args: ArgsReader, registry:
 
 
 def _keep_given(taken: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Remove tokenizer, dropout and LoRA that the user has given from what a checkpoint says; return notes about them.
+    """Remove tokenizer, router dtype, dropout and LoRA that the user has given from a checkpoint's; return notes.
 
     Adapters of another rank or scale are refused when the checkpoint is read.
     """
-    names = ("tokenizer_type", "tokenizer_model", *DROPOUT, *LORA_SETTINGS)
+    names = ("tokenizer_type", "tokenizer_model", "moe_router_dtype", *DROPOUT, *LORA_SETTINGS)
     kept = [name for name in names if name in given and given[name] != taken.get(name, given[name])]
     if "tokenizer_type" in kept or {"vocab_file", "merge_file"} & given.keys():  # files of two tokenizers do not mix
         for name in TOKENIZER_FILES:

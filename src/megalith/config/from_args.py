@@ -209,6 +209,8 @@ def settings_from(args: Mapping[str, Any], registry: Registry = EMPTY, *, layout
         values["apply_query_key_layer_scaling"] = True
     if model.chooses_by == "quantile_balancing":  # whose offsets decide the choice; losses are the run's own matter
         values["moe_router_load_balancing_type"] = model.moe_router_load_balancing_type
+    if model.moe_router_dtype:  # logits in half precision choose other experts
+        values["moe_router_dtype"] = model.moe_router_dtype
     values |= {name: getattr(model, name) for name in DROPOUT if name in args}
     if model.lora_rank is not None:
         values |= {name: getattr(model, name) for name in LORA_SETTINGS}

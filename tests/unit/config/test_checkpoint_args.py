@@ -88,6 +88,19 @@ def test_dropout_is_that_of_the_checkpoint_unless_it_is_given(tmp_path: Path) ->
     assert "--hidden-dropout 0.1" in kept and "0.0" in kept
 
 
+def test_the_dtype_of_routers_is_that_of_the_checkpoint_unless_it_is_given() -> None:
+    """In half precision logits without it are rounded, and tokens go to other experts than those of the model."""
+    model = ModelConfig(2, 16, 4, 32, num_experts=4, moe_router_score_function="sigmoid", moe_router_dtype="fp32")
+    args = weights_args(model, PrecisionConfig(), TokenizerConfig("NullTokenizer", vocab_size=9))
+    words = f"{RUN} --tokenizer-type NullTokenizer --vocab-size 9 --bf16".split()
+
+    def dtype(*flags: str) -> str | None:
+        return load([*words, *flags], {}, files=False, saved_args=lambda where, step: args).model.moe_router_dtype
+
+    assert dtype() == "fp32"
+    assert dtype("--moe-router-dtype", "fp64") == "fp64"
+
+
 def test_settings_of_adapters_are_those_of_the_checkpoint_unless_they_are_given() -> None:
     model = ModelConfig(2, 16, 4, 32, lora_rank=4, lora_alpha=8.0, lora_dropout=0.25)
     args = weights_args(model, PrecisionConfig(), TokenizerConfig("NullTokenizer", vocab_size=9))
