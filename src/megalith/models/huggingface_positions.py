@@ -12,6 +12,7 @@ from typing import Any
 
 from megalith.config import ModelConfig
 from megalith.models.huggingface_family import NOTHING, Reading, short
+from megalith.models.layer_options import length_before_yarn
 from megalith.nn.rope import LongContext, Yarn
 
 _LLAMA3 = LongContext(factor=8.0)
@@ -188,7 +189,7 @@ def _yarn_config(model: ModelConfig) -> dict[str, Any]:
     scaling: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": model.rotary_scaling_factor,
-        "original_max_position_embeddings": model.yarn_original_max_position_embeddings,
+        "original_max_position_embeddings": length_before_yarn(model),
     }
     fast, slow = model.yarn_beta_fast or 32.0, model.yarn_beta_slow or 1.0
     scaling |= {"beta_fast": fast} if fast != 32.0 else {}

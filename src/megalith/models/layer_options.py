@@ -91,9 +91,11 @@ def activation(config: ModelConfig) -> Activation:
     return Activation(config.activation, config.gated, config.glu_linear_offset, config.activation_func_clamp_value)
 
 
-def _length_before(config: ModelConfig) -> int:
+def length_before_yarn(config: ModelConfig) -> int:
     """Return the original context length; if it is not given, Megatron's multi-latent attention assumes DeepSeek's."""
-    return 4096 if config.multi_latent_attention else config.max_position_embeddings
+    return config.yarn_original_max_position_embeddings or (
+        4096 if config.multi_latent_attention else config.max_position_embeddings
+    )
 
 
 def rotary_scaling(config: ModelConfig) -> Scaling | None:
@@ -104,7 +106,7 @@ def rotary_scaling(config: ModelConfig) -> Scaling | None:
     if config.rotary_kind == "yarn":
         return Yarn(
             config.rotary_scaling_factor,
-            config.yarn_original_max_position_embeddings or _length_before(config),
+            length_before_yarn(config),
             config.rotary_base,
             beta_fast=config.yarn_beta_fast or 32.0,
             beta_slow=config.yarn_beta_slow or 1.0,

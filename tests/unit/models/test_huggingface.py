@@ -525,6 +525,14 @@ def test_the_length_of_heads_under_yarn_comes_back(factor: float | None) -> None
     assert model_of_config(written, "").model.mscale == pytest.approx(model.mscale)
 
 
+def test_the_length_before_yarn_is_written_where_megatron_assumes_it() -> None:
+    model = dataclasses.replace(
+        model_of_config(ALL["deepseek_v3"], "").model, yarn_original_max_position_embeddings=None
+    )
+    written = config_of_model(family_for(model), model, 64, "float32")
+    assert written["rope_scaling"]["original_max_position_embeddings"] == 4096
+
+
 @pytest.mark.parametrize(("kind", "change", "expected"), REFUSED, ids=[f"{k}-{'-'.join(c)}" for k, c, _ in REFUSED])
 def test_what_is_lacking_here_is_named(kind: str, change: dict[str, Any], expected: tuple[str, ...]) -> None:
     with pytest.raises(CheckpointError) as caught:
