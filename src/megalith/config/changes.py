@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megalith.config.fields import Setting
+from megalith.config.from_args import MODEL_SETTINGS
 from megalith.config.run import RunConfig, all_settings, group_types
 from megalith.config.saved_args import megatron_args
 
@@ -32,6 +33,7 @@ _BY_NAME = {
     **dict.fromkeys(("train_iters", "train_samples"), LENGTH),
     **dict.fromkeys(("seed", "split"), ORDER),
     **dict.fromkeys(("device", "compile", "attention_backend", "transformer_impl", "micro_batch_size"), ROUNDING),
+    **dict.fromkeys(("moe_token_dispatcher_type", "attention_softmax_in_fp32", "fp32_residual_connection"), ROUNDING),
     **dict.fromkeys(
         (
             *("eval_interval", "eval_iters", "early_stopping_patience", "exit_interval", "exit_duration_in_mins"),
@@ -48,11 +50,17 @@ _BY_NAME = {
                 "make_vocab_size_divisible_by",
                 "use_cpu_initialization",
                 "init_method_std",
+                "embedding_init_method_std",
+                "init_method_xavier_uniform",
+                "moe_grouped_gemm",
+                "moe_permute_fusion",
+                "moe_router_fusion",
+                "moe_pad_expert_input_to_capacity",
             ),
         ),
         HARMLESS,
     ),
-    **dict.fromkeys(("hidden_dropout", "attention_dropout", "no_load_optim", "no_load_rng"), ANOTHER_WAY),
+    **dict.fromkeys(("no_load_optim", "no_load_rng"), ANOTHER_WAY),
 }
 _LEAVES_STATES_OUT = ("no_load_optim", "no_load_rng")  # at this start, whatever the start before did
 _OF_THE_SAVED_SCHEDULE = (
@@ -121,7 +129,8 @@ def _effect_in(run: RunConfig, setting: Setting) -> str:
 
 def effect_of(setting: Setting) -> str:
     """Return the effect of continuing a run with another value of a setting."""
-    return _BY_NAME.get(setting.name, _BY_GROUP.get(setting.group, ANOTHER_WAY))
+    of_the_run = setting.group == "model" and setting.name not in MODEL_SETTINGS
+    return _BY_NAME.get(setting.name, ANOTHER_WAY if of_the_run else _BY_GROUP.get(setting.group, ANOTHER_WAY))
 
 
 def change_lines(changes: list[Change], iteration: int) -> list[str]:

@@ -49,6 +49,13 @@ def test_each_change_is_told_with_its_meaning() -> None:
         assert {str(change): change.effect for change in changes_since(saved, now)} == expected
 
 
+def test_settings_of_routers_and_losses_do_not_make_another_model() -> None:
+    before = run(num_experts=4)
+    now = run(num_experts=4, moe_aux_loss_coeff=0.1, moe_router_dtype="fp32", moe_token_dispatcher_type="alltoall")
+    effects = [change.effect for change in changes_since(before.to_dict(), now)]
+    assert effects == [ANOTHER_WAY, ANOTHER_WAY, ROUNDING]
+
+
 def test_a_flag_that_switches_off_is_shown_as_typed() -> None:
     (change,) = changes_since(run().to_dict(), run(bias_gelu_fusion=False))
     assert str(change) == "--no-bias-gelu-fusion off -> on"
