@@ -207,8 +207,9 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ),
     (
         "--position-embedding-type yarn --kv-channels 4 --yarn-original-max-position-embeddings 8 --yarn-beta-slow 40",
-        ("--yarn-beta-slow 40",),
+        ("--yarn-beta-slow 40", "--yarn-beta-fast 32"),
     ),
+    (f"{_LATENT} --yarn-beta-fast 1", ("--yarn-beta-slow 1", "--yarn-beta-fast 1")),
     (
         "--use-mup --mup-base-hidden-size 6 --mup-width-mult 4",
         ("--mup-width-mult 4", "--hidden-size 12", "--mup-base-hidden-size 6", "--mup-width-mult 2"),
@@ -323,6 +324,14 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     (
         "--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1",
         ("--moe-router-load-balancing-type", "--moe-aux-loss-coeff", "2", "1"),
+    ),
+    (
+        "--num-experts 4 --moe-aux-loss-coeff 0.1 0.2",
+        ("--moe-router-load-balancing-type", "--moe-aux-loss-coeff 0.1 0.2"),
+    ),
+    (
+        "--num-experts 4 --moe-router-load-balancing-type aux_loss aux_loss --moe-aux-loss-coeff 0.1 0.2",
+        ("--moe-router-load-balancing-type aux_loss aux_loss",),
     ),
     (
         "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
@@ -900,7 +909,7 @@ def test_the_table_breaks_every_rule(data: Path, monkeypatch: pytest.MonkeyPatch
 def test_messages_name_settings_and_what_a_run_has(data: Path) -> None:
     run = load(command_line("", data), {})
     named = {field for rule in (*RULES, *NOTICES) for _, field, _, _ in Formatter().parse(rule.name) if field}
-    computed = {"fitting", "last", "least", "nearest", "reason", "width"}
+    computed = {"fast", "fitting", "last", "least", "nearest", "reason", "remedy", "slow", "width"}
     assert {name for name in named if "." not in name} - computed <= all_settings().keys()
     for name in named:
         if "." in name:

@@ -178,6 +178,18 @@ def test_some_values_of_a_flag_may_need_nothing() -> None:
             )
         ),
         ("--window-attn-skip-freq 2", ("--window-attn-skip-freq 2", "--window-size")),
+        (
+            "--num-experts 4 --moe-router-score-function sigmoid --moe-router-pre-softmax",
+            ("--moe-router-pre-softmax", "--moe-router-score-function sigmoid"),
+        ),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-topk-scaling-factor 2.5",
+            ("--moe-router-topk-scaling-factor 2.5", "sinkhorn"),
+        ),
+        (
+            "--multi-latent-attention --position-embedding-type rope --rope-type rope --mscale 2",
+            ("--mscale 2", "--rope-type rope"),
+        ),
         ("--window-size 8,3", ("--window-size 8,3", "8,0")),
         ("--no-rope-freq 1", ("--no-rope-freq 1", "--position-embedding-type learned_absolute")),
         ("--glu-linear-offset 1", ("--glu-linear-offset 1",)),

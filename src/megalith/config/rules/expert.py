@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalith.config.rules.rule import Draft, divisors, excluded, forbid, idle_without, note, rule, show
+from megalith.config.rules.rule import Draft, divisors, excluded, forbid, idle, idle_without, note, rule, show
 
 _LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
@@ -103,11 +103,13 @@ the_bias_corrects_separate_scores = forbid(
 def each_balancing_loss_has_a_coefficient(draft: Draft) -> str:
     model = draft.run.model
     kinds, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
-    if not model.num_experts or len(kinds) == len(coefficients) or len(kinds) == 1:
+    if not model.num_experts or len(set(kinds)) == len(kinds) == len(coefficients):
         return ""
+    if len(set(kinds)) < len(kinds):
+        return f"{show(draft, 'moe_router_load_balancing_type')} has a kind twice; give each once, with one coefficient"
     return (
-        f"{show(draft, 'moe_router_load_balancing_type')} are {len(kinds)} kinds, and "
-        f"{show(draft, 'moe_aux_loss_coeff')} has {len(coefficients)} numbers; give one for each"
+        f"{show(draft, 'moe_router_load_balancing_type')} and {show(draft, 'moe_aux_loss_coeff')}: {len(kinds)} and "
+        f"{len(coefficients)} values; give one coefficient for each kind"
     )
 
 
@@ -189,6 +191,19 @@ settings_of_experts_are_read = (
     ),
     *idle_without("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", why="there is no shared expert"),
     *idle_without("moe_router_enable_expert_bias", "moe_router_bias_update_rate", why="no expert has a bias"),
+    *idle(
+        ("moe_router_pre_softmax",),
+        lambda run: run.model.moe_router_score_function == "softmax",
+        lambda draft: f" with {show(draft, 'moe_router_score_function')}",
+    ),
+    *idle(
+        (
+            *("moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk"),
+            *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
+        ),
+        lambda run: run.model.chooses_by != "sinkhorn",
+        lambda draft: " with --moe-router-load-balancing-type sinkhorn, which has scores of its own",
+    ),
     *idle_without("moe_expert_capacity_factor", "moe_token_drop_policy", why="experts take every token"),
     *idle_without("num_experts", "moe_routing_trace_path", why="--num-experts is not given, nothing is routed"),
     *idle_without(

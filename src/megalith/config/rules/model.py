@@ -207,7 +207,9 @@ yarn_rotates_halves = forbid(
 )
 yarn_leaves_fast_turns_alone = forbid(
     lambda run: (run.model.yarn_beta_fast or 32.0) <= (run.model.yarn_beta_slow or 1.0),
-    "{yarn_beta_fast} must be above {yarn_beta_slow}",
+    "--yarn-beta-fast {fast:g} must be above --yarn-beta-slow {slow:g}",
+    fast=lambda run: run.model.yarn_beta_fast or 32.0,
+    slow=lambda run: run.model.yarn_beta_slow or 1.0,
 )
 wide_residuals_need_half_precision = forbid(
     lambda run: run.model.fp32_residual_connection and not run.precision.fp16 and not run.precision.bf16,
@@ -239,7 +241,11 @@ def _read_by(kinds: tuple[str, ...], *names: str) -> list[Rule]:
     return idle(
         names,
         lambda run: run.model.rotary_kind in kinds,
-        lambda draft: f" with {show(draft, 'position_embedding_type')}",
+        lambda draft: (
+            f" with --multi-latent-attention and --rope-type {draft.run.model.rotary_kind}"
+            if draft.run.model.multi_latent_attention
+            else f" with {show(draft, 'position_embedding_type')}"
+        ),
     )
 
 
