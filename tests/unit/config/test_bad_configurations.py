@@ -753,6 +753,8 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--lora-rank 4 --load {data}/c --lora-targets gate_proj", ("--lora-targets gate_proj", "--swiglu", "up_proj")),
     (f"{_LORA} --num-experts 2", ("--lora-targets", "--num-experts 2", "--lora-targets attention")),
     (f"{_LORA} {_LATENT}", ("--lora-targets", "--multi-latent-attention", "--lora-targets mlp")),
+    (f"{_LORA} {_LATENT} --num-experts 2 --lora-targets attention", ("--multi-latent-attention", "leave --lora-rank")),
+    (f"{_LORA} {_LATENT} --num-experts 2 --lora-targets mlp", ("--num-experts 2", "leave --lora-rank")),
     (
         f"{_LORA} --lora-targets attention --num-experts 2 --moe-router-enable-expert-bias "
         "--moe-router-score-function sigmoid",

@@ -7,6 +7,8 @@ from megalith.config.rules.rule import Draft, excluded, forbid, idle_without, ru
 from megalith.config.run import RunConfig
 from megalith.config.values import closest
 
+_NEITHER = "leave --lora-rank out, as this version has no adapters for such a model"
+
 
 def _is_lora(run: RunConfig) -> bool:
     return run.model.lora_rank is not None
@@ -41,15 +43,16 @@ experts_have_no_adapters = forbid(
     lambda run: (
         run.model.mixture and any(PROJECTIONS[name][0].startswith("mlp.") for name in run.model.lora_projections)
     ),
-    "{lora_targets} with {num_experts}: adapters of experts are not implemented; use --lora-targets attention",
+    "{lora_targets} with {num_experts}: adapters of experts are not implemented; {remedy}",
+    remedy=lambda run: _NEITHER if run.model.multi_latent_attention else "use --lora-targets attention",
 )
 latent_attention_has_no_adapters = forbid(
     lambda run: (
         run.model.multi_latent_attention
         and any(PROJECTIONS[name][0].startswith("self_attention.") for name in run.model.lora_projections)
     ),
-    "{lora_targets} with --multi-latent-attention: adapters of its projections are not implemented; use --lora-targets "
-    "mlp",
+    "{lora_targets} with --multi-latent-attention: adapters of its projections are not implemented; {remedy}",
+    remedy=lambda run: _NEITHER if run.model.mixture else "use --lora-targets mlp",
 )
 frozen_routers_stay = forbid(
     lambda run: (
