@@ -85,6 +85,7 @@ def scored(folder: str, layout: Layout) -> tuple[list[list[float]], list[list[bo
 # In training these experts would be chosen at random, and drop tokens by what else is in the batch.
 EXPERTS = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 8, "moe_expert_capacity_factor": 0.5}
 EXPERTS["moe_router_force_load_balancing"] = True
+EXPERTS["moe_pad_expert_input_to_capacity"] = True
 LAYOUTS = (Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(tp=2, pp=2))
 ROWS = [*((style, layout) for style in ({}, LLAMA) for layout in LAYOUTS), (EXPERTS, Layout(dp=2))]
 

@@ -204,7 +204,8 @@ def _for_any_batch(config: ModelConfig) -> tuple[ModelConfig, list[str]]:
             "--moe-router-force-load-balancing applies to training only: experts are selected by the router, which is "
             "untrained"
         )
-    return replace(config, moe_expert_capacity_factor=None, moe_router_force_load_balancing=False), notes
+    config = replace(config, moe_expert_capacity_factor=None, moe_pad_expert_input_to_capacity=False)
+    return replace(config, moe_router_force_load_balancing=False), notes
 
 
 def _stage(num_layers: int, context: ParallelContext) -> Stage:
