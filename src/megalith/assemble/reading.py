@@ -98,7 +98,10 @@ def ranks_of(model: ModelConfig, settings: Mapping[str, Any], environ: Mapping[s
     values = {
         **{name: value for name, value in dataclasses.asdict(model).items() if name in known},
         "lora_rank": None,  # adapters are merged when they are loaded
+        "mtp_num_layers": None,
+        "fp32_residual_connection": False,  # of half precision, and weights may be loaded in fp32
         "num_layers": -(-layers // unit) * unit,
+        **{"moe_layer_freq": "1", "no_rope_freq": None, "window_attn_skip_freq": None},  # lists of all layers
         "seq_length": model.max_position_embeddings,
         **of_training,
         **no_tokenizer,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megalith.assemble.reading import ranks_of
@@ -28,3 +30,19 @@ def test_more_stages_than_layers_and_what_else_is_wrong() -> None:
     text = str(caught.value)
     assert "--pipeline-model-parallel-size 4" in text
     assert "--num-attention-heads 4" in text and "--tensor-model-parallel-size 3" in text
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        {"fp32_residual_connection": True},
+        {"num_experts": 4, "moe_layer_freq": "[0,1,1]"},
+        {"position_embedding_type": "rope", "no_rope_freq": "[0,1,1]"},
+        {"window_size": "4,0", "window_attn_skip_freq": "[0,1,1]"},
+        {"mtp_num_layers": 1},
+    ],
+    ids=str,
+)
+def test_rules_of_training_do_not_hold_for_reading_in_fp32_or_uneven_stages(trained: dict[str, Any]) -> None:
+    model = ModelConfig(3, 16, 4, 32, **trained)
+    assert ranks_of(model, {"pipeline_model_parallel_size": 2}, _started(2)).layout.pp == 2
