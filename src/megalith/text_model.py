@@ -133,17 +133,16 @@ class TextModel:
         try:
             return template.render(messages)
         except BadDialogue as error:
-            raise RequestError("prompt", f"the chat template does not take the messages: {error}") from error
+            raise RequestError("prompt", f"is refused by the chat template: {error}") from error
 
     def require_template(self) -> ChatTemplate:
         """Return the template of dialogues. Raises RequestError for a T5, or if the tokenizer has none."""
         if self.answers:
-            raise RequestError(
-                "chat", "a dialogue is continued by a decoder such as GPT, and this is a T5; leave it out"
-            )
+            raise RequestError("chat", "needs a decoder such as GPT, and this is a T5; leave it out")
         if self.chat_template is None:
             raise RequestError(
-                "chat", "the tokenizer has no chat template; give a Jinja file or the name of one by --chat-template"
+                "chat",
+                "needs a chat template, and the tokenizer has none; give a Jinja file or a name by --chat-template",
             )
         return self.chat_template
 

@@ -482,6 +482,10 @@ def test_experts_come_from_and_go_to_ranks_of_their_own(ranks: Any, tmp_path: Pa
     world_size, layout, model, vocab_size = CASES[case]
     ranks.run(world_size, save, str(tmp_path), f"{layout} {model}", world_size, vocab_size, 5)
     assert resume(str(tmp_path), model, 1, vocab_size)["wrong"] == []
+    without = f"{model} --hidden-dropout 0 --attention-dropout 0"
+    assert resume(str(tmp_path), without, 1, vocab_size)["notes"] == ((), ())
+    (note,) = resume(str(tmp_path), f"{without} --moe-input-jitter-eps 0.01", 1, vocab_size)["notes"][1]
+    assert "--moe-input-jitter-eps" in note and "dropout" not in note
     for result in ranks.run(2, resume, str(tmp_path), f"--expert-tensor-parallel-size 2 {model}", 2, vocab_size):
         assert result["wrong"] == []
 

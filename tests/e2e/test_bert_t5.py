@@ -171,6 +171,7 @@ def test_t5(work: Path, t5: Path, capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_t5_as_published(work: Path, warm: WarmProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     done = warm.run(["--model-family", "t5", *_flags(work, f"{T5} {PUBLISHED}", "P")], work)
     assert done.code == 0, done.text
+    assert re.search(r"^try it: megalith generate .*<extra_id_0>", done.text, re.MULTILINE)
     _measured_and_answered(work, work / "P", capsys)
     assert main(["checkpoint", "export", str(work / "P"), str(tmp_path / "HF")]) == 0
     compared = "logits equal those of transformers" if find_spec("transformers") else "logits not compared"
@@ -284,7 +285,7 @@ def test_a_server_answers_as_the_command_line(
             "--temperature, --seed are for text generation",
         ),
         ("bert", "generate {} --prompt x[MASK] --chat", "--chat is for text generation"),
-        ("t5", "generate {} --prompt x --chat --chat-template chatml", "--chat a dialogue"),
+        ("t5", "generate {} --prompt x --chat --chat-template chatml", "--chat needs a decoder"),
         ("bert", "generate {} --prompt x[MASK] --json --stream", "--stream is for text generation"),
         ("bert", "generate {} --tp 2 --prompt x", "--tp 2 is for a T5"),
         ("bert", "generate {} --tp 2 --prompt x", "megalith evaluate --task masked measures it"),

@@ -56,7 +56,7 @@ class Generate:
 
     def __call__(self, *words: object, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
         content = stdin.encode() if isinstance(stdin, str) else stdin
-        self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8"))
+        self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8", newline="\n"))
         self._capsys.readouterr()
         code = main(["generate", *map(str, words)])
         return subprocess.CompletedProcess(words, code, *self._capsys.readouterr())
@@ -164,7 +164,7 @@ def test_texts_that_are_typed_are_continued_one_after_the_other(generate: Genera
 def test_failed_lines_are_told_by_exit_code_place_and_object(generate: Generate, saved: Path) -> None:
     lines = [b"the king", b"", b"\xff\xfe", b"king " * 50, b"the queen"]
     asked = (saved, "--greedy", "--max-new-tokens", 2)
-    done = generate(*asked, "--json", stdin=b"\n".join(lines))
+    done = generate(*asked, "--json", stdin=b"\r\n".join(lines))
     assert done.returncode == 2
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["prompt"] for line in found] == [line.decode("utf-8", "surrogateescape") for line in lines if line]

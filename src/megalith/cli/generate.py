@@ -122,9 +122,12 @@ def _reply_to_lines(reply: Reply, *, json_lines: bool) -> int:
 
 
 def _keep_bad_bytes() -> None:
-    """Have standard input keep bytes that are not UTF-8 as lone surrogates, so that they fail their own prompt only."""
+    """Have standard input keep bytes that are not UTF-8 as lone surrogates, so that they fail their own prompt only.
+
+    Line ends of Windows are read as line ends, as those of a file are.
+    """
     if isinstance(sys.stdin, io.TextIOWrapper):  # not in a notebook
-        sys.stdin.reconfigure(errors="surrogateescape")
+        sys.stdin.reconfigure(errors="surrogateescape", newline=None)
 
 
 def _read_stdin() -> str:

@@ -388,7 +388,7 @@ def _example_prompt(config: RunConfig) -> str:
     """Return a prompt in the characters of the run's tokenizer; the usual one if its file has gone meanwhile."""
     from megalith.tokenizers import build_tokenizer
 
-    prompt = "Once upon a time"
+    prompt = "Once upon a <extra_id_0>" if config.model.family.encoder_decoder else "Once upon a time"
     if config.tokenizer.tokenizer_type != "CharacterTokenizer":
         return prompt
     try:

@@ -123,15 +123,17 @@ def check_fits(found: FoundCheckpoint, run: RunConfig, identity: Identity) -> tu
         if not (run.checkpoint.finetune or found.weights_only or begins):
             data = _changes("the training data", found.manifest.get("data", {}), identity.data)
     if model or (data and not run.checkpoint.accept_data_change):
+        pretrained = run.checkpoint.pretrained_checkpoint if found.weights_only else None
+        flag = "--pretrained-checkpoint" if pretrained else "--load"
         remedy = (
-            "give the flags, tokenizer and data of that run (--use-checkpoint-args takes the flags), or another --load"
+            f"give the flags, tokenizer and data of that run (--use-checkpoint-args takes the flags), or another {flag}"
         )
         if not model:
             remedy = (
                 "give the data of that run, another --load, --accept-data-change to continue with this data from the "
                 "next sample of that run, or --finetune to start a new run from its weights"
             )
-        where = (found.weights_only and run.checkpoint.pretrained_checkpoint) or run.checkpoint.load
+        where = pretrained or run.checkpoint.load
         head = f"the checkpoint of iteration {found.iteration} in {where} is of another run:"
         raise CheckpointError("\n  ".join([head, *model, *data, remedy]))
     notes = (f"{change}; --accept-data-change: accepted" for change in data)

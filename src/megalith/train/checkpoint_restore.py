@@ -12,7 +12,7 @@ import torch
 
 from megalith.checkpoint import CheckpointContent, DirectoryStore, LoadedContent
 from megalith.checkpoint.formats.torch_dist import OPTIMIZER_PREFIX, is_rng_object, read_optimizer_common
-from megalith.config import RunConfig, all_settings
+from megalith.config import ModelConfig, RunConfig, all_settings
 from megalith.config.changes import HARMLESS, changes_since
 from megalith.device import is_host
 from megalith.errors import CheckpointError, DamagedCheckpointError
@@ -182,10 +182,16 @@ def _load_streams(loaded: LoadedContent, found: FoundCheckpoint, state: TrainSta
         state.rng_streams.load_state(states[replicas.index])
     elif len(states) == 1 and found.manifest is None:
         state.rng_streams.load_state(states[0])
-    elif run.model.hidden_dropout > 0.0 or run.model.attention_dropout > 0.0:
-        seed = run.train.seed
-        return (f"the random states of the checkpoint are those of another layout: dropout starts from --seed {seed}",)
+    elif drawing := _drawing(run.model):
+        shown, seed = " and ".join(drawing), run.train.seed
+        return (f"the random states of the checkpoint are those of another layout: {shown} start from --seed {seed}",)
     return ()
+
+
+def _drawing(model: ModelConfig) -> list[str]:
+    """Return the flags whose random numbers a model draws in training."""
+    names = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "lora_dropout")
+    return [all_settings()[name].flag for name in names if getattr(model, name)]
 
 
 def _resumed_schedule(
