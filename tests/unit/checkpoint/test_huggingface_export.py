@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -107,17 +108,17 @@ def test_another_dtype(saved: Path, tmp_path: Path, dtype: str) -> None:
     assert all(torch.equal(weights[name], wanted[name].to(getattr(torch, dtype))) for name in wanted)
 
 
-def _trained(folder: Path, rows: int, manifest: dict[str, Any], **args: Any) -> None:
+def _trained(folder: Path, rows: int, manifest: dict[str, Any], config: ModelConfig = LLAMA, **args: Any) -> None:
     """A checkpoint as a training run with a padded vocabulary leaves it, its rows numbered."""
     common = HuggingFaceSource(folder / "hf").common()
     values = {**vars(common["args"]), "padded_vocab_size": rows, **args}
     common["args"].__dict__.update(values)
-    model = GPT(LLAMA, rows)
+    model = GPT(config, rows)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     with torch.no_grad():
         model.output_weight.copy_(torch.arange(float(rows))[:, None].expand(rows, 16))
-    chunks = model_chunks(named_placements(model), stacking_of(LLAMA))
+    chunks = model_chunks(named_placements(model), stacking_of(config))
     DirectoryStore(folder / "trained").save(7, CheckpointContent(chunks, {}, {**common, "iteration": 7}), manifest)
 
 
@@ -143,6 +144,16 @@ def test_padding_that_nobody_knows_of_is_kept_and_said(tmp_path: Path) -> None:
     _trained(tmp_path, 64, {})
     made = export(tmp_path / "trained", tmp_path / "out", ExportOptions())
     assert made.vocab_size == 64 and "--true-vocab-size N" in made.notes[0]
+
+
+def test_the_capacity_of_experts_stays_with_the_training(tmp_path: Path) -> None:
+    mixture = dataclasses.replace(LLAMA, num_experts=4, moe_router_topk=2)
+    write_folder(tmp_path / "hf", "mixtral", mixture)
+    capacity = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    _trained(tmp_path, 64, {}, mixture, **capacity)
+    made = export(tmp_path / "trained", tmp_path / "out", ExportOptions())
+    assert made.family.model_type == "mixtral"
+    assert "--moe-expert-capacity-factor 1" in made.notes[0]
 
 
 def test_a_family_of_choice(saved: Path, tmp_path: Path) -> None:

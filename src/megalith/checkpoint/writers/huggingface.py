@@ -12,7 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -175,8 +175,12 @@ def describe(path: Path, wanted: ExportOptions, iteration: int | None) -> Descri
     """Return a checkpoint, given as for `locate`, as a Hugging Face model; all but the shard size is checked."""
     found = locate(path, iteration)
     folder = open_verified(found)
-    params = _params_of(folder)
     manifest, notes = folder.manifest() or {}, list[str]()
+    params = _params_of(folder)
+    if (factor := params.model.moe_expert_capacity_factor) is not None:
+        notes.append(f"--moe-expert-capacity-factor {factor:g} applies to training only: it is left out")
+        without = replace(params.model, moe_expert_capacity_factor=None, moe_pad_expert_input_to_capacity=False)
+        params = replace(params, model=without)
     original = _original(folder, manifest)
     family = family_for(params.model, wanted.model_type or _origin(original, params.model))
     rows = _rows(wanted, params, manifest, original, notes)
