@@ -42,12 +42,12 @@ def read_launch(environ: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables for this process, and its launcher in MEGALITH_LAUNCHER.
 
     Raises:
-        ConfigError: the launcher's variables are incomplete, or contradict each other; it names them as the launcher.
+        ConfigError: the launcher's variables are incomplete, or those of mpirun and srun contradict each other.
     """
     own = {name: environ[name] for name in _OF_TORCHRUN if name in environ}
     if "RANK" in environ or "WORLD_SIZE" in environ:
         by = environ.get("MEGALITH_LAUNCHER") or ("torchrun" if "TORCHELASTIC_RUN_ID" in environ else "hand")
-        return {**_checked(_complete(own), {name: name for name in _OPEN_MPI}), "MEGALITH_LAUNCHER": by}
+        return {**_complete(own), "MEGALITH_LAUNCHER": by}
     if "OMPI_COMM_WORLD_RANK" in environ:
         return {**_mpi(environ, _OPEN_MPI), **own}
     if "PMI_RANK" in environ and "MPI_LOCALRANKID" in environ:  # Hydra: in a SLURM job its proxies are an srun step
@@ -99,8 +99,9 @@ def _complete(variables: dict[str, str]) -> dict[str, str]:
     )
 
 
-def _checked(variables: dict[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables if they are possible; errors call each as `names`, by torchrun's, does."""
+def checked_launch(variables: dict[str, str], names: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return torchrun's variables if they are possible; ConfigErrors call each as `names`, by torchrun's, does."""
+    names = names or {name: name for name in _OPEN_MPI}
     given = {name: variables[name] for name in names if name in variables}
     shown = {name: f"{names[name]}={value}" for name, value in given.items()}
     problems = [
@@ -122,7 +123,7 @@ def _checked(variables: dict[str, str], names: Mapping[str, str]) -> dict[str, s
 
 
 def _mpi(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    variables = _checked({ours: environ[theirs] for ours, theirs in names.items() if theirs in environ}, names)
+    variables = checked_launch({ours: environ[theirs] for ours, theirs in names.items() if theirs in environ}, names)
     variables["MEGALITH_LAUNCHER"] = "mpirun"
     variables["MASTER_PORT"] = _port(" ".join(environ.get(name, "") for name in _JOB_OF_MPI))
     one_host = variables.get("LOCAL_WORLD_SIZE") == variables.get("WORLD_SIZE")
@@ -166,7 +167,7 @@ def _count(environ: Mapping[str, str], *names: str) -> int:
 def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
     of_tasks = next(name for name in _OF_TASKS if environ.get(name))
     names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": of_tasks, "LOCAL_RANK": "SLURM_LOCALID"}
-    variables = _checked({ours: environ[theirs] for ours, theirs in names.items() if theirs in environ}, names)
+    variables = checked_launch({ours: environ[theirs] for ours, theirs in names.items() if theirs in environ}, names)
     tasks = variables["WORLD_SIZE"]
     variables["MEGALITH_LAUNCHER"] = "srun"
     variables["MASTER_PORT"] = _port(f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from megalith.config.environment import read_launch
+from megalith.config.environment import checked_launch, read_launch
 from megalith.data.sources import Chunk, Source
 from megalith.errors import ConfigError
 from megalith.tokenizers.fingerprint import read_run_digests
@@ -41,7 +41,7 @@ def read_share(text: str | None, environ: Mapping[str, str]) -> Share:
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise ConfigError(f"--share {text}: give K/N with K from 1 to N, such as 2/8")
         return Share(int(match[1]) - 1, int(match[2]), f"--share {text}")
-    launch = read_launch(environ)
+    launch = checked_launch(read_launch(environ))
     rank, world = int(launch.get("RANK", 0)), int(launch.get("WORLD_SIZE", 1))
     task, tasks = _slurm_array_task(environ)
     if world > 1 and tasks > 1:

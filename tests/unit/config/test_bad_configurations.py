@@ -92,6 +92,10 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
     ("--fp16 --initial-loss-scale 1e39", ("--initial-loss-scale 1e+39",)),
     ("--init-method-std -1", ("--init-method-std -1.0",)),
     ("--rerun-mode disabled --nan-policy rerun", ("--rerun-mode disabled", "--nan-policy rerun")),
+    (
+        "--decoder-last-pipeline-num-layers 1",
+        ("--decoder-last-pipeline-num-layers 1", "--pipeline-model-parallel-size"),
+    ),
     # batch sizes
     ("--rampup-batch-size", ("--rampup-batch-size",)),
     ("--rampup-batch-size 4 4", ("--rampup-batch-size 4", "2")),

@@ -224,6 +224,7 @@ def test_some_values_of_a_flag_may_need_nothing() -> None:
         ("--lr-decay-style WSD --lr-wsd-decay-iters 8 --lr-warmup-iters 3", ("--lr-wsd-decay-iters 8", "2", "3")),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 8 --lr-warmup-fraction 0.3", ("--lr-wsd-decay-iters 8", "2", "3")),
         ("--skip-train", ("--skip-train", "--load")),
+        ("--account-for-loss-in-pipeline-split", ("--account-for-loss-in-pipeline-split",)),
         ("--profile --profile-step-start 10", ("--profile", "--profile-step-start 10")),
     ],
 )

@@ -287,6 +287,9 @@ def test_shares_that_contradict_are_refused() -> None:
     for text in ("0/3", "4/3", "x"):
         with pytest.raises(ConfigError, match="give K/N"):
             read_share(text, {})
+    for rank in ("abc", "2"):
+        with pytest.raises(ConfigError, match=f"RANK={rank}"):
+            read_share(None, {"RANK": rank, "WORLD_SIZE": "2"})
 
 
 def test_an_empty_share_is_no_error(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from megalith.config.rules.rule import (
     divisors,
     exclusive,
     forbid,
+    idle,
     idle_without,
     multiples,
     note,
@@ -201,6 +202,8 @@ def layers_divide_over_the_pipeline(draft: Draft) -> str:
         if draft.run.parallel.pipeline_model_parallel_layout is not None:
             return f"{show(draft, 'pipeline_model_parallel_layout')}: {error}"
         given = [show(draft, name) for name in _SPLIT if name in draft.given]
+        if given and draft.run.parallel.pipeline_model_parallel_size == 1:
+            return f"{' and '.join(given)}: there is one stage; leave it out, or give --pipeline-model-parallel-size"
         flags = ", ".join([show(draft, "num_layers"), show(draft, "pipeline_model_parallel_size"), *given])
         fitting = fitting_sizes(draft.run, "pipeline_model_parallel_size")
         return f"{flags}: {error}; use --pipeline-model-parallel-size {fitting}{'' if given else _uneven(draft)}"
@@ -380,6 +383,11 @@ strategy_says_what_is_divided = note(
 )
 
 
+stages_are_there_to_be_balanced = idle(
+    ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    lambda run: run.parallel.pipeline_model_parallel_size > 1,
+    lambda draft: " with one pipeline stage",
+)
 the_strategy_is_read = idle_without("use_megatron_fsdp", "data_parallel_sharding_strategy")
 experts_are_there_to_be_divided = forbid(
     lambda run: run.parallel.expert_model_parallel_size != 1 and not run.model.mixture,
