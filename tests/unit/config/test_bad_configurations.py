@@ -330,10 +330,6 @@ TABLE: list[tuple[str, tuple[str, ...]]] = [
         ("--moe-router-load-balancing-type", "--moe-aux-loss-coeff", "2", "1"),
     ),
     (
-        "--num-experts 4 --moe-aux-loss-coeff 0.1 0.2",
-        ("--moe-router-load-balancing-type", "--moe-aux-loss-coeff 0.1 0.2"),
-    ),
-    (
         "--num-experts 4 --moe-router-load-balancing-type aux_loss aux_loss --moe-aux-loss-coeff 0.1 0.2",
         ("--moe-router-load-balancing-type aux_loss aux_loss",),
     ),

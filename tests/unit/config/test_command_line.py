@@ -179,6 +179,10 @@ def test_some_values_of_a_flag_may_need_nothing() -> None:
         ),
         ("--window-attn-skip-freq 2", ("--window-attn-skip-freq 2", "--window-size")),
         (
+            "--num-experts 4 --moe-aux-loss-coeff 0.1 0.2",
+            ("--moe-aux-loss-coeff 0.1 0.2", "--moe-router-load-balancing-type aux_loss"),
+        ),
+        (
             "--num-experts 4 --moe-router-score-function sigmoid --moe-router-pre-softmax",
             ("--moe-router-pre-softmax", "--moe-router-score-function sigmoid"),
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalith.config.rules.rule import Draft, divisors, excluded, forbid, idle, idle_without, note, rule, show
+from megalith.config.rules.rule import Draft, divisors, excluded, forbid, idle, idle_without, note, notice, rule, show
 
 _LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
@@ -103,7 +103,7 @@ the_bias_corrects_separate_scores = forbid(
 def each_balancing_loss_has_a_coefficient(draft: Draft) -> str:
     model = draft.run.model
     kinds, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
-    if not model.num_experts or len(set(kinds)) == len(kinds) == len(coefficients):
+    if not model.num_experts or len(kinds) == 1 or len(set(kinds)) == len(kinds) == len(coefficients):
         return ""
     if len(set(kinds)) < len(kinds):
         return f"{show(draft, 'moe_router_load_balancing_type')} has a kind twice; give each once, with one coefficient"
@@ -111,6 +111,16 @@ def each_balancing_loss_has_a_coefficient(draft: Draft) -> str:
         f"{show(draft, 'moe_router_load_balancing_type')} and {show(draft, 'moe_aux_loss_coeff')}: {len(kinds)} and "
         f"{len(coefficients)} values; give one coefficient for each kind"
     )
+
+
+@notice
+def further_coefficients_have_no_kind(draft: Draft) -> str:
+    model = draft.run.model
+    kinds, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    if not model.num_experts or len(kinds) > 1 or len(coefficients) == 1:
+        return ""
+    kind, given = show(draft, "moe_router_load_balancing_type"), show(draft, "moe_aux_loss_coeff")
+    return f"{given}: only the first has an effect: {kind} is one kind"
 
 
 @rule
