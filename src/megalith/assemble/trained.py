@@ -18,7 +18,6 @@ from megalith.checkpoint.base import open_base
 from megalith.checkpoint.formats.torch_dist import WORD_EMBEDDINGS, model_chunks, stacking_of
 from megalith.checkpoint.sources.source import listing, with_remedy
 from megalith.checkpoint.store.store import nothing_in
-from megalith.config import ModelConfig
 from megalith.config.from_args import changed_sources, model_from_args, precision_from_args, tokenizer_from_args
 from megalith.config.groups import TokenizerConfig
 from megalith.device import capability_of, is_host
@@ -28,6 +27,7 @@ from megalith.hub import MODEL_FILES, fetched
 from megalith.layout import shard_range
 from megalith.models.families import model_class
 from megalith.models.language_model import GenerativeModel, LanguageModel, Stage
+from megalith.models.layer_options import for_any_batch
 from megalith.models.plain import PlainModel
 from megalith.models.saved import saved_tensors
 from megalith.nn.lora import merge
@@ -127,7 +127,7 @@ def _trained(
     args = vars(store.common(found).get("args", Namespace()))
     precision = precision_from_args(args)
     saved_config = replace(model_from_args(args, registry), mtp_num_layers=None)  # these layers are for training only
-    model_config, about_experts = _for_any_batch(saved_config)
+    model_config, about_experts = for_any_batch(saved_config)
     weights, about_dtype = (dtype, ()) if dtype else _dtype_for(device, params_dtype(precision))
     model = model_class(model_config)(
         model_config,
@@ -188,24 +188,6 @@ def _own_tokenizer(folder: Path, args: Mapping[str, Any], registry: Registry) ->
         raise DataError(
             f"{error}; the checkpoint names this tokenizer but has no copy: give {config.flags_for_moved_files}"
         ) from error
-
-
-def _for_any_batch(config: ModelConfig) -> tuple[ModelConfig, list[str]]:
-    """Return the architecture without expert capacity and random routing, and notes about the changes.
-
-    With a capacity, dropped tokens depend on the rest of the batch, and random routing (for benchmarks) differs from
-    call to call: the output for a text would depend on other texts and on its division into steps.
-    """
-    notes, factor = [], config.moe_expert_capacity_factor
-    if factor is not None:
-        notes.append(f"--moe-expert-capacity-factor {factor:g} applies to training only: no token is dropped")
-    if config.moe_router_force_load_balancing:
-        notes.append(
-            "--moe-router-force-load-balancing applies to training only: experts are selected by the router, which is "
-            "untrained"
-        )
-    config = replace(config, moe_expert_capacity_factor=None, moe_pad_expert_input_to_capacity=False)
-    return replace(config, moe_router_force_load_balancing=False), notes
 
 
 def _stage(num_layers: int, context: ParallelContext) -> Stage:

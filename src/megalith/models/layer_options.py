@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -96,6 +96,29 @@ def length_before_yarn(config: ModelConfig) -> int:
     return config.yarn_original_max_position_embeddings or (
         4096 if config.multi_latent_attention else config.max_position_embeddings
     )
+
+
+def for_any_batch(config: ModelConfig) -> tuple[ModelConfig, list[str]]:
+    """Return the architecture without expert capacity and random routing, and notes about the changes.
+
+    With a capacity, dropped tokens depend on the rest of the batch, and random routing (for benchmarks) differs from
+    call to call: the output for a text would depend on other texts and on its division into steps.
+    """
+    notes, factor = [], config.moe_expert_capacity_factor
+    if factor is not None:
+        notes.append(f"--moe-expert-capacity-factor {factor:g} applies to training only: no token is dropped")
+    if config.moe_router_force_load_balancing:
+        notes.append(
+            "--moe-router-force-load-balancing applies to training only: experts are selected by the router, which is "
+            "untrained"
+        )
+    without = replace(
+        config,
+        moe_expert_capacity_factor=None,
+        moe_pad_expert_input_to_capacity=False,
+        moe_router_force_load_balancing=False,
+    )
+    return without, notes
 
 
 def rotary_scaling(config: ModelConfig) -> Scaling | None:

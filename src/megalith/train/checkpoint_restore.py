@@ -183,8 +183,8 @@ def _load_streams(loaded: LoadedContent, found: FoundCheckpoint, state: TrainSta
     elif len(states) == 1 and found.manifest is None:
         state.rng_streams.load_state(states[0])
     elif drawing := _drawing(run.model):
-        shown, seed = " and ".join(drawing), run.train.seed
-        return (f"the random states of the checkpoint are those of another layout: {shown} start from --seed {seed}",)
+        again = f"those of {' and '.join(drawing)} start from --seed {run.train.seed}"
+        return (f"the random states of the checkpoint are those of another layout: {again}",)
     return ()
 
 

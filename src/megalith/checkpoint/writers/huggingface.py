@@ -42,6 +42,7 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.models.huggingface import DTYPES, config_of_model, family_for
 from megalith.models.huggingface_family import Family
 from megalith.models.huggingface_tensors import TheirTensor
+from megalith.models.layer_options import for_any_batch
 from megalith.progress import advance, task
 from megalith.tokenizers.byte_level import END_OF_TEXT, read_byte_pair_vocabulary, tokenizer_json
 from megalith.tokenizers.huggingface import TOKENIZER_FILE
@@ -175,12 +176,9 @@ def describe(path: Path, wanted: ExportOptions, iteration: int | None) -> Descri
     """Return a checkpoint, given as for `locate`, as a Hugging Face model; all but the shard size is checked."""
     found = locate(path, iteration)
     folder = open_verified(found)
-    manifest, notes = folder.manifest() or {}, list[str]()
-    params = _params_of(folder)
-    if (factor := params.model.moe_expert_capacity_factor) is not None:
-        notes.append(f"--moe-expert-capacity-factor {factor:g} applies to training only: it is left out")
-        without = replace(params.model, moe_expert_capacity_factor=None, moe_pad_expert_input_to_capacity=False)
-        params = replace(params, model=without)
+    params, manifest = _params_of(folder), folder.manifest() or {}
+    model, notes = for_any_batch(params.model)
+    params = replace(params, model=model)
     original = _original(folder, manifest)
     family = family_for(params.model, wanted.model_type or _origin(original, params.model))
     rows = _rows(wanted, params, manifest, original, notes)
