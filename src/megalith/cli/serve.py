@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from megalith.nn.lora import Adapter
     from megalith.serve.engine import Engine
     from megalith.serve.http.service import Service
-    from megalith.serve.model_runner import DecoderPrompt, ModelRunner
+    from megalith.serve.model_runner import ModelRunner
     from megalith.serve.worker import Worker
     from megalith.tokenizers import Tokenizer
     from megalith.tokenizers.chat_template import ChatFormat
@@ -279,7 +279,7 @@ def _serve_rank(
             _say(memory)
         if engine is not None:
             if context.world.size == 1 and is_host(context.device) and "OMP_NUM_THREADS" not in os.environ:
-                _tune_threads(runner, engine.decoder_prompt)
+                _tune_threads(runner, engine)
             _warm_up(trained, engine)
     if engine is not None and listener is not None:
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
@@ -308,20 +308,22 @@ def _range_mib(sizes: Sequence[int]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _tune_threads(runner: ModelRunner, decoder_prompt: DecoderPrompt | None) -> None:
-    """Use fewer threads than cores if that makes a decoding step faster, and print the choice."""
+def _tune_threads(runner: ModelRunner, engine: Engine) -> None:
+    """Use fewer threads than cores where and while that makes a decoding step faster, and print the first choice."""
     import torch
 
-    from megalith.kernels.cpu.process import tune_num_threads
+    from megalith.kernels.cpu.process import ThreadsUnderLoad, tune_num_threads
     from megalith.serve.runner import decoding_step
 
     most = torch.get_num_threads()
-    step = partial(runner.run, decoding_step(runner, encodes=decoder_prompt is not None))
+    step = partial(runner.run, decoding_step(runner, encodes=engine.decoder_prompt is not None))
     chosen = tune_num_threads(step, most, torch.set_num_threads)
     if chosen < most:
         _say(
             f"note: {chosen} of {most} threads, the fastest for decoding with this model; OMP_NUM_THREADS overrides it"
         )
+    if most > 1:
+        engine.around_step = ThreadsUnderLoad(chosen, most, torch.set_num_threads).step
 
 
 def _warm_up(trained: Trained, engine: Engine) -> None:

@@ -311,18 +311,17 @@ class LayerCacheView:
         new_v_11GK.copy_(v_11GK)
         heads, groups, size = q_11HK.shape[2], k_1GSK.shape[1], q_11HK.shape[3]
         q_1GQK = _queries_of_groups(q_11HK[0], groups)[0]
-        found_1GQK = scaled_dot_product_attention(q_1GQK, k_1GSK, v_1GSK, scale=scale)
-        return found_1GQK[:, :, : heads // groups].reshape(1, 1, heads, size)
+        return _attend_position(q_1GQK, k_1GSK, v_1GSK, scale, heads // groups).reshape(1, 1, heads, size)
 
     def _attend_each(self, q_S1HK: Tensor, scale: float) -> Tensor:
         """Attend from one token of each sequence; the queries of a group, as in `_attend_one`, become positions."""
         (number, _, heads, size), groups = q_S1HK.shape, self.keys.shape[0]
         q_S1GQK = _queries_of_groups(q_S1HK.squeeze(1), groups)
         found = [
-            scaled_dot_product_attention(q, k, v, scale=scale)
+            _attend_position(q, k, v, scale, heads // groups)
             for q, (k, v) in zip(q_S1GQK.unbind(0), self.decoding_views, strict=True)
         ]
-        return torch.cat(found)[:, :, : heads // groups].reshape(number, 1, heads, size)
+        return torch.cat(found).reshape(number, 1, heads, size)
 
     def _attend(self, q_QHK: Tensor, span: _Span, rule: AttentionRule) -> Tensor:
         """Attend causally from the last Q positions of a sequence. [Q, H, K] -> [Q, H, K]."""
@@ -346,8 +345,7 @@ class LayerCacheView:
         q, k, v = (x if dtype == source else x.to(dtype) for x in (q_QHK, k_GSK, v_GSK))
         if new == 1:  # the queries of a group see the same keys: they take the place of positions
             q = _queries_of_groups(q, groups)[0]
-            found_1GQK = scaled_dot_product_attention(q, k[None], v[None], scale=scale)
-            return found_1GQK[:, :, : heads // groups].reshape(1, heads, size).to(source)
+            return _attend_position(q, k[None], v[None], scale, heads // groups).reshape(1, heads, size).to(source)
         whole = new == length
         mask = None if whole else self.view.mask(new, length)
         context = sdpa(q.transpose(0, 1)[None], k[None], v[None], mask, 0.0, causal=whole, scale=scale)
@@ -387,6 +385,20 @@ def _queries_of_groups(q_NHK: Tensor, groups: int) -> Tensor:
     if heads == groups and q_NHK.dtype in (torch.float16, torch.bfloat16) and is_host(q_NHK.device):
         return torch.cat((q_N1GQK, q_N1GQK), -2)  # repeat takes four times as long
     return q_N1GQK
+
+
+_MANY_KEYS = 256  # copies of fewer keys and values take longer than they save
+
+
+def _attend_position(q_1GRK: Tensor, k_1GSK: Tensor, v_1GSK: Tensor, scale: float, queries: int) -> Tensor:
+    """Attend from one position to all its keys, [1, G, queries, K]; R is `queries`, or 2 where one is there twice.
+
+    Over many keys fp32 is faster for one query, the copies of keys and values included (benchmarks/results/README.md).
+    """
+    if q_1GRK.shape[2] == queries or k_1GSK.shape[2] < _MANY_KEYS:
+        return scaled_dot_product_attention(q_1GRK, k_1GSK, v_1GSK, scale=scale)[:, :, :queries]
+    q, k, v = (x.float() for x in (q_1GRK[:, :, :queries], k_1GSK, v_1GSK))
+    return scaled_dot_product_attention(q, k, v, scale=scale).to(q_1GRK.dtype)
 
 
 class EncoderCacheView:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from random import Random, SystemRandom
 
@@ -123,7 +124,8 @@ class Engine:
     """Serves requests with a runner. Not thread-safe: one thread calls all methods (`serve.worker`).
 
     `decoder_prompt` holds the start and end tokens of the decoder; None for decoder-only models. `adapters` are the
-    numbers of the LoRA adapters that requests may have.
+    numbers of the LoRA adapters that requests may have. `around_step` returns a context for the computation of a
+    number of tokens.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class Engine:
         self._events: Events = []
         self._last_request_id = self._prompt_tokens = self._generated_tokens = 0
         self.adapters, self._unloaded = set[int](), set[int]()
+        self.around_step: Callable[[int], AbstractContextManager[object]] = nullcontext
 
     @property
     def context_length(self) -> int:
@@ -261,7 +264,8 @@ class Engine:
         if scheduled.chunks:
             size = self.runner.block_size
             chunks = [_batch_chunk(chunk, size) for chunk in scheduled.chunks]
-            logits_RV = self.runner.run(Batch(chunks, scheduled.copies))[:, : self.vocab_size]
+            with self.around_step(sum(len(chunk.tokens) for chunk in chunks)):
+                logits_RV = self.runner.run(Batch(chunks, scheduled.copies))[:, : self.vocab_size]
             self._scheduler.complete_step(scheduled)
             self._dispatch_logits(scheduled.chunks, logits_RV)
         else:

@@ -61,7 +61,11 @@ def test_frozen_layers_are_the_layers(variant: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("style", ["gpt2", "llama"])
-def test_a_token_sees_the_same_keys_in_half_precision(style: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("many", [4096, 1], ids=["few keys", "many keys"])
+def test_a_token_sees_the_same_keys_in_half_precision(
+    many: int, style: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalith.serve.cache._MANY_KEYS", many)
     model = GPT(STYLES[style], 32, dtype=dtype)
     initialise(model, 5)
     model.requires_grad_(False)

@@ -8,6 +8,7 @@ import platform
 import resource
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # mallopt(3) and madvise(2)
@@ -129,3 +130,82 @@ def tune_num_threads(
     chosen = fewest if best[fewest] < _CLEARLY * best[most] else most
     set_count(chosen)
     return chosen
+
+
+_Steps = list[tuple[float, float]]  # seconds of each, and of the processor by all threads
+_STEPS = 3  # that a number of threads is judged by
+_STARVED = 0.75  # of the time of all threads: those that are computing or spin while they wait have more
+_FIRST_WAIT, _LONGEST_WAIT = 2.0, 64.0  # seconds between trials
+
+
+class ThreadsUnderLoad:
+    """Halves the number of threads of decoding steps while other programs use their cores.
+
+    Threads that share a product wait for one another at its end, for a time slice if the core of one is taken. Beside
+    a single busy program, on two cores, a token of a 124M model took 540 ms with two threads and 12 with one; without
+    that program 8 and 11. So if the threads do not get their time, half of them is tried for a few steps, and kept if
+    clearly faster; later all of them are tried again, at intervals that grow while they are not faster.
+
+    Args:
+        count: The number at first.
+        most: The largest number.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        most: int,
+        set_count: Callable[[int], None],
+        clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.process_time,
+    ) -> None:
+        self.count, self._most, self._set_count = count, most, set_count
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self._tokens, self._steps = 0, _Steps()  # the last ones alike
+        self._trial: tuple[int, float] | None = None  # the number before, and the seconds of a step with it
+        self._wait, self._next = _FIRST_WAIT, clock() if count == most else clock() + _FIRST_WAIT
+
+    @contextmanager
+    def step(self, tokens: int) -> Iterator[None]:
+        """Execute a step of `tokens` tokens in this context."""
+        began, cpu_began = self._clock(), self._cpu_clock()
+        yield
+        seconds, cpu_seconds = self._clock() - began, self._cpu_clock() - cpu_began
+        if tokens != self._tokens:  # not to be compared
+            self._tokens, self._steps = tokens, []
+            if self._trial is not None:
+                self._use(self._trial[0])
+                self._trial = None
+        self._steps = [*self._steps, (seconds, cpu_seconds)][-_STEPS:]
+        if self._trial is not None:
+            self._judge(*self._trial)
+        elif len(self._steps) == _STEPS and self._clock() >= self._next:
+            starved = sum(cpu for _, cpu in self._steps) < _STARVED * self.count * sum(wall for wall, _ in self._steps)
+            self._try(max(1, self.count // 2) if starved else self._most)
+
+    def _try(self, count: int) -> None:
+        if count != self.count:
+            self._trial = self.count, _median(self._steps)
+            self._use(count)
+
+    def _judge(self, before: int, usual: float) -> None:
+        """Go back to the number before unless the one that is tried is faster, fewer threads clearly so."""
+        more = self.count > before
+        late = self._steps[-1][0] > 2 * usual
+        if len(self._steps) < _STEPS and not late:
+            return
+        self._trial = None
+        if late or _median(self._steps) > usual * (1.0 if more else _CLEARLY):
+            self._use(before)
+            self._wait = min(2 * self._wait, _LONGEST_WAIT)
+        elif more:
+            self._wait = _FIRST_WAIT
+        self._next = self._clock() + self._wait
+
+    def _use(self, count: int) -> None:
+        self.count, self._steps = count, []
+        self._set_count(count)
+
+
+def _median(steps: _Steps) -> float:
+    return sorted(seconds for seconds, _ in steps)[len(steps) // 2]
