@@ -15,7 +15,7 @@ from megalith.data.masked.t5 import decoder_start_token
 from megalith.distributed import comm, p2p
 from megalith.distributed.context import ParallelContext
 from megalith.errors import DataError, LayoutError, PeerError
-from megalith.kernels.cpu.products import Packing, Product
+from megalith.kernels.cpu.products import FEW_ROWS_BY_FBGEMM, Packing, Product
 from megalith.kernels.transfer import to_device
 from megalith.models.frozen import frozen
 from megalith.models.language_model import GenerativeModel, LanguageModel
@@ -60,7 +60,7 @@ class ModelRunner(Runner):
         context_length: Maximum number of positions, for models without a position table; as in training if None.
         packs_weights: Whether to move weights into the layout of faster products; the model has them no more then. A
             half-precision output weight that is the word embedding too is copied. bf16 weights of a small model get a
-            second layout, for few rows.
+            second layout, for few rows, on processors where it is faster.
         adapts: Whether LoRA adapters may be added.
     """
 
@@ -90,7 +90,8 @@ class ModelRunner(Runner):
         self._rows: Rows = ()
         self._banks = _add_banks(model, lambda: self._rows) if adapts else {}
         self._cross_attentions = model.cross_attentions()
-        packing = Packing(_weight_bytes(model) <= _SMALL_MODEL) if packs_weights and model.region.size == 1 else None
+        for_few_rows = FEW_ROWS_BY_FBGEMM and _weight_bytes(model) <= _SMALL_MODEL
+        packing = Packing(for_few_rows) if packs_weights and model.region.size == 1 else None
         self._layers = None if self._cross_attentions else frozen(model.decoder, packing)
         self._output = None if packing is None else self._pack_output(packing)
         self.weight_bytes = _weight_bytes(model) + (0 if packing is None else packing.num_bytes)

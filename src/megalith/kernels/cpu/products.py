@@ -9,13 +9,15 @@ it. If the operator is missing, `torch.nn.functional.linear` is equal up to roun
 of the time for 2 rows and 0.75 for 16 (AMD, AVX2), in bf16 0.9 of it for 1 row, 0.65 for 16 and 0.95 for 256 (AMD,
 AVX512-BF16). Half-precision weights of which a CPU makes fp32 products (nn.precision) go to FBGEMM, which reads fp16,
 multiplies in fp32, and takes half of the time of any other way that torch has for 1 to 32 rows. For up to 4 rows it is
-also faster than oneDNN's bf16 (0.7 of the time). Scaled by a power of two, a bf16 weight is exact in fp16 unless it is
-below 2^-32 of the largest of its matrix, and then wrong by 2^-41 of that one at most.
+also faster than oneDNN's bf16 (0.7 of the time) before AMD's Zen 5, where it takes 1.08 to 1.15 of the time. Scaled by
+a power of two, a bf16 weight is exact in fp16 unless it is below 2^-32 of the largest of its matrix, and then wrong by
+2^-41 of that one at most.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
@@ -39,16 +41,22 @@ _LARGE_WEIGHT = 1 << 18  # elements; the operator's overhead is 20 us, in which 
 _MIN_WORK = 1 << 22  # elements x rows
 
 
-def _is_intel() -> bool:
-    """Return whether /proc/cpuinfo names an Intel processor."""
+def _processor() -> tuple[str, int]:
+    """Return vendor and family of the processor as /proc/cpuinfo gives them; empty and 0 where it does not."""
     try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return False
+        return "", 0
+    found = (re.search(rf"^{name}\s*: (\w+)$", text, re.MULTILINE) for name in ("vendor_id", "cpu family"))
+    vendor, family = (match[1] if match else "" for match in found)
+    return vendor, int(family or 0)
 
 
 _HAS_ONEDNN = has_onednn_linear()
-_MIN_ROWS = 2 if _is_intel() else 1
+_VENDOR, _FAMILY = _processor()
+_MIN_ROWS = 2 if _VENDOR == "GenuineIntel" else 1
+FEW_ROWS_BY_FBGEMM = _VENDOR != "AuthenticAMD" or _FAMILY < 26
+"""Whether FBGEMM's fp16 is faster than oneDNN's bf16 for few rows: not from AMD's Zen 5 on."""
 
 
 def min_rows(weight: Tensor) -> int | None:
