@@ -32,6 +32,18 @@ def test_one_process_keeps_its_threads() -> None:
     assert threads.divide_cores(LaunchConfig()) == "" and "OMP_NUM_THREADS" not in os.environ
 
 
+def test_a_container_with_the_time_of_some_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "usable_cores", lambda: 3)
+    note = threads.divide_cores(LaunchConfig())
+    assert note.startswith("3 threads ") and "8 cores" in note
+    assert os.environ.pop("OMP_NUM_THREADS") == "3"
+    threads.divide_cores(FOUR)
+    assert os.environ.pop("OMP_NUM_THREADS") == "1"
+    assert threads._cores("mpirun", 2) == 1, "a container binds no process to cores"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert threads.divide_cores(LaunchConfig()) == "" and os.environ["OMP_NUM_THREADS"] == "5"
+
+
 @pytest.mark.parametrize("number", ["1", "3"])
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, number: str) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", number)

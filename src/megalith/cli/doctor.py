@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from megalith import __version__
 from megalith.cli.arguments import CommandParser
-from megalith.distributed.machine import machine_memory, memory_limit, processor
+from megalith.distributed.machine import bound_cores, machine_memory, memory_limit, processor, usable_cores
 from megalith.errors import install_command
 
 if TYPE_CHECKING:
@@ -153,13 +153,14 @@ def _installation() -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = usable_cores()
     threads = os.environ.get("OMP_NUM_THREADS")
     limit, machine = memory_limit(), machine_memory()
     memory = f"{_gigabytes(machine):.1f} GB memory"
     if limit < machine:
         memory += f", limited to {_gigabytes(limit):.2f} GB (cgroup or ulimit -v)"
-    yield Finding("ok", f"{platform.system()} {platform.machine()}, {usable} cores, {memory}")
+    cores = f"{usable} cores" if usable == bound_cores() else f"the time of {usable} of {bound_cores()} cores"
+    yield Finding("ok", f"{platform.system()} {platform.machine()}, {cores}, {memory}")
     yield Finding("ok", f"{platform.release()}, {' '.join(platform.libc_ver())}; {processor()}")
     if threads:
         yield Finding("note", f"OMP_NUM_THREADS={threads}: tensor operations use {threads} of {usable} cores")

@@ -16,6 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megalith.cli.arguments import CommandParser, add_checkpoint_flags, below_one, load_model
+from megalith.cli.threads import divide_cores
+from megalith.config.groups import LaunchConfig
 from megalith.config.tokenizer_flags import imported_by, tokenizer_of_flags
 from megalith.config.values import local_path
 from megalith.errors import ConfigError, DataError, MegalithError
@@ -91,7 +93,7 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError(violations)
     if options.tp > 1:
         return _answer_tensor_parallel(options, sampling)
-
+    divide_cores(LaunchConfig())
     from megalith.assemble.model import choose_device
 
     tokenizer = tokenizer_of_flags(options)

@@ -20,6 +20,7 @@ from megalith.data.preprocess import PreprocessOptions, PreprocessReport, find_v
 from megalith.data.preprocess_options import ProgressListener, ProgressSnapshot
 from megalith.data.shares import Share, read_share
 from megalith.data.sources import END_OF_TEXT_SEPARATOR, FORMATS, UNKNOWN_SIZE, Limits, SourceOptions
+from megalith.distributed.machine import usable_cores
 from megalith.errors import ConfigError
 from megalith.progress import Task, in_terminal, short, task
 from megalith.train.streams import warn
@@ -235,7 +236,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, file
         loss_mask=given.loss_mask,
         seq_length=numbers["--seq-length"],
         sentences=_sentences(given, environ, notes),
-        workers=numbers["--workers"] or os.cpu_count() or 1,
+        workers=numbers["--workers"] or usable_cores(),
         partitions=numbers["--partitions"] or 1,
         keep_sequential=given.keep_sequential_samples,
         share=_share(given.share, environ, violations),

@@ -246,7 +246,8 @@ def _serve(launch: _ServerOptions) -> int:
         watchdog.at("load", 0)
         if is_host(context.device):
             keep_freed_memory(place.local_world_size or 1)
-        code = _serve_rank(launch, context, listener, watchdog)
+        tunes = bool(threads) or "OMP_NUM_THREADS" not in os.environ  # it is not the user's
+        code = _serve_rank(launch, context, listener, watchdog, tunes=tunes)
         # Objects that still hold a process group would make the interpreter wait for other ranks at exit.
         gc.collect()
     return code
@@ -264,9 +265,14 @@ def _memory_flags(launch: _ServerOptions, in_step: bool) -> list[str]:
 
 
 def _serve_rank(
-    launch: _ServerOptions, context: ParallelContext, listener: socket.socket | None, watchdog: Watchdog
+    launch: _ServerOptions,
+    context: ParallelContext,
+    listener: socket.socket | None,
+    watchdog: Watchdog,
+    *,
+    tunes: bool,
 ) -> int:
-    """Serve on the first rank and run the model on all; return the exit code."""
+    """Serve on the first rank and run the model on all; return the exit code. `tunes`: the number of threads."""
     from megalith.device import is_host
 
     with task("starting the server"):
@@ -278,7 +284,7 @@ def _serve_rank(
         if context.rank == 0:
             _say(memory)
         if engine is not None:
-            if context.world.size == 1 and is_host(context.device) and "OMP_NUM_THREADS" not in os.environ:
+            if tunes and context.world.size == 1 and is_host(context.device):
                 _tune_threads(runner, engine)
             _warm_up(trained, engine)
     if engine is not None and listener is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megalith.config.environment import read_launch
 from megalith.config.groups import LaunchConfig
+from megalith.distributed.machine import bound_cores, usable_cores
 
 _SHORT_SPINS, _LONG_SPINS = "10000", "300000"
 _LARGE_CHECKPOINT = 384 << 20  # bytes
@@ -61,26 +62,25 @@ def limit_spinning(ranks: int, spins: str = _LONG_SPINS) -> None:
 def divide_cores(launch: LaunchConfig) -> str:
     """Set OMP_NUM_THREADS to this process's share of the cores, before torch is imported; return a note, or "".
 
-    torchrun sets one thread per process; under srun and mpirun each process takes all cores. A number that the user has
-    set is kept.
+    torchrun sets one thread per process; under srun and mpirun each process takes all cores, and a single one all that
+    it is bound to, however little of their time its container has. A number that the user has set is kept.
     """
     ranks = launch.local_world_size or 1
-    if ranks == 1 or not _set_by_launcher(launch.launcher, os.environ):
+    if not _set_by_launcher(launch.launcher, os.environ) or (ranks == 1 and usable_cores() == bound_cores()):
         return ""
     cores = _cores(launch.launcher, ranks)
     os.environ["OMP_NUM_THREADS"] = str(cores)
-    return (
-        f"{cores} thread{'s' if cores > 1 else ''} for each of {ranks} processes; OMP_NUM_THREADS sets another number"
-    )
+    whom = f"each of {ranks} processes" if ranks > 1 else f"the processor time of {cores} of {bound_cores()} cores"
+    return f"{cores} thread{'s' if cores > 1 else ''} for {whom}; OMP_NUM_THREADS sets another number"
 
 
 def _cores(launcher: str, ranks: int) -> int:
     """Return the number of cores per process; a launcher that binds processes to cores has already divided them."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = usable_cores()
     given = os.environ.get("SLURM_CPUS_PER_TASK", "")
     if launcher == "srun" and given.isdigit():
         return max(1, min(usable, int(given)))
-    bound = launcher in ("srun", "mpirun") and usable < (os.cpu_count() or 1)
+    bound = launcher in ("srun", "mpirun") and bound_cores() < (os.cpu_count() or 1)
     return usable if bound else max(1, usable // ranks)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from megalith.data.preprocess_options import PreprocessOptions, ProgressListener
 from megalith.data.sft_dataset import has_mask
 from megalith.data.sources import SourceOptions
 from megalith.data.sources.documents import MESSAGES
+from megalith.distributed.machine import usable_cores
 from megalith.errors import ConfigError, MegalithError
 from megalith.progress import task
 from megalith.tokenizers import Tokenizer
@@ -127,7 +127,7 @@ class Preparation:
             chat_template=self._name,
             loss_mask=self._loss_mask,
             as_in_megatron=True,
-            workers=os.cpu_count() or 1,
+            workers=usable_cores(),
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +35,7 @@ from megalith.data.preprocess_options import (
 from megalith.data.shares import LocatedChunk, chunks_of_share
 from megalith.data.sources import STDIN, Source
 from megalith.data.workers import Encoder, InProcessEncoder, PendingChunk, WorkerPool, can_fork
+from megalith.distributed.machine import usable_cores
 from megalith.errors import ConfigError, DataError
 from megalith.tokenizers import Tokenizer, build_tokenizer
 from megalith.tokenizers.fingerprint import write_fingerprint
@@ -92,10 +92,9 @@ def preprocess(options: PreprocessOptions, progress: ProgressListener | None = N
 
 def worker_count(options: PreprocessOptions, sources: list[Source]) -> int:
     """Return how many processes are worth starting: bounded by the request, the cores and the amount of text."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     low, high = options.share.bounds(sum(source.disk_bytes for source in sources))
     work = (high - low) // (options.source.limits.chunk_bytes * _CHUNKS_PER_WORKER)
-    return max(1, min(options.workers, cores, work))
+    return max(1, min(options.workers, usable_cores(), work))
 
 
 class _Run:

@@ -1,4 +1,4 @@
-"""Memory limits, processor, network interfaces and addresses of this machine.
+"""Limits of memory and processor time, network interfaces and addresses of this machine.
 
 This module does not import torch, so that the supervisor and `megalith doctor` can use it.
 """
@@ -42,7 +42,7 @@ def machine_memory() -> int:
 def memory_limit(proc: Path = _PROC) -> int:
     """Return the bytes that this process may allocate; 0 if unknown."""
     limits = [machine_memory(), resource.getrlimit(resource.RLIMIT_AS)[0]]
-    for folder in _memory_groups(proc):
+    for folder in _groups(proc, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with suppress(OSError, ValueError):  # the root group has no limit, and v2 says "max"
                 limits.append(int((folder / name).read_text()))
@@ -51,7 +51,7 @@ def memory_limit(proc: Path = _PROC) -> int:
 
 def oom_kills(proc: Path = _PROC) -> int:
     """Return how many processes of this cgroup (without one: of the machine) the OOM killer has ended."""
-    group = next(_memory_groups(proc), Path("/nonexistent"))
+    group = next(_groups(proc, "memory"), Path("/nonexistent"))
     for file in (group / "memory.events", group / "memory.oom_control", proc / "vmstat"):
         with suppress(OSError, ValueError):
             for line in file.read_text().splitlines():
@@ -61,10 +61,34 @@ def oom_kills(proc: Path = _PROC) -> int:
     return 0
 
 
-def _memory_groups(proc: Path) -> Iterator[Path]:
-    """Yield the folder of the cgroup that limits this process's memory, then those of its ancestors."""
+def bound_cores() -> int:
+    """Return the number of cores that this process is bound to."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usable_cores(proc: Path = _PROC) -> int:
+    """Return the number of cores that this process may compute on at once: those that it is bound to, or fewer.
+
+    A container may have a share of the time of all cores (`docker run --cpus`, limits of Kubernetes), rounded up here.
+    With more threads than that all of them are stopped for most of the time: on two cores of which one may be used, a
+    training step with two threads took 8 times as long as with one (benchmarks/results/README.md).
+    """
+    cores = bound_cores()
+    for folder in _groups(proc, "cpu"):
+        with suppress(OSError, ValueError):
+            if (folder / "cpu.max").exists():
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            if int(quota) > 0:  # version 1 says -1 where there is no limit, version 2 "max"
+                cores = min(cores, -(-int(quota) // int(period)))
+    return cores
+
+
+def _groups(proc: Path, controller: str) -> Iterator[Path]:
+    """Yield the folder of the cgroup in which a controller limits this process, then those of its ancestors."""
     with suppress(OSError, StopIteration):
-        mount, root, path = next(_memory_hierarchies(proc))
+        mount, root, path = next(_hierarchies(proc, controller))
         inside = path.removeprefix(root.rstrip("/")) if path.startswith(root) else ""
         folder = mount / inside.lstrip("/")
         yield folder
@@ -73,14 +97,14 @@ def _memory_groups(proc: Path) -> Iterator[Path]:
             yield folder
 
 
-def _memory_hierarchies(proc: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield mount point, mounted group, and this process's group of each hierarchy that may limit memory.
+def _hierarchies(proc: Path, controller: str) -> Iterator[tuple[Path, str, str]]:
+    """Yield mount point, mounted group, and this process's group of each hierarchy that may have a controller.
 
-    If both cgroup versions are mounted, version 1 comes first, as it controls memory if it lists that controller.
+    If both cgroup versions are mounted, version 1 comes first, as it has the controller if it lists it.
     """
     groups = [line.split(":", 2) for line in (proc / "self/cgroup").read_text().splitlines()]
     mounts = [line.split() for line in (proc / "self/mountinfo").read_text().splitlines()]
-    for kind, wanted in (("cgroup", "memory"), ("cgroup2", "")):
+    for kind, wanted in (("cgroup", controller), ("cgroup2", "")):
         for fields in mounts:
             filesystem = fields[fields.index("-") + 1 :]
             if filesystem[0] != kind or (wanted and wanted not in filesystem[-1].split(",")):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from megalith.distributed.machine import usable_cores
 from megalith.errors import ConfigError
 from megalith.layout import Layout
 from megalith.plan.calibration import calibrated
@@ -91,8 +91,7 @@ def measure_here(device: Device) -> Iterator[str]:
 
     threads, found = torch.get_num_threads(), dict[int, dict[str, Any]]()
     if device.compute is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        worlds = dict.fromkeys((1, max(2, cores)), 1) | {1: threads}
+        worlds = dict.fromkeys((1, max(2, usable_cores())), 1) | {1: threads}
         for ranks, each in worlds.items():
             found[ranks] = run_forked(ranks, _measure, "cpu", each, ranks, seconds=300)[0] | {"threads": each}
     else:

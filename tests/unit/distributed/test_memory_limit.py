@@ -1,12 +1,13 @@
-"""The memory that a process may hold, from a /proc and control groups as Linux lays them out."""
+"""The memory and the cores that a process may have, from a /proc and control groups as Linux lays them out."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from megalith.distributed.machine import machine_memory, memory_limit, oom_kills
+from megalith.distributed.machine import machine_memory, memory_limit, oom_kills, usable_cores
 
 MIB = 2**20
 
@@ -67,3 +68,28 @@ def test_no_limit(tmp_path: Path, group: str) -> None:
     assert memory_limit(here) == machine_memory() > 0
     assert oom_kills(here) == 7
     assert memory_limit(tmp_path / "no proc") == machine_memory()
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("max 100000", 8), ("200000 100000", 2), ("150000 100000", 2), ("5000 100000", 1), ("", 8)]
+)
+def test_the_time_of_cores_in_version_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    mount = tmp_path / "cgroup"
+    write(mount, {"pod/cpu.max": f"{quota}\n", "pod/container/cpu.max": "max 100000\n"})
+    here = proc(tmp_path, "0::/pod/container\n", V2.format(root="/", mount=mount))
+    assert usable_cores(here) == cores
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("-1", 8), ("300000", 3), ("1200000", 8)])
+def test_the_time_of_cores_in_version_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    mount = tmp_path / "cgroup"
+    write(mount, {"cpu/job/cpu.cfs_quota_us": f"{quota}\n", "cpu/job/cpu.cfs_period_us": "100000\n"})
+    mounts = V1.format(root="/", mount=mount) + V2.format(root="/", mount=mount / "unified")
+    assert usable_cores(proc(tmp_path, "4:memory:/job\n2:cpu,cpuacct:/job\n0::/\n", mounts)) == cores
+    assert usable_cores(tmp_path / "no proc") == 8
