@@ -89,8 +89,12 @@ async def stream(port: int, asked: Asked) -> list[float]:
 
 
 def http(folder: Path, precision: str, device: str = "cpu") -> Callable[[Sequence[Asked]], int]:
-    """`megalith serve`, asked over HTTP by plain sockets: what a client computes, it takes from the server's cores."""
-    port = Server(folder, precision, "--device", device).port
+    """`megalith serve`, asked over HTTP."""
+    return client(Server(folder, precision, "--device", device).port)
+
+
+def client(port: int) -> Callable[[Sequence[Asked]], int]:
+    """Requests by plain sockets: what a client computes, it takes from the server's cores."""
 
     def ask(asked: Sequence[Asked]) -> int:
         received: dict[socket.socket, list[bytes]] = {}
