@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalith.config import ModelConfig
+from megalith.config.run import all_settings
 from megalith.errors import CheckpointError, OtherModelError
 from megalith.models.families import HUGGING_FACE as FAMILIES
 from megalith.models.huggingface_deepseek import NEXT
@@ -124,11 +125,26 @@ def _unlike(model: ModelConfig, family: Family) -> list[str]:
         **of_family,
     }
     unlike = [
-        f"it has {name} {value}, the model {getattr(model, name)}"
+        f"it has {name} {value}, the model {getattr(model, name)} ({_flags_of(name)})"
         for name, value in wanted.items()
         if getattr(model, name) != value
     ]
     return unlike + [f"it has {what}" for what, holds in fits.items() if not holds]
+
+
+_DERIVED = {
+    "mixture": "--num-experts",
+    "predictions": "--mtp-num-layers",
+    "gated": "--swiglu, --geglu, --quick-geglu",
+    "activation": "--swiglu, --quick-geglu, --squared-relu, --relu, --onnx-safe, --openai-gelu",
+    "qk_norm": "--qk-layernorm, --qk-l2-norm",
+    "qkv_bias": "--add-qkv-bias, --disable-bias-linear",
+}
+
+
+def _flags_of(name: str) -> str:
+    """Return the flags that decide a property of a model."""
+    return _DERIVED.get(name) or all_settings()[name].flag
 
 
 def config_of_model(

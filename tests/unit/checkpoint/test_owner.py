@@ -56,7 +56,7 @@ def test_a_claim_excludes_others_while_it_lasts(tmp_path: Path) -> None:
 def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
     first = holder(tmp_path)
     try:
-        with pytest.raises(CheckpointError, match=f"{first.pid} .*--save"), claim(tmp_path):
+        with pytest.raises(CheckpointError, match=f"{first.pid} .*--save.*megalith checkpoint"), claim(tmp_path):
             pass
     finally:
         first.send_signal(signal.SIGKILL)

@@ -636,6 +636,10 @@ def test_the_family_that_fits() -> None:
             ModelConfig(2, 16, 4, 32, group_query_attention=True, num_query_groups=2),
             ("one key and value head for each query head",),
         ),
+        (
+            ModelConfig(2, 16, 4, 32, position_embedding_type="rope", rotary_interleaved=True),
+            ("--rotary-interleaved", "--normalization", "--swiglu", "--disable-bias-linear"),
+        ),
     ],
 )
 def test_what_no_family_is(model: ModelConfig, fragments: tuple[str, ...]) -> None:

@@ -35,6 +35,7 @@ _CLAIMED = ".claimed-"
 _ROUNDS = 100  # a frozen saver that wakes up may add something while its workspace is being emptied
 _VISIBILITY_TIMEOUT_SECONDS = 10.0  # network file systems cache missing entries for some seconds
 _UNTOUCHED = "nothing was left there, and earlier checkpoints are untouched"
+_ELSEWHERE = "write to another folder (--save of a run, the destination of megalith checkpoint)"
 _log = logging.getLogger("megalith.checkpoint")
 
 
@@ -291,14 +292,14 @@ def _refused(folder: Path, needed: int, error: OSError) -> str:
         limit = "the largest file that it can hold" if soft == resource.RLIM_INFINITY else f"{soft} bytes (ulimit -f)"
         return (
             f"a file of the checkpoint is larger than {folder} takes ({reason}): {limit}; {_UNTOUCHED}; raise the "
-            "limit or save elsewhere with --save"
+            f"limit or {_ELSEWHERE}"
         )
     status = os.statvfs(folder)
     if error.errno == errno.ENOSPC and status.f_files and not status.f_favail:
         return (
             f"the checkpoint does not fit in {folder} ({reason}): all {status.f_files} inodes of the file system are "
             f"used, though {free_bytes(folder)} bytes are free; {_UNTOUCHED}; delete files there, many small ones "
-            "above all, or save elsewhere with --save"
+            f"above all, or {_ELSEWHERE}"
         )
     return _full(folder, needed, free_bytes(folder), reason)
 
@@ -313,6 +314,6 @@ def check_space(folder: Path, needed: int) -> None:
 def _full(folder: Path, needed: int, available: int, reason: str) -> str:
     return (
         f"the checkpoint does not fit in {folder} ({reason}): it needs {needed} bytes ({needed / 2**30:.2f} GiB), "
-        f"{available} bytes ({available / 2**30:.2f} GiB) are free; {_UNTOUCHED}; free some space or save elsewhere "
-        "with --save"
+        f"{available} bytes ({available / 2**30:.2f} GiB) are free; {_UNTOUCHED}; free some "
+        f"space or {_ELSEWHERE}"
     )

@@ -313,8 +313,8 @@ def _refusal(path: Path, held: _Claim | None) -> CheckpointError:
     if held is not None:
         who = f"process {held.owner.pid} on {held.owner.host}, since {held.since}, last sign of life {age:.0f} s ago"
     return CheckpointError(
-        f"{path.parent} is being saved to by another run: {who}; stop that run or give another --save (if it is "
-        f"certainly gone: remove {path})"
+        f"{path.parent} is being saved to by another run: {who}; stop that run or give another folder (--save of a "
+        f"run, the destination of megalith checkpoint; if it is certainly gone: remove {path})"
     )
 
 
