@@ -508,6 +508,18 @@ def test_dialogues_of_every_form_and_format(tmp_path: Path, bpe: TokenizerConfig
         preprocess(replace(options, skip_bad=False, restart=True))
 
 
+@pytest.mark.parametrize("name", ["in.jsonl", "in.parquet"])
+@pytest.mark.parametrize("keys", [("prompt", "chosen", "rejected"), ("prompt", "answer")])
+def test_what_is_no_dialogue_is_answered_with_what_is_read(name: str, keys: tuple[str, ...], tmp_path: Path) -> None:
+    row = dict.fromkeys(keys, "1 2")
+    options = options_for(tmp_path / "in.jsonl", lines(row), NUMBERS, json_keys=("messages",))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "in.parquet")
+    with pytest.raises((ConfigError, DataError)) as caught:
+        preprocess(replace(options, inputs=(str(tmp_path / name),), chat_template="chatml"))
+    assert all(word in str(caught.value) for word in (*keys, "conversations", "instruction", "completion"))
+    assert ("DPO" in str(caught.value)) == ("rejected" in keys)
+
+
 def test_the_template_of_a_tokenizer_writes_its_special_tokens_itself(tmp_path: Path) -> None:
     words = {"<s>": 0, "</s>": 1, "first": 2, "second": 3}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="</s>"))

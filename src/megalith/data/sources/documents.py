@@ -54,6 +54,17 @@ def dialogue_keys(names: Collection[str]) -> list[str]:
     return []
 
 
+def dialogue_hint(names: Collection[str]) -> str:
+    """Return what to give in place of keys or columns that make up no dialogue."""
+    *most, last = (" and ".join(needed) for needed, _ in _DIALOGUES)
+    forms = f"{', '.join(most)}, or {last}"
+    if {"chosen", "rejected"} <= set(names):
+        return (
+            f": preference optimisation (DPO) is not supported; to learn the chosen answers alone, give them as {forms}"
+        )
+    return f" (a dialogue has {forms}; --json-keys names another key with messages)"
+
+
 def json_documents(
     lines: Sequence[bytes], keys: tuple[str, ...], encoding: str, limit: int
 ) -> Iterator[tuple[int, Document | BadDocument]]:
@@ -143,7 +154,8 @@ def document_of(parsed: Any, keys: tuple[str, ...]) -> Document | BadDocument:
     for key in keys:
         if key not in parsed:
             found = ", ".join(json.dumps(name) for name in parsed) or "none"
-            return BadDocument(f"no key {json.dumps(key)}; its keys are {found} (--json-keys names the text)")
+            hint = dialogue_hint(parsed) if keys == (MESSAGES,) else " (--json-keys names the text)"
+            return BadDocument(f"no key {json.dumps(key)}; its keys are {found}{hint}")
         text = text_of(parsed[key], key)
         if isinstance(text, BadDocument):
             return text

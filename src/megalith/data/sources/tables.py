@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megalith.data.sources.documents import MESSAGES, BadDocument, Document, dialogue_keys, document_of
+from megalith.data.sources.documents import MESSAGES, BadDocument, Document, dialogue_hint, dialogue_keys, document_of
 from megalith.data.sources.protocol import Row, RowSource, SourceOptions, utf8_size
 from megalith.data.sources.streams import TextFile
 from megalith.errors import DataError
@@ -55,10 +55,10 @@ def choose_columns(path: Path, names: Sequence[str] | None, count: int, options:
         return [list(names).index(key) for key in options.keys]
     if count == 1 and len(options.keys) == 1:
         return [0]
-    raise DataError(
-        f"{path}: no column {', '.join(missing)}; its columns are {', '.join(names)}. Give the column with the text as "
-        "--text-column"
-    )
+    found = f"{path}: no column {', '.join(missing)}; its columns are {', '.join(names)}"
+    if options.keys == (MESSAGES,):
+        raise DataError(found + dialogue_hint(names))
+    raise DataError(f"{found}. Give the column with the text as --text-column")
 
 
 def _column_number(path: Path, names: Sequence[str] | None, count: int, wanted: str) -> int:
