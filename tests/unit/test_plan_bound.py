@@ -11,7 +11,7 @@ from megalith.cli.main import main
 from megalith.config import RunConfig, load
 from megalith.config.rules.rule import Draft
 from megalith.plan import bound
-from megalith.plan.bound import DeviceMemory, check_memory, find_room, least_bytes
+from megalith.plan.bound import DeviceMemory, check_memory, checkpoint_bytes, disk_warning, find_room, least_bytes
 from megalith.plan.devices import DEVICES, GIB
 from megalith.plan.plan import device_here, plan_run, warning_of
 
@@ -148,6 +148,37 @@ def test_a_training_warns_by_what_was_planned_before(tmp_path: Path, monkeypatch
     assert plan_run(words.split(), card, world_size=1).fits is False
     assert "GeForce" in warning_of(run, 50304, device_here(*described, 24 * GIB))
     assert not warning_of(run, 50304, device_here(*described, 96 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("more", "gib", "named"),
+    [
+        ("--save-interval 50", 200, ()),
+        ("--save-interval 50", 39, ("2 checkpoints", "39 GiB")),
+        ("--save-interval 1", 200, ("100 checkpoints", "--keep-last")),
+        ("--save-interval 1 --keep-last 2", 200, ()),
+        ("--save-interval 1 --keep-last 2", 100, ("3 checkpoints",)),
+        ("--save-interval 1 --save-retain-interval 100", 100, ()),
+        ("--save-interval 50 --no-save-optim", 39, ()),
+        ("--save-interval 1 --lora-rank 8 --load c", 0, ()),
+    ],
+)
+def test_a_disk_that_will_not_do_is_named_at_the_start(
+    tmp_path: Path, more: str, gib: int, named: tuple[str, ...]
+) -> None:
+    run = _run(f"{GPT_3B} --train-iters 100 --save {tmp_path / 'not/yet'} {more}", 1)
+    note = disk_warning(run, 50304, {tmp_path: gib * GIB}.__getitem__, resumed=False)
+    assert bool(note) == bool(named) and all(word in note for word in (*named, "--save") * bool(named))
+    if more == "--save-interval 1":
+        assert not disk_warning(run, 50304, {tmp_path: gib * GIB}.__getitem__, resumed=True)
+
+
+def test_a_checkpoint_has_all_experts_and_the_states_of_all_ranks() -> None:
+    dense, mixture, split = (
+        checkpoint_bytes(_run(f"{GPT_3B} {more}", world), 50304)
+        for more, world in (("", 1), ("--num-experts 8", 1), ("--tensor-model-parallel-size 4", 4))
+    )
+    assert dense == split and dense is not None and mixture is not None and mixture > 5 * dense
 
 
 def test_frozen_weights_have_neither_gradients_nor_states() -> None:

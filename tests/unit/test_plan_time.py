@@ -160,6 +160,8 @@ def test_failures_and_saves_cost_days() -> None:
     often, seldom = (_run(flags.format(interval), 1024) for interval in (10, 1000))
     time = step_time(often, VOCABULARY, DEVICES["H100"], nodes=128)
     few, many = (course(run, time, DEVICES["H100"], nodes=128) for run in (seldom, often))
+    large, small = (course(often, time, DEVICES["H100"], nodes=128, checkpoint=size) for size in (10**13, 10**11))
+    assert large.goodput < small.goodput
     assert 0 < many.goodput < 1 and 0 < few.goodput < 1
     assert few.days * few.goodput == pytest.approx(100000 * time.step_seconds / 86400)
     assert few.kwh == pytest.approx(few.days * 24 * 1024 * DEVICES["H100"].rates.watts / 1000)

@@ -11,6 +11,7 @@ from datetime import datetime
 import torch
 
 from megalith.assemble.observer import StartObserver
+from megalith.checkpoint.files.commit import free_bytes
 from megalith.checkpoint.store.store import TRACKER_FILE
 from megalith.compat.megatron import console_lines
 from megalith.compat.megatron.run_console import RunConsole
@@ -55,6 +56,11 @@ class StartConsole(StartObserver):
             able, shared = capability_of(self._device), memory_limit() // (config.launch.local_world_size or 1)
             memory = shared if is_host(self._device) else able.memory
             if note := warning_of(config, padded, device_here(able.name, able.compute, memory)):
+                self.warn(note)
+        if config.launch.rank == 0 and config.checkpoint.save is not None:
+            from megalith.plan.bound import disk_warning
+
+            if note := disk_warning(config, padded, free_bytes, resumed=resumed):
                 self.warn(note)
         if resumed or config.data.padded_vocab_size is not None:
             return  # a resumed run keeps the rows of its checkpoint in any layout

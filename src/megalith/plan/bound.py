@@ -52,30 +52,81 @@ def least_bytes(run: RunConfig, vocab_size: int = 0) -> int:
         return least_bytes(_alone(run), vocab_size) // run.launch.world_size
     held, states = bytes_of_a_parameter(run)
     dense, experts = layout.cp * layout.dp, layout.tp * layout.cp * layout.dp // (layout.expert_tp * layout.ep)
-    found, layers, tied = 0.0, Layers(run, vocab_size), not run.model.untie_embeddings_and_output_weights
-    for stage, chunks in enumerate(run.stages):
-        kinds = (run.model.experts[layer] for chunk in chunks for layer in chunk)
-        tables = 1 if layout.pp == 1 and tied else (stage == 0) + (stage == layout.pp - 1)
+    found = 0.0
+    for numbers in _stage_parameters(run, vocab_size):
         least = 0.0
-        for number, replicas in zip(layers.parameters(kinds, tables), (dense, experts), strict=True):
+        for number, replicas in zip(numbers, (dense, experts), strict=True):
             kept = held / replicas if run.fully_sharded else held
             least += number * (kept + states / (replicas if run.parallel.sharding_setting else 1))
         found = max(found, least)
     return int(found)
 
 
+def _stage_parameters(run: RunConfig, vocab_size: int) -> Iterator[tuple[float, float]]:
+    """Yield the parameters of a rank of each pipeline stage, outside of experts and in them."""
+    last, tied = run.layout.pp - 1, not run.model.untie_embeddings_and_output_weights
+    for stage, chunks in enumerate(run.stages):
+        kinds = (run.model.experts[layer] for chunk in chunks for layer in chunk)
+        tables = 1 if last == 0 and tied else (stage == 0) + (stage == last)
+        yield Layers(run, vocab_size).parameters(kinds, tables)
+
+
+def checkpoint_bytes(run: RunConfig, vocab_size: int) -> int | None:
+    """Return the bytes of weights and optimizer states in a checkpoint; 0 of adapters, None where they are unknown."""
+    if run.model.registered_layers or run.model.family.encoder_decoder:
+        return None
+    if run.model.lora_rank is not None:
+        return 0
+    weight = 4 if run.precision.params_dtype == "float32" else 2
+    states = 0.0 if run.checkpoint.no_save_optim else _state_bytes(run)
+    (numbers,) = _stage_parameters(_alone(run), vocab_size)
+    return int(sum(numbers) * (weight + states))
+
+
+def disk_warning(run: RunConfig, vocab_size: int, free: Callable[[Path], int], *, resumed: bool) -> str:
+    """Return a line if the checkpoints of a run do not fit beside each other on the disk of `--save`; else "".
+
+    Args:
+        free: returns the free bytes of the disk of a folder.
+        resumed: checkpoints of this run may be there already: only one more is counted.
+    """
+    settings, each = run.checkpoint, checkpoint_bytes(run, vocab_size)
+    if settings.save is None or not each:
+        return ""
+    save = Path(settings.save).absolute()
+    number = 1 if resumed else ceil(run.train_iters / (settings.save_interval or run.train_iters))
+    if settings.keep_last is not None:  # while one more is written
+        number = min(number, settings.keep_last + 1)
+    elif settings.save_retain_interval is not None:
+        number = min(number, 2)
+    room = free(next(folder for folder in (save, *save.parents) if folder.is_dir()))
+    if number * each <= room:
+        return ""
+    fewer = ", give --keep-last N" if number > 2 else ""
+    return (
+        f"--save {settings.save}: {number} checkpoint{'s' * (number > 1)} of at least {each / GIB:.3g} GiB do not fit "
+        f"the {room / GIB:.3g} GiB that are free there; free some space{fewer} or save to another folder"
+    )
+
+
 def bytes_of_a_parameter(run: RunConfig) -> tuple[int, float]:
     """Return the bytes of the weight and its gradient, and of the states of the optimizer, by what is known of it."""
+    half = run.precision.params_dtype != "float32"
+    if run.model.lora_rank is not None:  # of a frozen weight; adapters are few
+        return (2 if half else 4), 0.0
+    gradient = 4 if run.precision.grads_in_fp32 else 2
+    return (2 if half else 4) + gradient, _state_bytes(run) * (1 - run.optimizer.offloaded)
+
+
+def _state_bytes(run: RunConfig) -> int:
+    """Return the bytes of the moments and master weight of a parameter, by what is known of the optimizer."""
     half, chosen = run.precision.params_dtype != "float32", run.optimizer
     sizes = {"bf16": 2, "fp16": 2, "fp32": 4}
     moments = {
         "adam": sizes[chosen.exp_avg_dtype] + sizes[chosen.exp_avg_sq_dtype],
         "sgd": 4 * (chosen.sgd_momentum > 0),
     }
-    states = moments.get(str(chosen.optimizer), 0) + half * sizes[chosen.main_params_dtype]
-    if run.model.lora_rank is not None:  # of a frozen weight; adapters are few
-        return (2 if half else 4), 0.0
-    return (2 if half else 4) + (4 if run.precision.grads_in_fp32 else 2), states * (1 - chosen.offloaded)
+    return moments.get(str(chosen.optimizer), 0) + half * sizes[chosen.main_params_dtype]
 
 
 def check_memory(draft: Draft, room_of: Callable[[RunConfig], DeviceMemory | None] | None = None) -> str:

@@ -12,7 +12,7 @@ from megalith.config import RunConfig, all_settings, load
 from megalith.config.command_line import read_command_line, without_settings
 from megalith.config.tokenizer import TIKTOKEN_SIZE
 from megalith.errors import ConfigError, MegalithError
-from megalith.plan.bound import least_bytes
+from megalith.plan.bound import checkpoint_bytes, least_bytes
 from megalith.plan.chinese import Words, left, right
 from megalith.plan.devices import DEVICES, GIB, Device, find_device, read_devices
 from megalith.plan.memory import CATEGORIES, Part, RankMemory, plan_memory
@@ -21,7 +21,7 @@ from megalith.plan.rates import with_measured
 from megalith.plan.record import Record
 from megalith.plan.remember import remembering
 from megalith.plan.search import ALONE, SEARCHED, Choice, Found, Search
-from megalith.plan.time import StepTime, course, step_time
+from megalith.plan.time import Course, StepTime, course, step_time
 from megalith.progress import Task
 from megalith.tokenizers.protocol import padded_vocab_size
 
@@ -41,6 +41,7 @@ class Plan:
         time: of a step, predicted.
         nodes: machines.
         notes: what was assumed, one line each.
+        checkpoint: bytes of one; None where they are not known.
         found: the layouts of a search, of which this is the fastest; `words` are the flags of all of them.
     """
 
@@ -50,6 +51,7 @@ class Plan:
     time: StepTime
     nodes: int = 1
     notes: Sequence[str] = ()
+    checkpoint: int | None = None
     found: Found | None = None
     words: Sequence[str] = ()
 
@@ -85,7 +87,7 @@ class Plan:
             "ranks": ranks,
         }
         whole = {"fits": self.fits, "device": self.device.name, "memory": memory, **asdict(self.time)}
-        whole |= asdict(course(self.run, self.time, self.device, nodes=self.nodes))
+        whole |= asdict(self._course())
         if self.found is None:
             return json.dumps(
                 {**whole, "layouts": None, "reasons": {"layouts": _NOT_SEARCHED}, "notes": list(self.notes)}
@@ -154,8 +156,11 @@ class Plan:
         lines += ["", *savings, *(say("note: {note}", note=note) for note in self.notes)]
         return "\n".join(lines).rstrip()
 
+    def _course(self) -> Course:
+        return course(self.run, self.time, self.device, nodes=self.nodes, checkpoint=self.checkpoint)
+
     def _speed(self, say: Words) -> list[str]:
-        time, whole = self.time, course(self.run, self.time, self.device, nodes=self.nodes)
+        time, whole = self.time, self._course()
         parts = sorted(time.parts.items(), key=lambda part: -part[1])
         shares = ", ".join(f"{say(name)} {value / time.step_seconds:.0%}" for name, value in parts if value)
         return [
@@ -237,7 +242,8 @@ def _plan_of(run: RunConfig, vocab_size: int, device: Device, nodes: int, notes:
     ranks = _memory(device, run, vocab_size)
     runs = f"; {device.runs} runs corrected them by {device.rates.efficiency:.3g}" if device.runs else ""
     notes.append(f"rates: {device.rates.source}{runs}")
-    return Plan(run, device, ranks, time_of(run, vocab_size, device, ranks, nodes), nodes, notes)
+    time = time_of(run, vocab_size, device, ranks, nodes)
+    return Plan(run, device, ranks, time, nodes, notes, checkpoint_bytes(run, vocab_size))
 
 
 def _memory(device: Device, run: RunConfig, vocab_size: int) -> list[RankMemory]:

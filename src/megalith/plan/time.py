@@ -70,16 +70,22 @@ BUS, HOST_MEMORY = 1e10, 1e10
 """Bytes a second of a rank between device and host, and of an update there (`--optimizer-cpu-offload`): assumed."""
 
 
-def course(run: RunConfig, time: StepTime, device: Device, *, nodes: int = 1) -> Course:
-    """Return how long a run takes; saves without `--async-save` stop it, and a failure undoes half an interval."""
+def course(run: RunConfig, time: StepTime, device: Device, *, nodes: int = 1, checkpoint: int | None = None) -> Course:
+    """Return how long a run takes; saves without `--async-save` stop it, and a failure undoes half an interval.
+
+    Args:
+        checkpoint: its bytes; by default what the FLOPs of a dense model say.
+    """
     length, size, world = run.data.seq_length, run.global_batch_size, run.launch.world_size
     tokens = run.batch_sizes.consumed_after(run.train_iters, 0) * length
     failures = world * FAILURES if device.compute else 0.0
     seconds = run.train_iters * time.step_seconds
     interval = min(seconds, (run.checkpoint.save_interval or run.train_iters) * time.step_seconds)
-    parameters = time.mfu * device.peak(dtype_of(run)) * world * time.step_seconds / (6 * size * length)
+    if checkpoint is None:
+        flops = time.mfu * device.peak(dtype_of(run)) * world * time.step_seconds
+        checkpoint = int(14 * flops / (6 * size * length))
     saved = run.checkpoint.save is not None and not run.checkpoint.async_save
-    save = 14 * parameters / (STORAGE * nodes) if saved else 0.0
+    save = checkpoint / (STORAGE * nodes) if saved else 0.0
     lost = save / interval + failures * (interval / 2 + RESTART)
     goodput = 1 / (1 + lost)
     days = tokens / time.tokens_per_second / goodput / 86400
