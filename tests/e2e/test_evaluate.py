@@ -246,11 +246,21 @@ def test_another_tokenizer_stops_with_both_cards(
     assert re.search(r"\n *vocab_size +50257 +2\d\d\n", capsys.readouterr().err)
 
 
-def test_all_skipped_is_called_out(work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    empty = tmp_path / "lambada.jsonl"
-    empty.write_text('{"text": ""}\n{"text": "one"}\n')
-    (what, _) = _alarm_of(capsys, work.checkpoint, "--task", "lambada", "--strict-lambada", "--data", empty)
-    assert what.startswith("ALARM: all 2 samples ")
+@pytest.mark.parametrize(
+    ("words", "content"),
+    [
+        (["lambada", "--strict-lambada"], '{"text": ""}\n{"text": "one"}\n'),
+        (["text"], ""),
+        (["wikitext103"], "\n"),
+    ],
+)
+def test_nothing_to_measure_is_an_error(
+    words: list[str], content: str, work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / ("lambada.jsonl" if content.startswith("{") else "text.txt")
+    empty.write_text(content)
+    assert main(["evaluate", str(work.checkpoint), "--task", *words, "--data", str(empty)]) == 3
+    assert str(empty) in capsys.readouterr().err
 
 
 def test_random_weights_are_called_out(

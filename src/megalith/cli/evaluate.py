@@ -210,7 +210,14 @@ def _measure(
     """Return the result, the alarms about it, and what was evaluated."""
     from megalith.checkpoint import split_path
     from megalith.compat.megatron.evaluation import EvaluationConsole
-    from megalith.evaluate.alarms import Evidence, alarms_of, never_trained, size_difference, training_loss
+    from megalith.evaluate.alarms import (
+        Evidence,
+        alarms_of,
+        never_trained,
+        require_measured,
+        size_difference,
+        training_loss,
+    )
     from megalith.evaluate.text import bundled_path
 
     trained = load_model(
@@ -229,6 +236,7 @@ def _measure(
     if request.task in (*MASKED_TASKS, *BENCHMARKS):
         measure = _measure_denoising if request.task in MASKED_TASKS else _measure_benchmark
     result = measure(request, path, trained, context, listener)
+    require_measured(result, path)
     other = None
     if trained.tokenizer_card is None and not trained.from_huggingface:
         other = size_difference(trained.args, tokenizer.vocab_size)

@@ -16,6 +16,7 @@ import torch
 
 from megalith.distributed import comm
 from megalith.distributed.context import ParallelContext
+from megalith.errors import DataError
 from megalith.evaluate.benchmark import BenchmarkResult
 from megalith.evaluate.masked import MaskedResult
 from megalith.evaluate.text import Accuracy, TextLoss
@@ -72,6 +73,26 @@ def alarms_of(result: Accuracy | TextLoss | MaskedResult | BenchmarkResult, evid
     return found
 
 
+def require_measured(result: Accuracy | TextLoss | MaskedResult | BenchmarkResult, path: Path) -> None:
+    """Raise DataError if a file has nothing to take a score from."""
+    if isinstance(result, MaskedResult):
+        total, found = result.tokens.total, f"{result.samples} samples, none with a hidden token"
+        remedy = (
+            "it is empty, too short, or its documents have a single sentence; give longer text with sentences, or a "
+            "dataset of preprocess --split-sentences"
+        )
+    elif isinstance(result, TextLoss):
+        total, found = result.num_tokens, "no token to predict"
+        remedy = 'its texts are empty or a single token; give longer text (of a jsonl, under the key "text")'
+    elif isinstance(result, Accuracy):
+        total, found = result.total, f"{result.skipped} samples, all skipped"
+        remedy = 'none has a context before its last word or token; give whole texts under the key "text"'
+    else:
+        return  # `LocalDataset` refuses files without questions
+    if not total:
+        raise DataError(f"{path} (--data) has {found}, so that nothing can be measured: {remedy}")
+
+
 _TOKENIZER = (
     "--vocab-file and --merge-file (or --tokenizer-model) name other files than those of the training; leave them out: "
     "a checkpoint that Megalith wrote has its own"
@@ -83,11 +104,6 @@ _RANDOM = (
 
 
 def _accuracy_alarm(result: Accuracy, evidence: Evidence) -> Alarm | None:
-    if result.total == 0:
-        return Alarm(
-            f"all {result.skipped} samples were skipped, nothing was measured",
-            'none has a context before its last word or token; check that the key "text" of each line has whole texts',
-        )
     if math.isnan(result.loss):
         return _nan_alarm()
     if result.correct > result.by_chance:
@@ -100,11 +116,6 @@ def _accuracy_alarm(result: Accuracy, evidence: Evidence) -> Alarm | None:
 
 
 def _text_alarm(result: TextLoss, evidence: Evidence) -> Alarm | None:
-    if result.num_tokens == 0:
-        return Alarm(
-            f"all {result.skipped or result.num_documents} texts were skipped, nothing was measured",
-            'they are empty or a single token; check the file, and that the key "text" of each line has its text',
-        )
     if math.isnan(result.mean):
         return _nan_alarm()
     if result.mean <= evidence.uniform:
@@ -118,14 +129,6 @@ def _text_alarm(result: TextLoss, evidence: Evidence) -> Alarm | None:
 
 def _masked_alarms(result: MaskedResult, evidence: Evidence) -> list[Alarm]:
     tokens, orders = result.tokens, result.orders
-    if not tokens.total:
-        return [
-            Alarm(
-                f"{result.samples} samples have no hidden token, nothing was measured",
-                "the file is empty, its documents have a single sentence, or it is not the file that is meant; of a "
-                "dataset, it was made without --split-sentences",
-            )
-        ]
     if math.isnan(tokens.mean):
         return [_nan_alarm()]
     found, by_chance = [], tokens.total / evidence.vocab_size

@@ -12,10 +12,12 @@ import torch
 
 from megalith.config import ModelConfig
 from megalith.distributed.context import ParallelContext
+from megalith.errors import DataError
 from megalith.evaluate.alarms import (
     Evidence,
     alarms_of,
     never_trained,
+    require_measured,
     size_difference,
     training_loss,
 )
@@ -81,11 +83,19 @@ def test_the_cause_follows_the_evidence(loss: float, more: dict[str, Any], cause
     assert cause in alarms_of(cloze(0, loss=loss), evidence(**more))[0].cause
 
 
-def test_all_skipped() -> None:
-    (alarm,) = alarms_of(cloze(0, total=0, loss=math.nan, skipped=7), evidence())
-    assert "all 7 samples" in alarm.what
-    (alarm,) = alarms_of(TextLoss(0.0, 0, skipped=3), evidence())
-    assert "all 3 texts" in alarm.what
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        cloze(0, total=0, loss=math.nan, skipped=7),
+        TextLoss(0.0, 0, skipped=3),
+        MaskedResult(0, Predictions()),
+        MaskedResult(3, Predictions(), Predictions(3, 1, 2.0)),
+    ],
+)
+def test_a_score_of_nothing_is_an_error(nothing: Accuracy | TextLoss | MaskedResult) -> None:
+    with pytest.raises(DataError, match="held-out.txt"):
+        require_measured(nothing, Path("held-out.txt"))
+    require_measured(cloze(0, total=1), Path("held-out.txt"))
 
 
 def test_not_a_number() -> None:
@@ -173,7 +183,6 @@ def _masked(correct: int, loss: float, orders: int | None = None, swapped: int =
         (_masked(40, 3.0, 60, swapped=30), ["always giving the more frequent answer (0.7)"]),
         (_masked(40, 3.0, 100, swapped=100), []),
         (_masked(0, 9.0, 10), ["0 of 100 hidden tokens", "predicted right 10 of 100"]),
-        (MaskedResult(0, Predictions()), ["0 samples have no hidden token, nothing was measured"]),
     ],
 )
 def test_hidden_tokens_at_chance(result: MaskedResult, said: list[str]) -> None:
