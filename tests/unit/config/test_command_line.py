@@ -230,6 +230,8 @@ def test_some_values_of_a_flag_may_need_nothing() -> None:
         ("--skip-train", ("--skip-train", "--load")),
         ("--account-for-loss-in-pipeline-split", ("--account-for-loss-in-pipeline-split",)),
         ("--profile --profile-step-start 10", ("--profile", "--profile-step-start 10")),
+        ("--num-experts 2 --moe-layer-freq [0]*2", ("--moe-layer-freq [0]*2",)),
+        ("--multi-latent-attention --position-embedding-type none", ("--position-embedding-type none", "--rope-type")),
     ],
 )
 def test_what_has_no_effect_is_noted(words: str, named: tuple[str, ...]) -> None:

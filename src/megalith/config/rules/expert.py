@@ -188,6 +188,16 @@ offsets_without_quantiles = note(
 )
 
 
+@notice
+def no_layer_has_experts(draft: Draft) -> str:
+    model = draft.run.model
+    try:
+        dense = model.num_experts and not any(model.experts)
+    except ValueError:  # reported by the rule of patterns
+        return ""
+    return f"{show(draft, 'moe_layer_freq')} leaves no layer with experts: the model is dense" if dense else ""
+
+
 settings_of_experts_are_read = (
     *idle_without(
         "num_experts",

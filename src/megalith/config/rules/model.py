@@ -310,6 +310,15 @@ rope_type_is_of_latent_attention = forbid(
     lambda run: not run.model.multi_latent_attention and run.model.rope_type not in (None, "rope"),
     "{rope_type} is of --multi-latent-attention; else use --position-embedding-type yarn",
 )
+latent_positions_have_their_own_type = note(
+    lambda run: (
+        run.model.multi_latent_attention
+        and run.model.position_embedding_type in ("none", "yarn")
+        and run.model.position_embedding_type != run.model.rotary_kind
+    ),
+    "{position_embedding_type} does not change the rotary positions of --multi-latent-attention, which --rope-type "
+    "decides; it is {run.model.rotary_kind}",
+)
 latent_heads_have_their_own_sizes = note(
     lambda run: run.model.multi_latent_attention,
     "{kv_channels} has no effect: the heads of --multi-latent-attention have --qk-head-dim, --qk-pos-emb-head-dim and "
