@@ -5,14 +5,17 @@ All ranks compute them alike, without a KV cache: a tensor-parallel model takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from megalith.data.sft_dataset import Prompt
 from megalith.errors import ConfigError, DataError
 from megalith.models.language_model import GenerativeModel
+from megalith.models.layer_options import for_any_batch, mixture
 from megalith.nn.loss import whole_logits
+from megalith.nn.moe.layer import MoE, MoESettings
 from megalith.tokenizers import Tokenizer
 from megalith.tokenizers.protocol import end_ids, require_ids
 from megalith.train.results import Evaluation, Hook, Samples
@@ -71,8 +74,7 @@ def greedy_answer(
     tokens_1S = torch.zeros(1, width, dtype=torch.int64, device=model.device)
     tokens_1S[0, : len(prompt)] = torch.tensor(prompt)
     answer: list[int] = []
-    model.eval()
-    try:
+    with _as_in_inference(model):
         for place in range(len(prompt), min(width, len(prompt) + MOST_TOKENS)):
             states_SBD = model.hidden_states(tokens_1S)
             logits = whole_logits(states_SBD, model.output_weight, model.region, model.vocab_size, row=place - 1)
@@ -80,6 +82,23 @@ def greedy_answer(
             if answer[-1] in stops:
                 break
             tokens_1S[0, place] = answer[-1]
-    finally:
-        model.train()
     return answer
+
+
+@contextmanager
+def _as_in_inference(model: GenerativeModel) -> Iterator[None]:
+    """Evaluate without the training-only routing, by which padding and later tokens would displace earlier ones."""
+    layers = [layer for layer in model.modules() if isinstance(layer, MoE)]
+    held, settings = [layer.settings for layer in layers], [mixture(for_any_batch(model.config)[0]) for _ in layers]
+    model.eval()
+    try:
+        _set_routing(layers, settings)
+        yield
+    finally:
+        _set_routing(layers, held)
+        model.train()
+
+
+def _set_routing(layers: Sequence[MoE], settings: Sequence[MoESettings]) -> None:
+    for layer, each in zip(layers, settings, strict=True):
+        layer.settings, layer.router.settings = each, each.router
