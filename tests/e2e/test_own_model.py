@@ -13,7 +13,7 @@ from .warm import Finished, WarmProcess
 MODULE = '''
 import torch
 from torch import nn
-from megalith.api import GPT, Linear, Replicated, register_model
+from megalith.api import GPT, Linear, Replicated, register_model, register_norm
 
 
 class Layer(nn.Module):
@@ -61,6 +61,23 @@ class Normalised(nn.Module):
     def forward(self, tokens):
         x = self.table(tokens)
         return self.norm(x.flatten(0, 1)).view_as(x) @ self.table.weight.t()
+
+
+@register_norm("centred")
+class Centred(nn.Module):
+    def __init__(self, size, epsilon, *, dtype, device):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size, dtype=dtype, device=device))
+        self.register_buffer("mean", torch.zeros(size, dtype=dtype, device=device))
+
+    def placements(self):
+        return {"scale": Replicated()}
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.flatten(0, -2).mean(0), 0.1)
+        return self.scale * (x - self.mean)
 
 
 @register_model("extended")
@@ -160,6 +177,17 @@ def test_buffers_that_forward_passes_change_are_alike_on_all_replicas(own: OwnMo
     whole, rest = (own.evaluated(name) for name in ("whole", "rest"))
     assert whole == rest and whole
     own.losses("alone", "normalised", *evaluation[len(words) :], "--load", "whole", "--train-iters", "5")
+    assert own.run("checkpoint", "diff", "whole", "rest").code == 0
+
+
+@pytest.mark.parametrize("words", [[], ["--sequence-parallel"]])
+def test_buffers_of_layers_are_alike_on_tensor_parallel_ranks(own: OwnModels, words: list[str]) -> None:
+    layout = ["--normalization", "centred", "--tensor-model-parallel-size", "2", *words]
+    evaluation = [*layout, "--eval-iters", "4", "--eval-interval", "4"]
+    own.losses("whole", "extended", *evaluation, ranks=2)
+    own.losses("rest", "extended", *evaluation, "--load", "whole", "--ckpt-step", "2", ranks=2)
+    whole, rest = (own.evaluated(name) for name in ("whole", "rest"))
+    assert whole == rest and whole
     assert own.run("checkpoint", "diff", "whole", "rest").code == 0
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from megalith.distributed import comm
+from megalith.distributed.context import Axis
 from megalith.kernels.transfer import to_device
+from megalith.models.saved import saved_tensors
 from megalith.nn.moe.router import Router
+from megalith.nn.placement import Replicated
 from megalith.train.faults import Probe
 from megalith.train.state import TrainState
 
@@ -95,7 +99,9 @@ class BufferHook(StepHook):
     """Gives all replicas the buffers of the first, as DistributedDataParallel does.
 
     A registered module may change them in its forward pass, by the samples of one replica: BatchNorm's means are such.
-    Outside of steps they are equal, so that evaluations and checkpoints do not depend on the rank.
+    Outside of steps they are equal, so that evaluations and checkpoints do not depend on the rank. Sequence-parallel
+    ranks see different tokens too; of their buffers those that a checkpoint saves whole are made equal, as others may
+    belong to the shard of a rank.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -103,17 +109,25 @@ class BufferHook(StepHook):
 
     @torch.no_grad()
     def before_update(self) -> None:
-        if self._replicas.size == 1:
-            return
+        chunks = self._state.chunks
+        if self._state.model.region.needs_grad_reduce:
+            saved = [item for chunk in chunks for item in saved_tensors(chunk) if not isinstance(item[1], Parameter)]
+            whole = [buffer for _, buffer, placement in saved if isinstance(placement, Replicated)]
+            _broadcast(whole, self._state.context.tp)
         # Those of routers have a meaning of their own; MoEHook reduces them.
-        modules = [one for chunk in self._state.chunks for one in chunk.modules() if not isinstance(one, Router)]
-        buffers = [buffer for module in modules for buffer in module.buffers(recurse=False) if buffer.numel()]
-        if not buffers:
-            return
-        parts = [buffer.reshape(-1).view(torch.uint8) for buffer in buffers]
-        first = comm.broadcast(torch.cat(parts), self._replicas)
-        for buffer, part in zip(buffers, first.split([len(part) for part in parts]), strict=True):
-            buffer.copy_(part.clone().view(buffer.dtype).view_as(buffer))  # a view of another dtype must be aligned
+        modules = [one for chunk in chunks for one in chunk.modules() if not isinstance(one, Router)]
+        _broadcast([buffer for module in modules for buffer in module.buffers(recurse=False)], self._replicas)
+
+
+def _broadcast(buffers: Iterable[Tensor], axis: Axis) -> None:
+    """Give all ranks of an axis the buffers of its first."""
+    buffers = [buffer for buffer in buffers if buffer.numel()]
+    if axis.size == 1 or not buffers:
+        return
+    parts = [buffer.reshape(-1).view(torch.uint8) for buffer in buffers]
+    first = comm.broadcast(torch.cat(parts), axis)
+    for buffer, part in zip(buffers, first.split([len(part) for part in parts]), strict=True):
+        buffer.copy_(part.clone().view(buffer.dtype).view_as(buffer))  # a view of another dtype must be aligned
 
 
 class ProbeHook(StepHook):
