@@ -230,7 +230,7 @@ def step_saved(finished: list[Finished], save: Path) -> int:
     """The iteration that all ranks have saved before they left."""
     assert [one.code for one in finished] == [75] * len(finished), "\n".join(one.text for one in finished)
     iteration = stopped_at(finished[0], save)
-    assert DirectoryStore(save).verify(iteration) == []
+    assert iteration == 0 or DirectoryStore(save).verify(iteration) == []  # nothing is saved before the first step
     return iteration
 
 
@@ -262,7 +262,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
 @pytest.mark.parametrize(
     ("moment", "needle", "earliest", "latest"),
     [
-        ("start-up", "building GPT model", 0, 1),
+        ("start-up", "building GPT model", 0, 0),
         ("evaluation", "iteration        3/", 3, 3),
         ("save", "saving checkpoint at iteration       4", 4, 5),
     ],

@@ -56,7 +56,7 @@ class RankConsensus:
         """Signal that any rank has received; of several the first in the order of `STOP_SIGNALS`."""
         if self.is_single_rank:
             return self.stop.requested
-        pairs = zip(STOP_SIGNALS, self._decided[:-3], strict=False)  # none before the first step
+        pairs = zip(STOP_SIGNALS, self._decided[:-3], strict=False)  # none before the first sum
         return next((number.name for number, count in pairs if count > 0), None)
 
     @property

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, islice
 
+import torch
+
 from megalith.errors import MegalithError
 from megalith.schedules.batch_size import BatchSizeSchedule
 from megalith.schedules.pipeline import default_schedule
@@ -140,6 +142,7 @@ def train(run: TrainingRun) -> Iterator[StepResult]:
         BadStepError: anomalous loss or gradient and the policy is to stop.
     """
     config, state, window = run.loop_config, run.state, Window()
+    run.consensus.sum_over_ranks(torch.zeros(0, device=state.context.device))  # of signals that came before
     unsaved, num_micro_batches = False, config.micro_batches_after(state.consumed_samples)
     run.exit_reason = run.exit_reason or (None if config.skip_training else _early_stop(run))
     final_iteration = 0 if config.skip_training else config.train_iterations
