@@ -33,6 +33,8 @@ from megalith.data.shares import LocatedChunk
 from megalith.data.sources import Payload
 from megalith.errors import DataError, MegalithError
 
+# Signals that reach a whole group (Ctrl-C, SLURM); the parent decides, and a worker ends with it.
+_OF_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _SECONDS_TO_END = 10.0  # then a worker that should exit is killed
 _QUEUED_CHUNKS = 2  # chunks sent to a worker and not yet encoded: one in work, one waiting
 _UNWRITTEN_CHUNKS = 4  # chunks sent to a worker and not yet requested to be written
@@ -138,7 +140,11 @@ class _Worker:
         context: Any = multiprocessing.get_context("fork" if isinstance(encoder, ChunkEncoder) else "spawn")
         self.connection, other_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(encoder, other_end), daemon=True)
-        self._process.start()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_PARENT)  # a process inherits what is blocked
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         other_end.close()  # or this process would hold the pipe of a dead worker open
         self.reports: deque[ChunkReport] = deque()
         self.queued = self.held = 0
@@ -205,8 +211,7 @@ def _worker_died() -> MegalithError:
 
 
 def _serve(encoder: ChunkEncoder | EncodeSettings, parent: Connection[Any, Any]) -> None:
-    """Run a worker process: ignore Ctrl-C, exit with the parent, handle messages in order."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Run a worker process: exit with the parent, handle messages in order."""
     gc.freeze()  # or the first collection would write to, and so copy, the pages of all objects of the parent
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
