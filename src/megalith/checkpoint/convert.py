@@ -337,6 +337,7 @@ def _layout_of_result(args: Mapping[str, Any], model: ModelConfig, wanted: Conve
     pp, ep = _size(args, "pipeline"), wanted.ep or _size(args, "expert")
     layout = Layout(tp=wanted.tp or _size(args, "tensor"), dp=ep, pp=wanted.pp or pp, ep=ep)
     _check_experts(args, ep, where)
+    _check_divides(model.num_attention_heads, "attention heads", "--tp", layout.tp, where)
     if layout.pp != pp and not wanted.run_args:
         _check_divides(int(args["num_layers"]), "layers", "--pp", layout.pp, where)
     if layout.pp > 1 and model.predictions and model.position_embedding_type == "learned_absolute":
