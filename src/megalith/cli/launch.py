@@ -62,6 +62,9 @@ def supervise(config: RunConfig, argv: Sequence[str], resume: Resume, run_rank: 
     with Signals(STOP_SIGNALS) as signals:
         forks = _import_for_ranks(config)
         for number in range(restarts + 1):
+            if signals.received:  # while nothing ran; a rank that has just started would die of it
+                warn(f"{signals.received[0].name}: stopped before the ranks started")
+                return 128 + signals.received[0].value
             command = None if forks and _has_one_thread() else _command(words)
             try:
                 attempt = Attempt(command, config.launch.nproc, number, package_environment(), signals)
