@@ -1,14 +1,16 @@
-"""A model at size for a machine without a GPU: one training in four layouts, and one beside Hugging Face's Trainer.
+"""A model at size for a machine without a GPU: in four layouts, beside Hugging Face's Trainer, and for two hours.
 
     python benchmarks/machine_text.py --out DIR/machine-text        the corpus, once
     python benchmarks/at_size.py layouts --folder DIR               four times ten minutes on two quiet cores
     python benchmarks/at_size.py pair --folder DIR --minutes 20     a session; again until both are done
+    python benchmarks/at_size.py long --folder DIR --bf16           one to two hours; killed, the same command continues
 
   layouts   recipes/machine-text-1m.toml in one process and in DP 2, TP 2 and PP 2. Each training is killed (SIGKILL of
             all its processes) behind a step drawn at random between a fifth and four fifths; the same command ends it.
   pair      recipes/machine-text-12m.toml, and peers/trainer.py with the same initial weights, samples in the same
             order, optimizer, schedule and precision. They take turns, a step each, while the other is stopped; the
             first step of a session does not count. A session ends by SIGKILL of both, a step behind a checkpoint.
+  long      recipes/machine-text-12m.toml for 15,000 steps. Kill it by hand where you like, once.
 
 Flags of `megalith train` may follow, for all of them. Killed, the same command continues with what is in DIR. Results
 go to at-size-NAME.json in benchmarks/results, tables and pictures to docs/results (`--pages`: the tables alone).
@@ -245,9 +247,14 @@ class Pair:
             out = self.folder / f"evaluation-{model.parts[1]}"
             where = ("--finetune", "--load", str(model), "--save", str(out))  # so that both see the first samples
             run([*self.train, "--skip-train", *where])
-            events = [event.record for event in read_history(out / "run").events if event.kind == "evaluation"]
-            found[name] = next(record["loss"] for record in events if record["split"] == "validation")
+            found[name] = evaluated(out / "run")
         return found
+
+
+def evaluated(run: Path) -> float:
+    """Return the first validation loss of a run."""
+    events = [event.record for event in read_history(run).events if event.kind == "evaluation"]
+    return next(record["loss"] for record in events if record["split"] == "validation")
 
 
 def measure_pair(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -297,12 +304,72 @@ def draw_pair(
     figure.savefig(path)
 
 
+# --- at length ----------------------------------------------------------------------------------------------------
+
+EVAL_ITERS = 640  # batches of nearly all of the validation text
+LONG = ("--lr-warmup-iters", "200", "--save-interval", "500", "--eval-interval", "500")
+
+
+def measure_long(options: argparse.Namespace) -> dict[str, Any]:
+    """Train alone, or continue; returns the result at the end."""
+    iterations = options.iterations or 15_000
+    save = f"long-{iterations}"
+    command = ["--config", recipe_of("machine-text-12m"), "--train-iters", str(iterations), *LONG, *options.flags]
+    config = load(command, {}, files=False)
+    if saved_iteration(Path(save)) < iterations:
+        run(megalith("train", *command, "--save", save, "--load", save))
+    history = read_history(Path(save, "run"))
+    losses, validation = losses_of(history), losses_of(history, "validation loss")
+    tokens = config.global_batch_size * config.data.seq_length
+    draw_long(DOCS / f"long-{options.name}.png", losses, validation, tokens)
+    seconds = [*losses_of(history, "seconds of a step").values()]
+    where = [
+        "--skip-train",
+        "--finetune",
+        "--eval-iters",
+        str(EVAL_ITERS),
+        "--load",
+        save,
+        "--save",
+        f"{save}-evaluation",
+    ]
+    run(megalith("train", *command, *where))
+    return {
+        "iterations": iterations,
+        "seed": config.train.seed,
+        "tokens": tokens,
+        "minutes": round(sum(seconds) / 60, 1),
+        "median": round(statistics.median(seconds), 3),
+        "losses": shortened(losses),
+        "validation": validation,
+        "whole": evaluated(Path(f"{save}-evaluation", "run")),
+        "kill": compare_repeated_steps(history),
+    }
+
+
+def draw_long(path: Path, losses: Mapping[int, float], validation: Mapping[int, float], tokens: int) -> None:
+    """Draw the training loss and the validation loss over tokens."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    means = window_means(losses)
+    middles = [(WINDOW / 2 + WINDOW * number) * tokens / 1e6 for number in range(len(means))]
+    axes.plot(middles, means, linewidth=0.8, label=f"training, mean of {WINDOW} steps")
+    axes.plot(
+        [step * tokens / 1e6 for step in validation], [*validation.values()], "o-", markersize=3, label="validation"
+    )
+    axes.set(xlabel="million tokens", ylabel="loss (nats per token)")
+    axes.legend()
+    figure.savefig(path)
+
+
 # --- the page -----------------------------------------------------------------------------------------------------
 
 
 def page(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the page with its tables brought up to date."""
-    for part, table in (("layouts", layouts_table), ("pair", pair_table)):
+    for part, table in (("layouts", layouts_table), ("pair", pair_table), ("long", long_table)):
         found = {
             f"{result['machine']['processor']} ({name})": {**result["found"][part], "name": name}
             for name, result in results.items()
@@ -363,9 +430,30 @@ def pair_table(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         )
 
 
+def long_table(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the section on the long training."""
+    for machine, result in found.items():
+        tokens, steps, kill = result["tokens"], result["iterations"], result["kill"]
+        yield f"![Training and validation loss](long-{result['name']}.png)\n"
+        size = f"{steps:,} steps of {tokens:,} tokens, {steps * tokens / 1e6:.1f}M in all"
+        flags = f", `{' '.join(result['flags'])}`" if result["flags"] else ""
+        took = f"{result['minutes']:.0f} minutes of steps, {result['median']:.3f} s the median one"
+        yield f"{machine}{flags}, seed {result['seed']}, {result['date']}: {size}, {took}."
+        yield f"Killed after step {kill['killed_at']:,}, resumed from {kill['resumed_from']:,}:"
+        yield f"of the {kill['num_repeated']} steps that were repeated {kill['num_equal']} are equal bit for bit."
+        yield ""
+        shown = {step: loss for step, loss in result["validation"].items() if int(step) % (steps // 10) == 0}
+        yield f"| iteration | {' | '.join(f'{int(step):,}' for step in shown)} |"
+        yield f"|{(len(shown) + 1) * '---|'}"
+        yield f"| validation loss of 16 batches | {' | '.join(f'{loss:.4f}' for loss in shown.values())} |"
+        yield ""
+        seen = EVAL_ITERS * tokens / 1e6
+        yield f"At the end, over {seen:.2f}M tokens of the validation text: **{result['whole']:.4f}**."
+
+
 # --- the command --------------------------------------------------------------------------------------------------
 
-PARTS = {"layouts": measure_layouts, "pair": measure_pair}
+PARTS = {"layouts": measure_layouts, "pair": measure_pair, "long": measure_long}
 
 
 def keep(name: str, part: str, result: dict[str, Any]) -> None:
