@@ -201,7 +201,7 @@ def test_an_in_run_conversion(
         ("--model-type GPT --target-expert-parallel-size 2", "has no experts; leave --ep out"),
         ("--model-type GPT --vocab-file none.json", "--vocab-file none.json does not exist"),
         ("--model-type GPT --position-embedding-type rope", "the model in {A} has learned_absolute"),
-        ("--model-type GPT --target-tensor-parallel-size 3", "does not divide over 3"),
+        ("--model-type GPT --target-tensor-parallel-size 3", "--tp 3; use 1, 2, 4"),
     ],
 )
 def test_what_is_not_here_is_refused(
