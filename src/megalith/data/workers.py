@@ -78,7 +78,13 @@ class WorkerPool:
     """Worker processes, which start when the pool is made: forks share an encoder, spawned ones make their own."""
 
     def __init__(self, encoder: ChunkEncoder | EncodeSettings, workers: int) -> None:
-        self._pool = [_Worker(encoder) for _ in range(workers)]
+        self._pool = list[_Worker]()
+        try:
+            for _ in range(workers):
+                self._pool.append(_Worker(encoder))
+        except BaseException:
+            self.close(finished=False)  # Python would end them with SIGTERM, which they leave to this process
+            raise
 
     def encode_all(self, chunks: Iterable[LocatedChunk], files: TokenFiles) -> Iterator[PendingChunk]:
         """Yield the chunks in order; the place of each must be reserved before the next is requested.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+from multiprocessing.process import BaseProcess
 
 import pytest
 
@@ -23,3 +25,19 @@ def test_a_signal_to_the_group_is_left_to_the_parent(number: signal.Signals) -> 
     finally:
         pool.close(finished=False)
     assert not process.is_alive()
+
+
+def test_workers_end_where_a_further_one_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = multiprocessing.get_context("fork").Process.start, list[BaseProcess]()
+
+    def start_one(process: BaseProcess) -> None:
+        if started:
+            raise OSError("no memory for another process")
+        started.append(process)
+        start(process)
+
+    monkeypatch.setattr(multiprocessing.get_context("fork").Process, "start", start_one)
+    with pytest.raises(OSError, match="no memory"):
+        WorkerPool(object.__new__(ChunkEncoder), 2)
+    (first,) = started
+    assert not first.is_alive()
