@@ -80,6 +80,14 @@ def test_reading_past_a_sequence_is_refused(tmp_path: Path) -> None:
         dataset[::2]
 
 
+@pytest.mark.parametrize("given", ["data", "data_text_document.bin", "data_text_documnet"])
+def test_a_dataset_with_a_name_that_is_near_is_named(tmp_path: Path, given: str) -> None:
+    for ending in ("bin", "idx"):
+        (tmp_path / f"data_text_document.{ending}").write_bytes(b"")
+    with pytest.raises(DataError, match=r"/data_text_document\?"):
+        IndexedDataset(str(tmp_path / given))
+
+
 def test_missing_files_are_both_named(tmp_path: Path) -> None:
     prefix = str(tmp_path / "none")
     with pytest.raises(DataError) as caught:

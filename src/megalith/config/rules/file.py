@@ -70,14 +70,15 @@ def _missing_dataset(flag: str, prefix: str) -> str:
     missing = [prefix + ending for ending in (".bin", ".idx") if not Path(prefix + ending).is_file()]
     if not missing or remote(prefix):
         return ""
-    found = _prefix_that_was_meant(prefix)
+    found = prefix_that_was_meant(prefix)
     make = f"`megalith preprocess --input {prefix}`, or give --sft for conversations" if Path(prefix).is_file() else ""
     hint = f"; did you mean {flag} {found}?" if found else f"; make them with {make or '`megalith preprocess`'}"
     verb = "does" if len(missing) == 1 else "do"
     return f"{flag} {prefix}: {' and '.join(missing)} {verb} not exist{_from_here(prefix)}{hint}"
 
 
-def _prefix_that_was_meant(prefix: str) -> str:
+def prefix_that_was_meant(prefix: str) -> str:
+    """Return the prefix of a dataset that there is whose name is nearest to this one, "" if none is near."""
     whole = [prefix.removesuffix(".bin"), prefix.removesuffix(".idx"), prefix + "_text_document"]
     for candidate in whole:
         if candidate != prefix and Path(candidate + ".bin").is_file() and Path(candidate + ".idx").is_file():

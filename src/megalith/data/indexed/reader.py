@@ -249,9 +249,10 @@ class _ReadBin:
 def _require_both(prefix: str) -> None:
     missing = [str(path) for path in (idx_path(prefix), bin_path(prefix)) if not path.is_file()]
     if missing:
-        hint = ""
-        if prefix.endswith((".bin", ".idx")):
-            hint = f"; give the prefix without the ending: {prefix[:-4]}"
+        from megalith.config.rules.file import prefix_that_was_meant
+
+        meant = prefix_that_was_meant(prefix)
+        hint = f"; did you mean {meant}?" if meant else ""
         raise DataError(f"dataset {prefix}: missing {' and '.join(missing)} (a dataset is a .bin and a .idx){hint}")
 
 
