@@ -323,17 +323,8 @@ def measure_long(options: argparse.Namespace) -> dict[str, Any]:
     tokens = config.global_batch_size * config.data.seq_length
     draw_long(DOCS / f"long-{options.name}.png", losses, validation, tokens)
     seconds = [*losses_of(history, "seconds of a step").values()]
-    where = [
-        "--skip-train",
-        "--finetune",
-        "--eval-iters",
-        str(EVAL_ITERS),
-        "--load",
-        save,
-        "--save",
-        f"{save}-evaluation",
-    ]
-    run(megalith("train", *command, *where))
+    where = ("--finetune", "--load", save, "--save", f"{save}-evaluation")
+    run(megalith("train", *command, "--skip-train", "--eval-iters", str(EVAL_ITERS), *where))
     return {
         "iterations": iterations,
         "seed": config.train.seed,

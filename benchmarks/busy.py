@@ -25,7 +25,7 @@ def _rounds(ask: Callable[[Sequence[Asked]], int], programs: int, rounds: int) -
     seconds = list[float]()
     with ExitStack() as running:
         for _ in range(programs):
-            busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            busy = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
             running.callback(busy.wait)
             running.callback(busy.kill)
         for index in range(rounds):

@@ -142,13 +142,16 @@ class ThreadsUnderLoad:
     """Halves the number of threads of decoding steps while other programs use their cores.
 
     Threads that share a product wait for one another at its end, for a time slice if the core of one is taken. Beside
-    a single busy program, on two cores, a token of a 124M model took 540 ms with two threads and 12 with one; without
-    that program 8 and 11. So if the threads do not get their time, half of them is tried for a few steps, and kept if
-    clearly faster; later all of them are tried again, at intervals that grow while they are not faster.
+    a single busy program of another session, on two cores, a step of a 124M model took 540 ms with two threads and 12
+    with one; without that program 8 and 11. So if the threads do not get their time, half of them is tried for a few
+    steps, and kept if clearly faster; later all are tried again, at intervals that grow while they are not faster.
 
     Args:
-        count: The number at first.
+        count: Number of threads at first.
         most: The largest number.
+        set_count: Sets the number of threads.
+        clock: Returns seconds.
+        cpu_clock: Returns the processor time of all threads of this process in seconds.
     """
 
     def __init__(
@@ -189,7 +192,7 @@ class ThreadsUnderLoad:
             self._use(count)
 
     def _judge(self, before: int, usual: float) -> None:
-        """Go back to the number before unless the one that is tried is faster, fewer threads clearly so."""
+        """Return to the previous number of threads unless the one on trial is faster; fewer must be clearly faster."""
         more = self.count > before
         late = self._steps[-1][0] > 2 * usual
         if len(self._steps) < _STEPS and not late:
