@@ -17,6 +17,7 @@ import pytest
 
 from megalith import errors
 from megalith.cli import main as cli
+from megalith.cli.arguments import CommandParser
 
 BAD = (
     "--num-layers 2 --hidden-size 1000 --num-attention-heads 12 --seq-length 64 --max-position-embeddings 64 "
@@ -342,3 +343,15 @@ def test_a_reader_that_leaves_is_an_end_of_printing_but_not_of_work(
     assert cli.main(["config"]) == 0
     assert cli.main(["paint", "--help"]) == 0
     assert cli.main(["paint"]) == 141
+
+
+def test_a_repeated_flag_is_noted_unless_it_may_be_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = CommandParser(prog="megalith paint")
+    parser.add_argument("--colour", "-c")
+    parser.add_argument("--layer", action="append")
+    parser.add_argument("walls", nargs="*")
+    options = parser.parse_args(["--layer", "1", "-c", "red", "--colour=blue", "--layer", "2", "--", "--colour", "-c"])
+    assert (options.colour, options.layer, options.walls) == ("blue", ["1", "2"], ["--colour", "-c"])
+    assert re.findall(r"(--[a-z]+) is given more than once", capsys.readouterr().err) == ["--colour"]
+    parser.parse_args(["--colour", "red", "--", "--colour", "-c"])
+    assert not capsys.readouterr().err

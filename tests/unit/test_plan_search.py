@@ -205,6 +205,12 @@ def test_flags_that_hours_do_not_go_with_are_named(
     assert all(flag in said for flag in named)
 
 
+def test_an_unknown_preset_is_named_beside_missing_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--preset", "llama9"]) == 2
+    said = capsys.readouterr().err
+    assert "--preset llama9" in said and "llama3-8b" in said and "--gpus" in said
+
+
 def test_tokens_are_those_of_the_planned_batch_and_length(bought: Callable[[str], dict[str, Any]]) -> None:
     for words, of_a_step in (
         ("", 64 * 2048),

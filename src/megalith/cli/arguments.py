@@ -6,6 +6,7 @@ import argparse
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser that raises `ConfigError` instead of ending the process."""
+    """An argument parser that raises `ConfigError` instead of ending the process, and notes flags that are repeated."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        words = [word.partition("=")[0] for word in takewhile(lambda word: word != "--", args or ())]
+        for action in self._actions:
+            if isinstance(action, argparse._StoreAction) and sum(map(words.count, action.option_strings)) > 1:
+                warn(f"{self.prog}: {action.option_strings[0]} is given more than once; the last value is used")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")

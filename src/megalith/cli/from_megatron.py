@@ -80,12 +80,14 @@ def run(argv: Sequence[str]) -> int:
     return _show(path, training[-1], script)
 
 
-def _read(path: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> Script:
+def _read(
+    path: Path, arguments: Sequence[str], environ: Mapping[str, str], wanted: str = "a launch script of bash"
+) -> Script:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ConfigError(f"{path}: {reason}; give a launch script of bash") from error
+        raise ConfigError(f"{path}: {reason}; give {wanted}") from error
     return read_script(text, arguments, environ)
 
 
@@ -105,7 +107,7 @@ def run_of(words: Sequence[str]) -> tuple[list[str], int | None]:
     if first.endswith(".toml"):
         return ["--config", *words], None
     end = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
-    script = _read(Path(first), words[1:end], os.environ)
+    script = _read(Path(first), words[1:end], os.environ, "a launch script of bash, a recipe (FILE.toml), or flags")
     for note in script.notes:
         print(f"note: {first}: {note}", file=sys.stderr)
     training = [launch for launch in find_launch(script) if _implied_flags(launch) is not None]

@@ -20,7 +20,7 @@ from megalith.errors import ConfigError
 from megalith.evaluate.request import unwritable
 from megalith.plan.chinese import Words, right
 from megalith.plan.devices import DEVICES, Device
-from megalith.plan.presets import PRESETS, preset_words
+from megalith.plan.presets import PRESETS, preset_problems, preset_words
 from megalith.progress import task
 from megalith.report import find_run, read_history
 
@@ -147,7 +147,7 @@ def _has_micro_batches(words: Sequence[str]) -> bool:
 
 def _misplaced(options: argparse.Namespace) -> list[str]:
     """Return what is wrong with options beside others."""
-    found = []
+    found = [] if options.preset is None else preset_problems(options.preset)
     if options.html == "":
         found.append("--html '' names no file; give FILE.html, or leave it out")
     elif options.html is not None:

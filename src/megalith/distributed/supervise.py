@@ -250,7 +250,12 @@ class Attempt:
         if len(self.signals) > 1 and codes <= {0, STOPPED, SECOND_SIGNAL, -signal.SIGKILL}:
             return SECOND_SIGNAL
         without_save = {128 + number for number in self._stop_signals}
-        return codes.pop() if len(codes) == 1 and codes <= without_save else None
+        if len(codes) == 1 and codes <= without_save:
+            return codes.pop()
+        if self.signals and not self._last_step():  # ranks start at different speeds: some miss a rank that has stopped
+            number, alone = self.signals[0], {end.code for end in self.ended if not end.killed_by_supervisor}
+            return 128 + number if alone <= {0, STOPPED, PEER_FAILED, 128 + number, -number} else None
+        return None
 
     def cause(self) -> FailureCause:
         """Return the first failure of an attempt that was not `stopped`."""

@@ -63,12 +63,17 @@ PRESETS = {
 
 def preset_words(name: str, device: Device) -> list[str]:
     """Return the flags of a preset in the 16-bit dtype of a device; ConfigError if there is none of this name."""
-    if name not in PRESETS:
-        near = closest(name, PRESETS)
-        raise ConfigError(
-            f"--preset {name}: {f'did you mean {near}? ' if near else ''}presets are {', '.join(PRESETS)}"
-        )
+    if problems := preset_problems(name):
+        raise ConfigError(problems)
     return [*PRESETS[name].split(), *half(device)]
+
+
+def preset_problems(name: str) -> list[str]:
+    """Return a message if no preset has this name."""
+    if name in PRESETS:
+        return []
+    near = closest(name, PRESETS)
+    return [f"--preset {name}: {f'did you mean {near}? ' if near else ''}presets are {', '.join(PRESETS)}"]
 
 
 def half(device: Device) -> Sequence[str]:

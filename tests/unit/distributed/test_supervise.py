@@ -227,6 +227,28 @@ def test_a_signal_before_the_first_step_promises_no_save(signals: Signals) -> No
     assert len(said) == 1 and "SIGTERM" in said[0] and not re.search("sav(e|ing)", said[0])
 
 
+@pytest.mark.parametrize("early", ["signal.signal(signal.SIGTERM, signal.SIG_DFL)", "code = 143"])
+@pytest.mark.parametrize("step", [0, 3])
+def test_ranks_that_a_signal_meets_while_they_start_have_not_failed(signals: Signals, early: str, step: int) -> None:
+    """One rank ends by the signal, the other misses it: no failure, unless there were steps already."""
+    script = f"""
+code = 6
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
+if rank == 1:
+    {early}
+at({step}, 'start')
+time.sleep(60)
+"""
+    ranks = attempt(script, signals)
+    while any(Status.decode(ranks.board.status(rank)) is None for rank in range(2)):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    ranks.wait(signals, lambda line: None)
+    stopped = ranks.stopped
+    ranks.board.remove()
+    assert stopped == (None if step else 143)
+
+
 FORKED = """
 import os, signal, sys
 from megalith.distributed.supervise import Attempt, ForkedRank, Signals
