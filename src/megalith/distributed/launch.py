@@ -448,7 +448,8 @@ class _Rendezvous:
         """Warn after 20 s and then every minute; PeerError after the join timeout or a stop request."""
         waited = self._clock.elapsed()
         if self._stop_requested():
-            raise PeerError(f"{self._name()} was requested to stop while it waited for {_describe(whom)}")
+            awaited = _describe(whom).partition(";")[0]  # without a remedy: nothing has failed
+            raise PeerError(f"{self._name()} was requested to stop while it waited for {awaited}")
         if waited > self._join_seconds:
             raise PeerError(
                 f"{self._name()} waited {waited:.0f} s (--distributed-timeout-minutes) for {_describe(whom)}"
