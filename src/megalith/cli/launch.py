@@ -106,14 +106,15 @@ def _print_outcome(
 ) -> None:
     if verdict != _NO_RESTARTS:
         warn(verdict)
-    if saved is not None:
+    is_repeated = failed.cause.permanent and not failed.cause.step  # a mistake that the same command makes again
+    if saved is not None and not is_repeated:
         warn(f"iteration {saved} is saved; resume with:\n  {command_line(words)}")
     if failed.cause.text:
         warn(f"megalith train: {failed.cause.text}{_shrunk_files(before)}")
 
 
 def _restart_point(saved: int | None) -> str:
-    return "from the beginning: no checkpoint" if saved is None else f"from iteration {saved}"
+    return "as the run was started: it saved nothing" if saved is None else f"from iteration {saved}"
 
 
 _NO_RESTARTS = "not restarted"

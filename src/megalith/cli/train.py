@@ -33,6 +33,7 @@ from megalith.config.command_line import given_settings, without_settings
 from megalith.config.environment import first_of_machine
 from megalith.config.from_args import TOKENIZER_FILES, tokenizer_from_args
 from megalith.config.render import common_flags_text, flags_text
+from megalith.config.rules.file import TRACKER_FILE
 from megalith.config.rules.rule import Draft, Rule
 from megalith.config.run import all_settings
 from megalith.errors import ConfigError, MegalithError
@@ -100,7 +101,8 @@ def run(argv: Sequence[str]) -> int:
                 return 128 + signal.Signals[stop.requested].value
             if converts:
                 return convert_instead(config)
-            return supervise(config, argv, lambda: _saved_and_argv(config, argv), run)
+            before = _save_times(config)
+            return supervise(config, argv, lambda: _saved_and_argv(config, argv, before), run)
         threads = divide_cores(config.launch)
         limit_spinning(config.launch.local_world_size or 1)
         suppress_native_traces(config.launch)
@@ -352,12 +354,26 @@ def _last_saved(config: RunConfig) -> int | None:
     )
 
 
-def _saved_and_argv(config: RunConfig, argv: Sequence[str]) -> tuple[int | None, list[str]]:
-    """Return the iteration of the newest checkpoint (None if there is none) and the arguments that resume from it."""
-    save, saved = config.checkpoint.save, _last_saved(config)
-    if save is None or saved is None:
+def _save_times(config: RunConfig) -> list[int]:
+    """Return when each save folder got its newest checkpoint, in nanoseconds; 0 where it has none."""
+    trackers = [Path(folder) / TRACKER_FILE for folder in config.checkpoint.save_folders]
+    return [tracker.stat().st_mtime_ns if tracker.is_file() else 0 for tracker in trackers]
+
+
+def _saved_and_argv(config: RunConfig, argv: Sequence[str], before: Sequence[int]) -> tuple[int | None, list[str]]:
+    """Return the iteration to resume from (None if none was saved) and the arguments that resume from it.
+
+    Args:
+        before: `_save_times` at the start of this run. As long as they stay, the checkpoints are an earlier run's, and
+            the arguments say which of them to load, as they did at the start.
+    """
+    settings, saved = config.checkpoint, _last_saved(config)
+    if settings.save is None or saved is None:
         return None, list(argv)
-    return saved, _resume_argv(config, argv, saved, save)
+    if _save_times(config) == before:
+        continues = settings.load == settings.save and not settings.finetune and settings.ckpt_step is None
+        return (saved if continues else None), list(argv)
+    return saved, _resume_argv(config, argv, saved, settings.save)
 
 
 def _resume_argv(config: RunConfig, argv: Sequence[str], iteration: int, save: str) -> list[str]:
