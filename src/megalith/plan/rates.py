@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from megalith.distributed.machine import usable_cores
@@ -83,7 +84,13 @@ def _from_json(saved: dict[str, Any]) -> Rates:
 
 
 def measure_here(device: Device) -> Iterator[str]:
-    """Measure the CPU or the first GPU of this machine, save the table, and yield a line about each of its entries."""
+    """Measure the CPU or the first GPU of this machine, save the table, and yield a line about each of its entries.
+
+    Raises:
+        ConfigError: the table cannot be written.
+    """
+    path = table_of(device)
+    _require_writable(path.parent)  # before the minutes that measuring takes
     import torch
 
     from megalith.distributed.forked import run_forked
@@ -120,10 +127,19 @@ def measure_here(device: Device) -> Iterator[str]:
             f"{1e6 * launch:.1f} us a launch and {1e6 * layer:.0f} us a layer, "
             f"link {1e6 * inside.alpha:.0f} us and {inside.beta / 1e9:.1f} GB/s{found_steps}"
         )
-    path = table_of(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({ranks: asdict(rates) for ranks, rates in entries.items()}), encoding="utf-8")
     yield f"saved in {path}: megalith plan --gpus reads it"
+
+
+def _require_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--measure: {folder} cannot be written: {error.strerror}; set XDG_CACHE_HOME to a folder that can"
+        ) from error
 
 
 def _launches(numbers: list[float], seconds: list[float], asynchronous: bool) -> tuple[float, float, float]:

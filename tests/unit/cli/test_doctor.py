@@ -55,6 +55,25 @@ def test_a_device_that_computes_wrong(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert re.search("WRONG +float32", capsys.readouterr().out)
 
 
+def test_rates_that_cannot_be_saved_are_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("megalith.distributed.forked.run_forked", None)
+    assert main(["doctor", "--measure"]) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / "file") in error and "XDG_CACHE_HOME" in error
+
+
+def test_measuring_says_nothing_of_what_it_does_not_test(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megalith.plan.rates.measure_here", lambda device: iter(["a rate"]))
+    assert main(["doctor", "--measure"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["  ok      a rate"]
+
+
 def test_all_packages_of_extras_are_listed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = {
