@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 from megalith.cli.main import main
 from megalith.cli.plan import run as plan
 from megalith.config import RunConfig, load
+from megalith.config.command_line import read_command_line, words_of
+from megalith.config.reading import read_recipe
+from megalith.config.render import given_recipe
 from megalith.errors import ConfigError
 from megalith.plan.bound import least_bytes
 from megalith.plan.budget import MOST_HOURS
@@ -29,6 +33,7 @@ GPT = (
     "--micro-batch-size 1 --global-batch-size 32 --train-iters 1 --lr 1e-4 --mock-data --bf16 --hidden-dropout 0 "
     "--attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 31999 "
 )
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.toml"))
 EXPERTS = "--num-experts 4 --moe-token-dispatcher-type alltoall"
 
 
@@ -168,6 +173,36 @@ def test_flags_that_a_search_replaces_are_named(form: str, bought: Callable[[str
         flag in notes for flag in ("--tensor-model-parallel-size 4", "--sequence-parallel", "--micro-batch-size 2")
     )
     assert "--tensor" not in " ".join(bought(f"--gpus 8xH100 {form}")["notes"])
+
+
+def test_the_command_of_a_search_undoes_the_layout_of_a_recipe(
+    bought: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    """Also settings that no flag undoes, such as recomputation."""
+    recipe = tmp_path / "run.toml"
+    kept = read_command_line(preset_words("gpt3-345m", DEVICES["H100"])).values
+    layout = {"micro_batch_size": 1, "tensor_model_parallel_size": 8, "sequence_parallel": True}
+    layout |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+    recipe.write_text(given_recipe({**kept, **layout}))
+    found = bought(f"--gpus 8xH100 --search --config {recipe}")
+    assert all(flag in found["notes"][0] for flag in ("--tensor-model-parallel-size 8", "--recompute-num-layers 2"))
+    for one in found["layouts"]:
+        words = shlex.split(one["command"])[2:]
+        run = load(words, {}, files=False)
+        assert str(run.layout) == one["layout"]
+        again = "full" if "--recompute-granularity" in one["flags"] else None
+        assert run.train.recompute_granularity == again
+        assert run.parallel.sequence_parallel == ("--sequence-parallel" in one["flags"])
+        assert run.model.num_layers == kept["num_layers"] and run.train.train_iters == kept["train_iters"]
+
+
+@pytest.mark.parametrize(
+    "recipe", sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_flags_say_what_a_recipe_says(recipe: Path) -> None:
+    values = read_recipe(recipe).values
+    reading = read_command_line(words_of(values))
+    assert reading.values == values and not reading.problems
 
 
 @pytest.mark.parametrize(("gpus", "named"), [("12xH100", True), ("16xH100", False), ("6xH100", False)])

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from megalith.config.fields import Setting
 from megalith.config.known import KnownFlag, known_flags
@@ -56,16 +57,31 @@ def given_settings(argv: Sequence[str], registry: Registry = EMPTY) -> frozenset
 
 
 def without_settings(argv: Sequence[str], names: Collection[str], registry: Registry = EMPTY) -> list[str]:
-    """Return the arguments of a valid command line without the flags (in any spelling) and values of these settings."""
+    """Return the arguments of a valid command line without the flags (in any spelling) and values of these settings.
+
+    `names` may have `RECIPE_FLAG` too.
+    """
     parser, kept = _Parser(list(argv), registry), []
     while parser.words:
         before = list(parser.words)
         parser.read_one()
         taken = before[: len(before) - len(parser.words)]
-        spelling = parser.spellings.get(parser.canonical(taken[0].partition("=")[0]))
-        if spelling is None or spelling.setting.name not in names:
+        flag = parser.canonical(taken[0].partition("=")[0])
+        if (parser.spellings[flag].setting.name if flag in parser.spellings else flag) not in names:
             kept += taken
     return kept
+
+
+def words_of(values: Mapping[str, Any]) -> list[str]:
+    """Return the flags that set these values of settings."""
+    words = list[str]()
+    for name, value in values.items():
+        setting = all_settings()[name]
+        if setting.kind is bool:
+            words.append(setting.positive_flag if value else setting.off_spellings[0])
+        else:
+            words += [setting.positive_flag, *map(str, value if setting.many else [value])]
+    return words
 
 
 class _Parser:

@@ -7,9 +7,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from megalith.config import RunConfig, all_settings, load
-from megalith.config.command_line import read_command_line, without_settings
+from megalith.config.command_line import RECIPE_FLAG, read_command_line, without_settings, words_of
+from megalith.config.reading import read_recipe
 from megalith.config.tokenizer import TIKTOKEN_SIZE
 from megalith.errors import ConfigError, MegalithError
 from megalith.plan.bound import checkpoint_bytes, least_bytes
@@ -23,6 +25,7 @@ from megalith.plan.remember import remembering
 from megalith.plan.search import ALONE, SEARCHED, Choice, Found, Search
 from megalith.plan.time import Course, StepTime, course, step_time
 from megalith.progress import Task
+from megalith.registry import IMPORT_FLAG
 from megalith.tokenizers.protocol import padded_vocab_size
 
 _NOT_SEARCHED = "--search, --preset or flags without --micro-batch-size let a plan choose the layout"
@@ -263,14 +266,28 @@ def _memory(device: Device, run: RunConfig, vocab_size: int) -> list[RankMemory]
 
 def without_layout(words: Sequence[str]) -> tuple[list[str], RunConfig]:
     """Return flags without those of layout and micro-batch, and their run on one device; ConfigError if it is wrong."""
-    own = without_settings(list(words), SEARCHED)
+    own = without_settings(_without_recipe(words), SEARCHED)
     alone = [word for name in ALONE for word in (all_settings()[name].flag, "1")]
     return own, load([*own, *alone], {}, files=False)
 
 
+def _without_recipe(words: Sequence[str]) -> list[str]:
+    """Return flags in place of a recipe that sets a layout: no flag undoes some of these settings."""
+    flags = read_command_line(words)
+    recipe = read_recipe(Path(flags.recipe)) if flags.recipe else flags
+    sets_layout = any(name in SEARCHED and name != "micro_batch_size" for name in recipe.values)
+    if not flags.recipe or recipe.problems or not sets_layout:
+        return list(words)
+    kept = {name: value for name, value in recipe.values.items() if name not in flags.values}
+    imports = [word for name in recipe.imports for word in (IMPORT_FLAG, name)]
+    return [*imports, *words_of(kept), *without_settings(words, [RECIPE_FLAG])]
+
+
 def left_out(words: Sequence[str]) -> list[str]:
-    """Return a note about flags in whose place a search chooses others, if there are any."""
-    given = {name: value for name, value in read_command_line(words).values.items() if name in SEARCHED}
+    """Return a note about settings of flags and their recipe in whose place a search chooses others, if any are."""
+    reading = read_command_line(words)
+    recipe = read_recipe(Path(reading.recipe)).values if reading.recipe else {}
+    given = {name: value for name, value in {**recipe, **reading.values}.items() if name in SEARCHED}
     flags = (all_settings()[name].flag + ("" if value is True else f" {value}") for name, value in given.items())
     return [f"left out, as the search chooses the layout: {', '.join(flags)}"] if given else []
 
