@@ -197,7 +197,7 @@ class Experiment:
     def loss_at(self, axis: str, spent: float, measure: Measure) -> float:
         """Return the loss after `spent`, interpolated; NaN outside of the curve."""
         x, y = self.curve(axis, measure)
-        inside = len(x) and x[0] <= spent <= x[-1] * (1 + 1e-9)
+        inside = len(x) and x[0] * (1 - 1e-9) <= spent <= x[-1] * (1 + 1e-9)  # sums of one amount differ by rounding
         return float(np.interp(spent, x, y)) if inside else math.nan
 
     def spent_until(self, axis: str, loss: float, measure: Measure) -> float:

@@ -97,6 +97,14 @@ def test_what_a_run_spends_until_the_loss_of_the_other(tmp_path: Path) -> None:
     assert [re.search(r"([\d.]+)x", cell)[1] for cell in cells[2:]] == ["2.00"] * 4  # type: ignore[index]
 
 
+def test_a_single_evaluation_is_found_at_what_another_run_rounds_otherwise(tmp_path: Path) -> None:
+    (run,) = experiments(make(tmp_path / "a", falling(), steps=10))
+    for axis in AXES:
+        for factor in (1 - 1e-12, 1 + 1e-12):
+            assert run.loss_at(axis, factor * run.total(axis), Measure()) == pytest.approx(4.8)
+        assert math.isnan(run.loss_at(axis, 0.99 * run.total(axis), Measure()))
+
+
 def test_a_resume_counts_the_steps_once(tmp_path: Path) -> None:
     folder = Path(make(tmp_path / "a", falling()))
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
