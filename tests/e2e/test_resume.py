@@ -199,8 +199,11 @@ def test_another_schedule_needs_a_word_from_the_user(warm: WarmProcess, tmp_path
     shutil.copytree(uninterrupted, save)
     longer = command(save, *KILLED_RUN)
     longer[longer.index("--train-iters") + 1] = 10
+    config = save / "run/config.json"
+    before = config.read_bytes()
     refused = warm.run(longer, tmp_path)
     assert refused.code == 4
+    assert config.read_bytes() == before, "it is of the run that is there"
     assert "class input value 40 and checkpointvalue 32 for total number of iterations do not match" in refused.text
     assert "--train-iters 8 -> 10" in refused.text
     assert "--override-opt-param-scheduler" in refused.text and "--use-checkpoint-opt-param-scheduler" in refused.text
@@ -208,6 +211,7 @@ def test_another_schedule_needs_a_word_from_the_user(warm: WarmProcess, tmp_path
     assert overridden.code == 0, overridden.text
     assert " > overriding total number of iterations value to 40" in overridden.text
     assert DirectoryStore(save).latest() == 10
+    assert json.loads(config.read_text())["train"]["train_iters"] == 10
 
 
 def test_a_longer_run_with_the_decay_of_before_needs_none(warm: WarmProcess, tmp_path: Path) -> None:

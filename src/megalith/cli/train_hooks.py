@@ -90,7 +90,6 @@ def open_run_folder(config: RunConfig, command: str, folder: Path) -> RunConsole
         _try_to_write(folder)
         console = RunConsole(folder / "log.txt")
         console.log(f"\n{command}")
-        (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n", encoding="utf-8")
     return console
 
 
@@ -182,6 +181,8 @@ def dump_groups(path: str, state: TrainState) -> None:
 
 def _metrics(config: RunConfig, folder: Path, built: BuiltRun) -> MetricsWriter:
     device, resumed = built.run.state.context.device, built.resumed_at
+    # Not earlier: a start that is refused leaves the configuration of the run that is here.
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n", encoding="utf-8")
     metrics = MetricsWriter(folder / "metrics.jsonl", partial(memory_in_use, device))
     changes = [change.to_dict() for change in built.changes]
     metrics.event("start" if resumed is None else "resume", iteration=resumed or 0, changes=changes)
