@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GPT-3 345M with recomputation: 24 layers of 1024, under torch.distributed.launch as older scripts start it. Edit the
 # paths and sizes here, or set them in the environment. On a laptop:
-#   LAYERS=2 HIDDEN=64 HEADS=4 LENGTH=64 STEPS=3 bash examples/train_gpt3_345m.sh
+#   LAYERS=2 HIDDEN=64 HEADS=4 LENGTH=64 STEPS=20 bash examples/train_gpt3_345m.sh
 # On four processes, each with a quarter of the batch:
 #   PROCESSES=4 MICRO_BATCH=4 GLOBAL_BATCH=32 STEPS=3000 bash examples/train_gpt3_345m.sh
 set -euo pipefail
