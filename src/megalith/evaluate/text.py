@@ -37,7 +37,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.data.sources import JSONL, format_of
-from megalith.data.sources.formats import BZIP2, GZIP, XZ, ZSTD, archive_of, compression_of, name_without_compression
+from megalith.data.sources.formats import (
+    ARRAY,
+    ARROW,
+    BZIP2,
+    CSV,
+    GZIP,
+    PARQUET,
+    XZ,
+    ZSTD,
+    archive_of,
+    compression_of,
+    name_without_compression,
+)
 from megalith.errors import DataError
 from megalith.evaluate.score import Ids, Sample, Score, Scorer
 from megalith.tokenizers import Tokenizer
@@ -69,6 +81,7 @@ _PTB = (
 
 BUNDLED = "cloze.jsonl"
 """Sixty sentences, to try a model without a download; far fewer and easier than LAMBADA's."""
+_NOT_PLAIN = {ARRAY: "a JSON array", CSV: "a csv", PARQUET: "a parquet file", ARROW: "an arrow file"}
 _DECOMPRESS = {GZIP: "gzip -dc", XZ: "xz -dc", ZSTD: "zstd -dc", BZIP2: "bzip2 -dc"}  # to standard output
 _LARGEST_EXPONENT = 20.0  # Megatron's: a perplexity is at most e^20
 
@@ -382,8 +395,17 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def read_documents(path: Path) -> Sequence[str]:
-    """Read the texts of a jsonl file, or the single text of any other file."""
-    return read_texts(path) if format_of(path) == JSONL else [read_text(path)]
+    """Read the texts of a jsonl file, or the single text of any other file but those that hold texts in another form.
+
+    Raises DataError for a JSON array or a table, whose markup would be taken for text.
+    """
+    form = format_of(path)
+    if form in _NOT_PLAIN:
+        raise DataError(
+            f"{path} is {_NOT_PLAIN[form]}, not plain text; write its texts to a jsonl file, a line for each: "
+            '{"text": ...}'
+        )
+    return read_texts(path) if form == JSONL else [read_text(path)]
 
 
 def read_text(path: Path) -> str:

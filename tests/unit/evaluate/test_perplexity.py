@@ -135,6 +135,22 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     assert read_documents(tmp_path / "marked.jsonl") == ["a b"]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("texts.json", b'[{"text": "a b"}]'),
+        ("texts.csv", b"id,text\n1,a b\n"),
+        ("texts.tsv", b"id\ttext\n1\ta b\n"),
+        ("texts.parquet", b"PAR1\x15\x04\xff"),
+        ("texts", b"ARROW1\x00\x00\xff"),
+    ],
+)
+def test_the_markup_of_a_table_or_an_array_is_no_text(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name} .*jsonl"):
+        read_documents(tmp_path / name)
+
+
 def test_nothing_is_not_a_number() -> None:
     assert math.isnan(TextLoss(0.0, 0).mean) and math.isnan(TextLoss(0.0, 0).perplexity)
 
