@@ -87,10 +87,10 @@ def merge(
         DataError: inputs are damaged, have other dtypes or were made with other tokenizers or chat templates; only some
             have a loss mask; all of this is said at once, before anything is written. Or the disk is full.
     """
-    whole = Path(output_prefix).absolute()
+    whole = Path(output_prefix).resolve()
     # The loss mask of an earlier dataset of the output prefix is replaced or removed, so it cannot be an input either.
     replaced = (whole, Path(f"{whole}{LOSS_MASK}"))
-    if taken := [prefix for prefix in prefixes if Path(prefix).absolute() in replaced]:
+    if taken := [prefix for prefix in prefixes if Path(prefix).resolve() in replaced]:
         raise ConfigError(
             f"--output-prefix {output_prefix}: the merge replaces its input {taken[0]}; give another prefix"
         )

@@ -222,6 +222,9 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "merge", second, first, "--output-prefix", whole]) == 0
     assert IndexedDataset(whole).get(0).tolist() == [3]
     assert main(["data", "merge", first, "--output-prefix", first]) == 2
+    (tmp_path / "link").symlink_to(folder)
+    assert main(["data", "merge", first, second, "--output-prefix", str(tmp_path / "link" / "a")]) == 2
+    assert main(["data", "merge", first, second, "--output-prefix", str(folder / ".." / "parts" / "a")]) == 2
     assert main(["data", "merge", first, "--input", str(folder), "--output-prefix", whole]) == 2
     capsys.readouterr()
     write_fingerprint(second, {**CARD, "vocab_size": 50})
