@@ -164,7 +164,7 @@ def test_defaults_of_the_launch() -> None:
         ({"no_log": 0}, "no_log", "must be a boolean value"),
         ({"beam_width": 0}, "beam_width", "must be an integer"),
         ({"beam_width": 100, "tokens_to_generate": 2}, "beam_width", "half of the vocabulary"),
-        ({"prompts": ["a", "b"], "beam_width": 2}, "beam_width", "batch size must be 1"),
+        ({"prompts": ["a", "b"], "beam_width": 3}, "prompts", "batch size must be 1"),
         ({"beam_width": 2, "length_penalty": 1}, "length_penalty", "must be a float"),
         ({"beam_width": 2, "stop_token": 500, "tokens_to_generate": 2}, "stop_token", "vocabulary"),
         ({"beam_width": 2, "tokens_to_generate": 64}, "tokens_to_generate", "too large"),

@@ -93,7 +93,7 @@ def read(found: Any, defaults: Defaults) -> ApiRequest:
     beams = given.integer("beam_width", 0, "beam_width must be integer") if "beam_width" in found else None
     if beams is not None:
         given.check(1 <= beams <= 128, "beam_width", "beam_width must be an integer > 0 and at most 128")
-        given.check(len(prompts) == 1, "beam_width", "When doing beam_search, batch size must be 1")
+        given.check(len(prompts) == 1, "prompts", "When doing beam_search, batch size must be 1")
         given.check(tokens > 0, "tokens_to_generate", "tokens_to_generate must be above 0 with beam_width")
     return ApiRequest(
         prompts=prompts,
