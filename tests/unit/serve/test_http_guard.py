@@ -87,7 +87,27 @@ def test_pages_of_others_cannot_ask(headers: dict[str, str], status: int) -> Non
 def test_an_origin_can_be_allowed() -> None:
     settings = ServerSettings(allowed_origins=("https://my.example",))
     headers = {"origin": "https://my.example"}
-    assert ask("POST", "/v1/completions", settings, json=BODY, headers=headers).status_code == 200
+    answer = ask("POST", "/v1/completions", settings, json=BODY, headers=headers)
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://my.example")
+
+
+def test_a_browser_may_ask_first_for_an_allowed_origin_alone() -> None:
+    settings = ServerSettings(allowed_origins=("https://my.example",), api_keys=("s3cret",))
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    answer = ask("OPTIONS", "/v1/completions", settings, headers={"origin": "https://my.example", **asked})
+    assert answer.status_code == 204 and "POST" in answer.headers["access-control-allow-methods"]
+    assert answer.headers["access-control-allow-origin"] == "https://my.example"
+    assert answer.headers["access-control-allow-headers"] == "authorization,content-type"
+    refused = ask("POST", "/v1/completions", settings, json=BODY, headers={"origin": "https://my.example"})
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://my.example")
+    other = ask("OPTIONS", "/v1/completions", settings, headers={"origin": "https://evil.example", **asked})
+    assert other.status_code == 403 and "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize("origin", ["my.example", "*", "null", "https://my.example/page", "https://My.example"])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    (violation,) = ServerSettings(allowed_origins=(origin,)).violations()
+    assert "--allowed-origin" in violation and origin in violation
 
 
 @pytest.mark.parametrize(

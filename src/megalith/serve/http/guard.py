@@ -2,7 +2,7 @@
 
 One ASGI middleware without FastAPI. It refuses requests before reading the body if possible, reads a body within limits
 of size and time, and passes it on complete. Against CSRF and DNS rebinding: the Host must be a name of this server, a
-foreign Origin is refused, bodies must be declared as JSON, and no response allows another origin.
+foreign Origin is refused, bodies must be declared as JSON, and only origins of --allowed-origin are allowed (CORS).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ OPEN_PATHS = frozenset({*PAGE, "/favicon.ico", "/health", "/v1/health"})
 """What needs no key: the page is empty without one, and a health check has none."""
 
 _WITH_BODY = ("POST", "PUT", "PATCH")
+_PREFLIGHT = b"access-control-request-method"
 _CLOSE = (b"connection", b"close")
 """Of an answer that leaves a body unread; `connection` sees to it that the client gets it nevertheless."""
 
@@ -71,14 +72,14 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        began, status, unread = time.monotonic(), 500, _has_body(scope)
+        began, status, unread, allowing = time.monotonic(), 500, _has_body(scope), self._allowing(scope)
 
         async def watched_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 closing = (_CLOSE,) if unread else ()
-                message["headers"] = [*message.get("headers", ()), *_ALWAYS, *closing]
+                message["headers"] = [*message.get("headers", ()), *_ALWAYS, *allowing, *closing]
             await send(message)
 
         def body_read() -> None:
@@ -98,6 +99,9 @@ class Guard:
     ) -> None:
         headers = self._headers(scope)
         self._check_place(scope, headers)
+        if scope["method"] == "OPTIONS" and _PREFLIGHT in headers and self._allowing(scope):
+            await _allow(headers, send)  # before the key, which browsers do not send with this question
+            return
         self._check_key(scope, headers)
         if scope["method"] in _WITH_BODY:
             if self._draining():
@@ -120,6 +124,14 @@ class Guard:
                 raise ApiError(400, f"the header {name.decode()} occurs twice", name.decode())
             found[name] = value
         return found
+
+    def _allowing(self, scope: MutableMapping[str, Any]) -> list[tuple[bytes, bytes]]:
+        """Return the header by which a browser lets a page of an allowed origin read the answer, if one asks."""
+        return [
+            (b"access-control-allow-origin", value)
+            for name, value in scope["headers"]
+            if name == b"origin" and value.decode("latin-1") in self._settings.allowed_origins
+        ]
 
     def _check_place(self, scope: MutableMapping[str, Any], headers: dict[bytes, bytes]) -> None:
         host = headers.get(b"host", b"").decode("latin-1")
@@ -229,6 +241,16 @@ def _has_body(scope: MutableMapping[str, Any]) -> bool:
 def _digest(key: bytes) -> bytes:
     """Hash a key to a fixed length, so that a comparison does not tell its length."""
     return hashlib.sha256(key).digest()
+
+
+async def _allow(headers: dict[bytes, bytes], send: Send) -> None:
+    """Answer a browser that asks whether a page of an allowed origin may send a request with these headers."""
+    allowed = [
+        (b"access-control-allow-methods", b"GET, POST, PUT"),
+        (b"access-control-allow-headers", headers.get(b"access-control-request-headers", b"")),
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": allowed})
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def _answer(error: ApiError, send: Send) -> None:

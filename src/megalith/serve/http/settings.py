@@ -9,6 +9,7 @@ from pathlib import Path
 
 _MEBIBYTE = 1 << 20
 MOST_ADAPTERS = 64
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
@@ -78,6 +79,12 @@ class ServerSettings:
         for key in self.api_keys:
             if not key.strip() or not key.isascii() or not key.isprintable() or " " in key:
                 found.append("--api-key is empty or has characters that no header carries; use letters and digits")
+        found += [
+            f"--allowed-origin {origin} is no origin, as browsers send it; give SCHEME://HOST or SCHEME://HOST:PORT in "
+            "small letters, without a path"
+            for origin in self.allowed_origins
+            if not _ORIGIN.fullmatch(origin)
+        ]
         for flag, value in (
             ("--max-body-bytes", self.limits.body_bytes),
             ("--max-queue", self.limits.waiting),
