@@ -130,6 +130,15 @@ def test_wikitext_perplexities(build: Build, kind: str, stride: int, tmp_path: P
     assert result["token_ratio"] == ratio
 
 
+def test_an_imported_model_has_the_tokenizer_of_its_training(build: Build, tmp_path: Path) -> None:
+    folder, _ = build("llama")
+    file, out = tmp_path / "text.txt", tmp_path / "out.json"
+    file.write_text(TEXT)
+    assert main(["checkpoint", "import", str(folder), str(tmp_path / "C"), "--no-compare"]) == 0
+    assert main(["evaluate", str(tmp_path / "C"), "--task", "text", "--data", str(file), "--json", str(out)]) == 0
+    assert not [alarm for alarm in json.loads(out.read_text())["alarms"] if "tokenizer" in alarm["what"]]
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("strict", [False, True])
 def test_lambada(build: Build, kind: str, strict: bool, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ class Trained:
         model: Whole model, or this rank's stage.
         notes: Warnings for the user: damaged checkpoints that were skipped, changed modules, experts without capacity.
         tokenizer_card: Fingerprint of the training's tokenizer; None without a manifest.
+        imported: Whether the checkpoint was made of a Hugging Face folder, whose vocabulary table is padded by no rule.
     """
 
     model: LanguageModel
@@ -61,6 +62,7 @@ class Trained:
     args: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_card: Mapping[str, Any] | None = None
     from_huggingface: bool = False
+    imported: bool = False
 
     @property
     def gpt(self) -> GenerativeModel | PlainModel:
@@ -140,8 +142,8 @@ def _trained(
     _fill(model, store, found, context)
     model.requires_grad_(False)
     built = build_tokenizer(tokenizer) if tokenizer else _own_tokenizer(store.folder(found), args, registry)
-    card = (store.manifest(found) or {}).get("tokenizer")
-    if card:
+    manifest = store.manifest(found) or {}
+    if card := manifest.get("tokenizer"):
         require_same((f"the training ({store.folder(found)})", "here"), card, built.fingerprint(), _OTHER_TOKENIZER)
     if built.vocab_size > model.vocab_size:
         raise CheckpointError(
@@ -150,7 +152,7 @@ def _trained(
         )
     foreign = store.format(found) == "huggingface"
     said = (*notes, *changed_sources(args, registry), *about_experts, *about_dtype)
-    return Trained(model.eval(), built, found, said, args, card, from_huggingface=foreign)
+    return Trained(model.eval(), built, found, said, args, card, foreign, imported="huggingface" in manifest)
 
 
 def _fill(model: LanguageModel, store: DirectoryStore, found: int, context: ParallelContext) -> None:

@@ -238,7 +238,7 @@ def _measure(
     result = measure(request, path, trained, context, listener)
     require_measured(result, path)
     other = None
-    if trained.tokenizer_card is None and not trained.from_huggingface:
+    if trained.tokenizer_card is None and not (trained.from_huggingface or trained.imported):
         other = size_difference(trained.args, tokenizer.vocab_size)
     evidence = Evidence(
         vocab_size=tokenizer.vocab_size,
