@@ -48,6 +48,7 @@ from megalith.data.sources.formats import (
     ZSTD,
     archive_of,
     compression_of,
+    format_by_content,
     name_without_compression,
 )
 from megalith.errors import DataError
@@ -400,12 +401,16 @@ def read_documents(path: Path) -> Sequence[str]:
     Raises DataError for a JSON array or a table, whose markup would be taken for text.
     """
     form = format_of(path)
+    _require_plain(path, form)
+    return read_texts(path) if form == JSONL else [read_text(path)]
+
+
+def _require_plain(path: Path, form: str | None) -> None:
     if form in _NOT_PLAIN:
         raise DataError(
             f"{path} is {_NOT_PLAIN[form]}, not plain text; write its texts to a jsonl file, a line for each: "
             '{"text": ...}'
         )
-    return read_texts(path) if form == JSONL else [read_text(path)]
 
 
 def read_text(path: Path) -> str:
@@ -422,6 +427,7 @@ def read_text(path: Path) -> str:
     try:
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
+        _require_plain(path, format_by_content(content[:8]))
         if compression := compression_of(content[:8]):
             name = name_without_compression(path)
             plain = path.with_name(name if name != path.name else f"decompressed-{name}")

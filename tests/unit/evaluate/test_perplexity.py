@@ -22,6 +22,7 @@ from megalith.evaluate.text import (
     measure_text,
     measure_wikitext,
     read_documents,
+    read_text,
     score_texts,
 )
 
@@ -149,6 +150,12 @@ def test_the_markup_of_a_table_or_an_array_is_no_text(tmp_path: Path, name: str,
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=rf"{name} .*jsonl"):
         read_documents(tmp_path / name)
+
+
+def test_a_table_in_place_of_a_text_is_no_wrong_encoding(tmp_path: Path) -> None:
+    (tmp_path / "wiki.parquet").write_bytes(b"PAR1\x15\x04\xff")
+    with pytest.raises(DataError, match=r"wiki\.parquet .*jsonl"):
+        read_text(tmp_path / "wiki.parquet")
 
 
 def test_nothing_is_not_a_number() -> None:
