@@ -584,6 +584,8 @@ def test_the_scripts_of_the_examples(saved: Path, repository: Path, tmp_path: Pa
         (["--max-batch", "0"], "--max-batch 0", 2),
         (["--tp", "3"], "--tensor-model-parallel-size", 2),
         (["--api-key-file", "/nowhere"], "--api-key-file /nowhere", 2),
+        (["--chat-template", "/nowhere"], "--chat-template /nowhere", 2),
+        (["--lora", "a=/nowhere"], "--lora a=/nowhere", 2),
         (["--iteration", "7"], "7", 4),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

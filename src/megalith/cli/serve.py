@@ -350,9 +350,20 @@ def _configure(launch: _ServerOptions) -> RunConfig:
     args = saved_args(launch.flags.checkpoint, launch.flags.iteration)
     model = model_in(args, launch.flags.checkpoint, launch.flags.registry)
     require_text_model(model, launch.flags.checkpoint, "a server", or_answers=True)
-    if wrong := contradictions(launch.flags.stated, args, launch.flags.registry):
+    if wrong := contradictions(launch.flags.stated, args, launch.flags.registry) + _missing_files(launch):
         raise ConfigError(wrong)
     return ranks_of(model, launch.flags.settings, os.environ)
+
+
+def _missing_files(launch: _ServerOptions) -> list[str]:
+    """Return which files beside the model are missing, before the model is loaded."""
+    from megalith.tokenizers.chat_template import BUILT_IN, TOKENIZERS
+
+    template, folders = launch.flags.server.chat_template, launch.server.adapter_paths.items()
+    missing = [f"--lora {name}={folder}: no such folder" for name, folder in folders if not folder.is_dir()]
+    if template is not None and str(template) not in (*BUILT_IN, TOKENIZERS) and not template.is_file():
+        missing.append(f"--chat-template {template}: no such file; give a Jinja file or {', '.join(BUILT_IN)}")
+    return missing
 
 
 def _load_engine(launch: _ServerOptions, context: ParallelContext) -> tuple[Trained, Engine | None, Any]:
