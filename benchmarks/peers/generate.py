@@ -32,6 +32,9 @@ from typing import Any
 Asked = tuple[list[int], int]
 """Prompt and number of new tokens."""
 
+_LATE = b"HTTP/1.1 408"
+"""Beginning of the answer to a request that did not come in time: the bench had stopped client and server meanwhile."""
+
 
 def requests(streams: int, number: int, *, uniform: bool = False) -> list[Asked]:
     """The requests of a round; the first tokens of each prompt differ, so that no prefix is in a cache."""
@@ -105,15 +108,18 @@ def client(port: int) -> Callable[[Sequence[Asked]], int]:
                 waiting.register(connection, selectors.EVENT_READ, received.setdefault(connection, []))
             while waiting.get_map():
                 for key, _ in waiting.select():
-                    data = key.fileobj.recv(1 << 16)
+                    try:
+                        data = key.fileobj.recv(1 << 16)
+                    except ConnectionResetError:  # stopped before the server had read the headers
+                        data, key.data[:] = b"", [_LATE]
                     key.data.append(data)
                     if not data:
                         waiting.unregister(key.fileobj)
                         key.fileobj.close()
         answers = [b"".join(parts) for parts in received.values()]
-        again = [one for one, answer in zip(asked, answers, strict=True) if answer.startswith(b"HTTP/1.1 408")]
+        again = [one for one, answer in zip(asked, answers, strict=True) if answer.startswith(_LATE)]
         tokens = sum(answer.count(b'"finish_reason":null') for answer in answers)
-        return tokens + (ask(again) if again else 0)  # the bench had stopped it in mid-request
+        return tokens + (ask(again) if again else 0)
 
     return ask
 
