@@ -94,7 +94,7 @@ def parse_fault(text: str, world_size: int | None = None) -> Fault:
     fields = dict(part.partition("=")[::2] for part in rest.split(","))
     numbers = [fields.get("step", ""), fields.get("rank", "0"), fields.get("attempt", "0").replace("all", "0")]
     known = action in ACTIONS and {"step", "point"} <= set(fields) <= _FIELDS
-    if not known or not all(number.isdigit() for number in numbers):
+    if not known or not all(number.isdecimal() for number in numbers):
         raise ConfigError(
             f"MEGALITH_FAULT={text} is not understood; write kill9@step=7,point=mid_save, with rank=N for one rank and "
             f"attempt=N or attempt=all for restarts; actions: {', '.join(ACTIONS)}"

@@ -20,7 +20,8 @@ def test_a_fault_is_read() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "kill9", "kill9@step=7", "explode@step=7,point=fwd", "stop@step=x,point=fwd", "stop@step=1,point=fwd,rank=a"],
+    ["", "kill9", "kill9@step=7", "explode@step=7,point=fwd", "stop@step=x,point=fwd", "stop@step=²,point=fwd"]
+    + ["stop@step=1,point=fwd,rank=a"],
 )
 def test_what_is_no_fault_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="MEGALITH_FAULT"):
