@@ -366,7 +366,8 @@ def page(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
             for name, result in sorted(results.items())
             if part in result["found"]
         }
-        lines = "\n" + "\n".join(table(found)).lstrip() if found else "Not run yet at its length."
+        tables = ["\n".join(table({machine: result})) for machine, result in found.items()]
+        lines = "\n" + "\n\n".join(tables) if found else "Not run yet at its length."
         mark = f"<!-- written by benchmarks/at_size.py {part} -->\n"
         before, _, rest = text.partition(mark)
         text = before + mark + lines.rstrip() + "\n<!-- end -->" + rest.partition("<!-- end -->")[2]
@@ -400,7 +401,7 @@ def pair_table(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for machine, result in found.items():
         loaded = " *loaded*" if is_disturbed(result) else ""
         tokens, steps = result["tokens"], result["iterations"]
-        yield f"\n![Losses of both](pair-{result['name']}.png)\n"
+        yield f"![Losses of both](pair-{result['name']}.png)\n"
         size = f"{steps:,} steps of {tokens:,} tokens, {steps * tokens / 1e6:.2f}M in all"
         flags = f", `{' '.join(result['flags'])}`" if result["flags"] else ""
         yield f"{machine}{loaded}{flags}, seed {result['seed']}, {result['date']}: {size}."

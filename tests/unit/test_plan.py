@@ -223,13 +223,15 @@ def test_recomputation_and_pipelines_are_counted() -> None:
 
 
 @pytest.mark.parametrize("exchange", ["allgather", "alltoall"])
-def test_experts_are_counted_by_the_tokens_that_they_get(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_counted_by_the_tokens_that_they_get(
+    exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row keeps at least its input, the result of the first projection, and what the second one multiplies."""
     flags = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type"
     peaks = []
     for rows in (1, 2):
         monkeypatch.setattr(experts, "ROWS", rows)
-        monkeypatch.setenv("XDG_CACHE_HOME", f"/nowhere/{rows}")  # nothing is remembered
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(rows)))  # what is remembered there is of these rows
         peaks.append(_ranks(2, 4, f"{flags} {exchange} --position-embedding-type rope", 2)[0].peak["activations"])
     rows, numbers = 2 * 128 * 2, 64 + 2 * 256  # a balanced router's, in each of two layers
     assert peaks[1] - peaks[0] >= 2 * 4 * rows * numbers

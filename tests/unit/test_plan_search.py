@@ -196,9 +196,7 @@ def test_the_command_of_a_search_undoes_the_layout_of_a_recipe(
         assert run.model.num_layers == kept["num_layers"] and run.train.train_iters == kept["train_iters"]
 
 
-@pytest.mark.parametrize(
-    "recipe", sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.toml")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_flags_say_what_a_recipe_says(recipe: Path) -> None:
     values = read_recipe(recipe).values
     reading = read_command_line(words_of(values))

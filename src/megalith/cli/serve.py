@@ -357,11 +357,11 @@ def _configure(launch: _ServerOptions) -> RunConfig:
 
 def _missing_files(launch: _ServerOptions) -> list[str]:
     """Return which files beside the model are missing, before the model is loaded."""
-    from megalith.tokenizers.chat_template import BUILT_IN, TOKENIZERS
+    from megalith.tokenizers.chat_template import BUILT_IN, has_template
 
     template, folders = launch.flags.server.chat_template, launch.server.adapter_paths.items()
     missing = [f"--lora {name}={folder}: no such folder" for name, folder in folders if not folder.is_dir()]
-    if template is not None and str(template) not in (*BUILT_IN, TOKENIZERS) and not template.is_file():
+    if template is not None and not has_template(str(template)):
         missing.append(f"--chat-template {template}: no such file; give a Jinja file or {', '.join(BUILT_IN)}")
     return missing
 

@@ -25,6 +25,7 @@ from megalith.data.sft_dataset import SFTDataset
 from megalith.device import is_cuda
 from megalith.distributed import comm
 from megalith.distributed.context import Axis
+from megalith.distributed.machine import try_to_write
 from megalith.errors import ConfigError
 from megalith.models.language_model import GenerativeModel
 from megalith.plan import cache_folder
@@ -62,7 +63,7 @@ def run_folder(config: RunConfig) -> Path:
         return Path(config.checkpoint.save) / "run"
     folder = Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f")
     try:
-        _try_to_write(folder)
+        try_to_write(folder)
     except OSError:
         return Path(tempfile.mkdtemp(prefix="megalith-run-"))
     return folder
@@ -77,17 +78,17 @@ def open_run_folder(config: RunConfig, command: str, folder: Path) -> RunConsole
     if config.log.tensorboard_dir:
         require_package("tensorboard", "--tensorboard-dir")
         with _as_config_error("--tensorboard-dir", config.log.tensorboard_dir):
-            _try_to_write(Path(config.log.tensorboard_dir))
+            try_to_write(Path(config.log.tensorboard_dir))
     if (traced := config.log.moe_routing_trace_path) is not None and config.model.mixture:
         with _as_config_error("--moe-routing-trace-path", traced):
-            _try_to_write(Path(traced))
+            try_to_write(Path(traced))
     save = config.checkpoint.save
     with (
         _as_config_error("--save", save)
         if save
         else _as_config_error("the run folder (there is no --save)", str(folder))
     ):
-        _try_to_write(folder)
+        try_to_write(folder)
         console = RunConsole(folder / "log.txt")
         console.log(f"\n{command}")
     return console
@@ -109,13 +110,6 @@ def _as_config_error(flag: str, folder: str) -> Iterator[None]:
     except OSError as error:
         where = f" ({error.filename})" if error.filename and str(error.filename) != folder else ""
         raise ConfigError(f"{flag} {folder}: not writable: {error.strerror}{where}; give a writable folder") from error
-
-
-def _try_to_write(folder: Path) -> None:
-    """Create the folder and write a temporary file to it; OSError if that fails."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(b"x" * 4096)
 
 
 def build_hooks(

@@ -25,7 +25,14 @@ from megalith.distributed.machine import usable_cores
 from megalith.errors import ConfigError, MegalithError
 from megalith.progress import task
 from megalith.tokenizers import Tokenizer
-from megalith.tokenizers.chat_template import BUILT_IN, TOKENIZERS, ends_of_turn, find_template, template_beside
+from megalith.tokenizers.chat_template import (
+    BUILT_IN,
+    TOKENIZERS,
+    ends_of_turn,
+    find_template,
+    has_template,
+    template_beside,
+)
 
 _FLAG, _DEFAULT = "--sft-tokenizer-prompt-format", "default"
 _OF_MEGATRON = (_DEFAULT, "identity", "nemotron-h-aligned", "nemotron-nano-v2")
@@ -46,7 +53,7 @@ class Preparation:
         known = f"give {', '.join(BUILT_IN)} or a Jinja file"
         if self._name == TOKENIZERS and template_beside(tokenizer) is None:
             raise ConfigError(f"{_FLAG} {named or 'is missing'}: the tokenizer has no chat template; {known}")
-        if self._name not in (TOKENIZERS, *BUILT_IN) and not Path(self._name).is_file():
+        if not has_template(self._name):
             raise ConfigError(f"{_FLAG} {named}: no such template; {known}")
         self._template = find_template(self._name, tokenizer)
         self._folder, self._config, self._tokenizer = data.data_cache_path, config, tokenizer

@@ -12,6 +12,7 @@ import resource
 import socket
 import struct
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -244,3 +245,10 @@ def host_identity() -> str:
         names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         names += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "mnt")]
     return " ".join(names)
+
+
+def try_to_write(folder: Path) -> None:
+    """Create the folder and write a temporary file to it; OSError if that fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"x" * 4096)

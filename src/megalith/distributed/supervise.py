@@ -253,8 +253,8 @@ class Attempt:
         if len(codes) == 1 and codes <= without_save:
             return codes.pop()
         if self.signals and not self._last_step():  # ranks start at different speeds: some miss a rank that has stopped
-            number, alone = self.signals[0], {end.code for end in self.ended if not end.killed_by_supervisor}
-            return 128 + number if alone <= {0, STOPPED, PEER_FAILED, 128 + number, -number} else None
+            number, own = self.signals[0], {end.code for end in self.ended if not end.killed_by_supervisor}
+            return 128 + number if own <= {0, STOPPED, PEER_FAILED, 128 + number, -number} else None
         return None
 
     def cause(self) -> FailureCause:

@@ -17,10 +17,9 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
-from megalith.distributed.machine import usable_cores
+from megalith.distributed.machine import try_to_write, usable_cores
 from megalith.errors import ConfigError
 from megalith.layout import Layout
 from megalith.plan.calibration import calibrated
@@ -90,7 +89,11 @@ def measure_here(device: Device) -> Iterator[str]:
         ConfigError: the table cannot be written.
     """
     path = table_of(device)
-    _require_writable(path.parent)  # before the minutes that measuring takes
+    try:  # before the minutes that measuring takes
+        try_to_write(path.parent)
+    except OSError as error:
+        why = f"{path.parent} cannot be written: {error.strerror}"
+        raise ConfigError(f"--measure: {why}; set XDG_CACHE_HOME to a folder that can") from error
     import torch
 
     from megalith.distributed.forked import run_forked
@@ -129,17 +132,6 @@ def measure_here(device: Device) -> Iterator[str]:
         )
     path.write_text(json.dumps({ranks: asdict(rates) for ranks, rates in entries.items()}), encoding="utf-8")
     yield f"saved in {path}: megalith plan --gpus reads it"
-
-
-def _require_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"--measure: {folder} cannot be written: {error.strerror}; set XDG_CACHE_HOME to a folder that can"
-        ) from error
 
 
 def _launches(numbers: list[float], seconds: list[float], asynchronous: bool) -> tuple[float, float, float]:

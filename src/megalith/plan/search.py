@@ -15,6 +15,7 @@ from itertools import count, product
 from typing import Any
 
 from megalith.config import RunConfig
+from megalith.config.command_line import words_of
 from megalith.config.flops import step_flops
 from megalith.config.rules import RULES
 from megalith.config.rules.rule import Draft
@@ -77,12 +78,8 @@ class Choice:
 
     def flags(self) -> list[str]:
         """Return the flags of what differs from one device, and of the micro-batch."""
-        words: list[str] = []
-        for name, value in self.values.items():
-            if value != _NAMES[name] or name == "micro_batch_size":
-                setting = all_settings()[name]
-                words += [setting.positive_flag] if value is True else [setting.flag, str(value)]
-        return words
+        differs = {name: value != _NAMES[name] or name == "micro_batch_size" for name, value in self.values.items()}
+        return words_of({name: value for name, value in self.values.items() if differs[name]})
 
 
 @dataclass

@@ -207,6 +207,11 @@ def read_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate:
     return ChatTemplate(source, _special_tokens(folder) if folder else None)
 
 
+def has_template(named: str) -> bool:
+    """Return whether this is a file, one of `BUILT_IN`, or TOKENIZERS, whether or not the tokenizer has a template."""
+    return named in (TOKENIZERS, *BUILT_IN) or Path(named).is_file()
+
+
 def find_template(named: str, tokenizer: Tokenizer) -> ChatTemplate:
     """Return the template of a file, one of `BUILT_IN`, or the tokenizer's. Raises DataError if there is none."""
     if named != TOKENIZERS:
